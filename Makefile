@@ -1,0 +1,50 @@
+# `make` lists what there is. Everything happens in .venv, which is made on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean $(VENV)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  (PYTHON=python3.12 make … picks the interpreter, ARGS='-k plan' make test goes to pytest)"
+
+.venv: $(STAMP) ## set up .venv with the tested versions (PYTHON: 3.11 or newer)
+
+$(STAMP): constraints.txt pyproject.toml
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+			found=$$($(PYTHON) --version 2>/dev/null) || found=missing; \
+			echo "hzplan needs Python 3.11 or newer; $(PYTHON) is: $$found. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+			exit 1; }; \
+		$(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing $(TORCH) into $(VENV) (a large package, once) …"
+	@$(PIP_INSTALL) $(TORCH)
+	@echo "Installing hzplan and its tools into $(VENV) …"
+	@$(PIP_INSTALL) -e '.[test,dev]'
+	@touch $@
+
+demo: $(STAMP) ## profile, plan and train a small GPT on this machine
+	$(BIN)/hzplan demo
+
+test: $(STAMP) ## run the tests (ARGS='…' goes to pytest)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style, types and the layers of the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## run the benchmarks
+	@if [ -d benchmarks ]; then $(PY) -m benchmarks; else echo "There are no benchmarks yet (no folder benchmarks/)."; fi
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
