@@ -1,0 +1,306 @@
+"""What things cost: collectives, compute, optimizer, memory. Pure functions of a profile; no torch.
+
+Times are integer nanoseconds and sizes integer bytes, so that sums do not depend on their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hzplan.formats.profile import Profile, UseCost
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.layout import ITEM_BYTES, BucketLayout, TensorSpec, colour, slot_sizes
+from hzplan.schedule import Kind, Schedule, Task, Use, build
+
+Curve = Sequence[tuple[int, float]]
+
+
+def interpolate(curve: Curve, size: float) -> float:
+    """Seconds at a size, from measured (size, seconds) points with rising sizes.
+
+    Linear between points; below the first point its own time (a message cannot cost less than its latency);
+    above the last one the slope of the last two, but no less than in proportion to nothing.
+    """
+    first_size, first_seconds = curve[0]
+    if size <= first_size or len(curve) == 1:
+        return first_seconds if size <= first_size else first_seconds * size / max(first_size, 1)
+    for (low, low_s), (high, high_s) in itertools.pairwise(curve):
+        if size <= high:
+            return low_s + (high_s - low_s) * (size - low) / (high - low)
+    (low, low_s), (high, high_s) = curve[-2], curve[-1]
+    return high_s + max(0.0, (high_s - low_s) / (high - low)) * (size - high)
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit under one choice of levels: nanoseconds per task kind and tier, and bytes per rank.
+
+    ``param``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's claim on a
+    slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t receives.
+    """
+
+    unshard_ns: tuple[int, ...]
+    reduce_ns: tuple[int, ...]
+    final_reduce_ns: tuple[int, ...]
+    regather_ns: tuple[int, ...]
+    sync_ns: tuple[int, ...]
+    update_ns: int
+    param_bytes: int
+    grad_bytes: int
+    optim_bytes: int
+    unshard_bytes: int
+    staging_bytes: int
+    scratch_bytes: tuple[int, ...]
+    update_temporary_bytes: int
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that stay all the time."""
+        return self.param_bytes + self.grad_bytes + self.optim_bytes
+
+    def __add__(self, other: UnitCost) -> UnitCost:
+        """Both, one after the other: buffers add up, what is needed for a moment only does not."""
+        return UnitCost(
+            unshard_ns=_sum(self.unshard_ns, other.unshard_ns),
+            reduce_ns=_sum(self.reduce_ns, other.reduce_ns),
+            final_reduce_ns=_sum(self.final_reduce_ns, other.final_reduce_ns),
+            regather_ns=_sum(self.regather_ns, other.regather_ns),
+            sync_ns=_sum(self.sync_ns, other.sync_ns),
+            update_ns=self.update_ns + other.update_ns,
+            param_bytes=self.param_bytes + other.param_bytes,
+            grad_bytes=self.grad_bytes + other.grad_bytes,
+            optim_bytes=self.optim_bytes + other.optim_bytes,
+            unshard_bytes=self.unshard_bytes + other.unshard_bytes,
+            staging_bytes=self.staging_bytes + other.staging_bytes,
+            scratch_bytes=tuple(map(max, self.scratch_bytes, other.scratch_bytes)),
+            update_temporary_bytes=max(self.update_temporary_bytes, other.update_temporary_bytes),
+        )
+
+    @classmethod
+    def zero(cls, tiers: int) -> UnitCost:
+        """A unit without tensors."""
+        none = (0,) * tiers
+        return cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, none, 0)
+
+    def duration_ns(self, kind: Kind, tier: int) -> int:
+        """The length of this unit's part of a task."""
+        if kind is Kind.UPDATE:
+            return self.update_ns
+        by_tier = {
+            Kind.UNSHARD: self.unshard_ns,
+            Kind.REDUCE: self.reduce_ns,
+            Kind.FINAL_REDUCE: self.final_reduce_ns,
+            Kind.REGATHER: self.regather_ns,
+            Kind.SYNC: self.sync_ns,
+        }.get(kind)
+        return by_tier[tier] if by_tier else 0
+
+
+def _sum(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(first, second, strict=True))
+
+
+def reduce_spans(mesh: Mesh, tier: int, grad_level: int, *, final: bool) -> tuple[Stage | None, Stage | None]:
+    """A reduce task's collectives on a tier: down to the gradient's own level, then (final) all the way.
+
+    The first accumulates into the gradient slice, the second reduces that slice further in place.
+    """
+    own = mesh.stage_in_tier(tier, 0, grad_level)
+    rest = mesh.stage_in_tier(tier, grad_level, mesh.levels) if final else None
+    return own, rest
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A profile, made ready for questions."""
+
+    profile: Profile
+
+    @property
+    def mesh(self) -> Mesh:
+        """The cluster's mesh."""
+        return self.profile.mesh
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, int, int], list[tuple[int, float]]]:
+        return {
+            (curve.operation, curve.low, curve.high): [(p.bytes, p.seconds) for p in curve.points]
+            for curve in self.profile.collectives
+        }
+
+    @cached_property
+    def _optimizer_curve(self) -> list[tuple[int, float]]:
+        return [(point.elements, point.seconds) for point in self.profile.optimizer.points]
+
+    def collective_ns(self, operation: str, stage: Stage | None, nbytes: int) -> int:
+        """Nanoseconds of a collective whose whole buffer has ``nbytes``; 0 where there is no stage."""
+        if stage is None:
+            return 0
+        return round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
+
+    def compute_ns(self, use_index: int, micro_batch: int) -> int:
+        """Nanoseconds of a use's own computation."""
+        return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
+
+    def _use_cost(self, use_index: int, micro_batch: int) -> UseCost:
+        costs = self.profile.uses[use_index].costs
+        return next(cost for cost in costs if cost.micro_batch == micro_batch)
+
+    def activation_peak_bytes(self, micro_batch: int) -> int:
+        """The most that activations and temporaries take at any use of a forward and backward."""
+        level = peak = 0
+        for index in range(len(self.profile.uses)):
+            cost = self._use_cost(index, micro_batch)
+            peak = max(peak, level + cost.peak_bytes)
+            level += cost.retained_bytes
+        return peak
+
+    def flops(self, micro_batch: int) -> int:
+        """Floating-point operations of one forward and backward."""
+        return sum(self._use_cost(index, micro_batch).flops for index in range(len(self.profile.uses)))
+
+    def bucket(self, bucket: BucketLayout) -> UnitCost:
+        """Cost of one bucket.
+
+        Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
+        levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it.
+        """
+        mesh, levels = self.mesh, bucket.levels
+        item, numel = ITEM_BYTES[bucket.dtype], bucket.numel
+        tiers = range(len(mesh.tiers))
+
+        def timed(operation: str, stage: Stage | None) -> int:
+            return self.collective_ns(
+                operation, stage, 0 if stage is None else bucket.nbytes // mesh.shards[stage.low]
+            )
+
+        unshard = tuple(timed("all_gather", mesh.stage_in_tier(t, 0, levels.param)) for t in tiers)
+        whole = bucket.nbytes if mesh.shards[levels.param] > 1 else 0
+        if not bucket.trainable:
+            none = (0,) * len(tiers)
+            param = bucket.nbytes // mesh.shards[levels.param]
+            return UnitCost(unshard, none, none, none, none, 0, param, 0, 0, whole, 0, none, 0)
+
+        plain = [reduce_spans(mesh, t, levels.grad, final=False) for t in tiers]
+        final = [reduce_spans(mesh, t, levels.grad, final=True) for t in tiers]
+        exchange = self.profile.cluster.scattered_by_exchange
+        optim_numel = numel // mesh.shards[levels.optim]
+        optimizer = self.profile.optimizer
+        return UnitCost(
+            unshard_ns=unshard,
+            reduce_ns=tuple(sum(timed("reduce_scatter", stage) for stage in spans) for spans in plain),
+            final_reduce_ns=tuple(sum(timed("reduce_scatter", stage) for stage in spans) for spans in final),
+            regather_ns=tuple(
+                timed("all_gather", mesh.stage_in_tier(t, levels.optim, mesh.levels)) for t in tiers
+            ),
+            sync_ns=tuple(
+                timed("all_gather", mesh.stage_in_tier(t, levels.param, levels.optim)) for t in tiers
+            ),
+            update_ns=round(interpolate(self._optimizer_curve, optim_numel) * 1e9),
+            param_bytes=bucket.nbytes // mesh.shards[levels.param],
+            grad_bytes=bucket.nbytes // mesh.shards[levels.grad],
+            optim_bytes=optim_numel * item * optimizer.state_per_element,
+            unshard_bytes=whole,
+            staging_bytes=bucket.nbytes if mesh.shards[levels.grad] > 1 else 0,
+            scratch_bytes=tuple(
+                max((bucket.nbytes // mesh.shards[s.low] for s in spans if s), default=0) if exchange else 0
+                for spans in final
+            ),
+            update_temporary_bytes=_largest_piece(bucket, optim_numel, item, optimizer.temporary_per_element),
+        )
+
+    def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
+        """Cost of a unit: its buckets one after the other."""
+        total = UnitCost.zero(len(self.mesh.tiers))
+        for bucket in buckets:
+            total += self.bucket(bucket)
+        return total
+
+    def schedule(self, *, prefetch: int, accumulation: int, clip: bool) -> Schedule:
+        """The profile's uses as a step."""
+        return build(
+            [Use(use.unit, use.phase) for use in self.profile.uses],
+            {unit.name: unit.requires for unit in self.profile.units},
+            [unit.name for unit in self.profile.units if any(t.trainable for t in unit.tensors)],
+            tiers=len(self.mesh.tiers),
+            prefetch=prefetch,
+            accumulation=accumulation,
+            clip=clip,
+        )
+
+    def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
+        """Nanoseconds of every task of a schedule."""
+        return [self.task_ns(schedule, task, units, micro_batch) for task in schedule.tasks]
+
+    def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
+        """Nanoseconds of one task."""
+        if task.kind is Kind.COMPUTE:
+            return self.compute_ns(task.position % len(schedule.uses), micro_batch)
+        return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+
+
+def _largest_piece(bucket: BucketLayout, slice_numel: int, item: int, temporary_per_element: float) -> int:
+    """The optimizer works tensor by tensor: its temporaries are as large as the largest piece of one."""
+    largest = max(min(tensor.numel, slice_numel) for tensor in bucket.tensors)
+    return round(largest * item * temporary_per_element)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per rank by category; ``peak`` is the largest total over the step's events."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    unshard_buffers: int
+    gradient_buffers: int
+    scratch: int
+    activations: int
+    peak: int
+
+    def by_category(self) -> dict[str, int]:
+        """For tables and files."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The static assignment of units to unshard and gradient buffers; independent of the levels chosen."""
+
+    unshard: Mapping[str, int]
+    staging: Mapping[str, int]
+
+
+def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]) -> Slots:
+    """Colour the schedule's lives, weighing units by the bytes of their tensors."""
+    sizes = {unit: sum(t.nbytes for t in specs) for unit, specs in tensors.items()}
+    return Slots(colour(schedule.unshard_lives, sizes), colour(schedule.staging_lives, sizes))
+
+
+def memory(units: Mapping[str, UnitCost], slots: Slots, tiers: int, activation_peak: int) -> Memory:
+    """Memory of one rank over a step.
+
+    Buffers are allocated once, so they count at every event; the events that differ are the uses
+    (activations and temporaries) and the optimizer step (its temporaries, with no activations alive).
+    """
+    parameters = sum(cost.param_bytes for cost in units.values())
+    gradients = sum(cost.grad_bytes for cost in units.values())
+    optimizer = sum(cost.optim_bytes for cost in units.values())
+    unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
+    staging = sum(slot_sizes(slots.staging, {unit: units[unit].staging_bytes for unit in slots.staging}))
+    scratch = sum(max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(tiers))
+    update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
+    activations = max(activation_peak, update)
+    return Memory(
+        parameters,
+        gradients,
+        optimizer,
+        unshard,
+        staging,
+        scratch,
+        activations,
+        parameters + gradients + optimizer + unshard + staging + scratch + activations,
+    )

@@ -1,0 +1,44 @@
+"""What can go wrong for a user, with the exit code that the command line answers (design §7)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class UserError(Exception):
+    """Bad usage or input: one line that names the file, field or rank, and says what to do.
+
+    The message may quote text from elsewhere (another exception's, a file's); line breaks and runs of
+    blanks become one space, so that it stays one line.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class CheckFailed(UserError):
+    """A check ran and its answer is no."""
+
+    exit_code = 1
+
+
+class Infeasible(UserError):
+    """No plan meets the constraints."""
+
+    exit_code = 3
+
+
+class JobFailed(UserError):
+    """A rank of the distributed job died or timed out."""
+
+    exit_code = 4
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """``Type: message`` of any exception in one line of about ``limit`` characters, to quote it."""
+    text = " ".join(str(error).split())
+    if len(text) > limit:
+        text = text[:limit].rstrip() + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

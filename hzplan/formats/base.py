@@ -1,0 +1,126 @@
+"""Reading and writing the files: strict models, one-line errors, atomic replacement."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hzplan.errors import UserError
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    """A frozen record that refuses unknown keys and coercions (JSON lists become tuples)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Document = TypeVar("Document", bound=Strict)
+
+MAX_FILE_BYTES = 256 * 2**20
+
+
+def read(path: Path, kind: type[Document], *, form: str, version: int) -> Document:
+    """Read and validate a file; every failure is a UserError of one line that names file and field."""
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("format") != form:
+        raise UserError(f"{path}: not a {form} file (its field 'format' must be {form!r})")
+    if data.get("version") != version:
+        raise UserError(
+            f"{path}: field 'version' is {data.get('version')!r}, this hzplan reads {version}; "
+            "make the file again with this version"
+        )
+    try:
+        # JSON mode is strict about types yet lets lists become tuples.
+        return kind.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "(the whole file)"
+        raise UserError(f"{path}: field {field}: {_one_line(first['msg'])}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file (NaN and infinity refused); UserError naming the file and the place."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a file of hzplan")
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, a file is needed") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}: not valid JSON at line {error.lineno} column {error.colno} ({error.msg}); truncated?"
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{path}: not valid JSON ({_one_line(str(error))})") from None
+
+
+def to_text(document: Strict) -> str:
+    """The canonical text: declared field order, two blanks, lists of plain values on one line."""
+    return _render(document.model_dump(mode="json", exclude_none=True), "") + "\n"
+
+
+def fingerprint(document: Strict) -> str:
+    """SHA-256 of the canonical text, hexadecimal."""
+    return hashlib.sha256(to_text(document).encode()).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, then rename: the file is whole or untouched. UserError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _render(value: Any, indent: str) -> str:
+    """JSON in which a container of plain values takes one line; a diff then shows one choice per line."""
+    inner = indent + "  "
+    if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        rows = (f"{inner}{json.dumps(key)}: {_render(item, inner)}" for key, item in value.items())
+        return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return "[\n" + ",\n".join(inner + _render(item, inner) for item in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number that a file may hold")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

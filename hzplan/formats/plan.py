@@ -1,0 +1,177 @@
+"""The plan: what was chosen per tensor, and what it is predicted to cost. Reviewed and diffed like code."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hzplan.formats.base import (
+    Finite,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    Strict,
+    read,
+    to_text,
+    write_text,
+)
+from hzplan.formats.profile import Dtype
+from hzplan.hierarchy import Levels, Mesh
+
+
+class Shards(Strict):
+    """Into how many shards parameter, gradient and optimizer state are cut."""
+
+    param: PositiveInt
+    grad: PositiveInt
+    optim: PositiveInt
+
+
+class BucketEntry(Strict):
+    """Tensors that travel together, by their names in the model."""
+
+    shards: Shards
+    tensors: tuple[str, ...] = Field(min_length=1)
+
+
+class PlanUnit(Strict):
+    """A unit and its buckets; a unit without tensors of its own (tied weights) has none."""
+
+    name: str
+    requires: tuple[str, ...]
+    buckets: tuple[BucketEntry, ...]
+
+
+class PlanModel(Strict):
+    """The model that the plan is for."""
+
+    name: str
+    parameters: NonNegativeInt
+    signature: str
+    dtype: Dtype
+    seq_len: PositiveInt
+
+
+class PlanCluster(Strict):
+    """The data-parallel world that the plan is for."""
+
+    mesh: str
+    tier_names: tuple[str, ...]
+    backend: str
+
+
+class Batch(Strict):
+    """Sequences per step in all, per rank and forward pass, and forward passes per step."""
+
+    global_batch: PositiveInt
+    micro_batch: PositiveInt
+    accumulation: PositiveInt
+
+
+class Source(Strict):
+    """The profile that the plan was solved from (path relative to the plan) and the question asked."""
+
+    profile: str
+    profile_sha256: str
+    memory_budget_bytes: PositiveInt
+    asked_gap: Finite
+
+
+class Proof(Strict):
+    """How good the choice is: the objective, the proven bound, and what stood behind them."""
+
+    status: Literal["optimal", "feasible", "given"]
+    objective_s: Seconds
+    bound_s: Seconds
+    gap: Finite
+    solver: str
+
+
+class Predicted(Strict):
+    """What the simulator says of one step, in steady state, per rank."""
+
+    step_s: Seconds
+    exposed_comm_s: dict[str, Seconds]
+    peak_memory_bytes: NonNegativeInt
+    memory_bytes: dict[str, NonNegativeInt]
+    tokens_per_s_per_gpu: Seconds
+    mfu: Seconds
+
+
+class Plan(Strict):
+    """What ``hzplan solve`` writes and ``hzplan run`` executes."""
+
+    format: Literal["hzplan.plan"] = "hzplan.plan"
+    version: Literal[1] = 1
+    model: PlanModel
+    cluster: PlanCluster
+    optimizer: str
+    clip: bool
+    batch: Batch
+    prefetch: PositiveInt
+    replica_sync: Literal["every_step"] = "every_step"
+    source: Source
+    proof: Proof
+    predicted: Predicted
+    units: tuple[PlanUnit, ...] = Field(min_length=1)
+    uses: tuple[str, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        """Shards are levels of the mesh, names resolve, the batch adds up."""
+        try:
+            mesh = Mesh.parse(self.cluster.mesh)
+        except ValueError as error:
+            raise ValueError(f"cluster.mesh: {error}") from None
+        if len(self.cluster.tier_names) != len(mesh.tiers):
+            raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+        names = [unit.name for unit in self.units]
+        if len(set(names)) != len(names):
+            raise ValueError("units: a name appears twice")
+        tensors = [name for unit in self.units for bucket in unit.buckets for name in bucket.tensors]
+        if len(set(tensors)) != len(tensors):
+            raise ValueError("units: a tensor appears twice")
+        for unit in self.units:
+            if not set(unit.requires) <= set(names):
+                raise ValueError(f"units: {unit.name} requires a unit that is not listed")
+            for bucket in unit.buckets:
+                try:
+                    legal = self._levels(mesh, bucket.shards).legal
+                except ValueError as error:
+                    raise ValueError(f"units: {unit.name}: {error}") from None
+                if not legal:
+                    raise ValueError(
+                        f"units: {unit.name}: optim must have at least the shards of param and grad"
+                    )
+        for index, use in enumerate(self.uses):
+            phase, _, unit_name = use.partition(" ")
+            if phase not in ("F", "B") or unit_name not in names:
+                raise ValueError(f"uses.{index}: {use!r} is not 'F <unit>' or 'B <unit>'")
+        if self.batch.global_batch != mesh.world * self.batch.micro_batch * self.batch.accumulation:
+            raise ValueError("batch: global_batch must be world × micro_batch × accumulation")
+        return self
+
+    @staticmethod
+    def _levels(mesh: Mesh, shards: Shards) -> Levels:
+        return Levels(mesh.level_of(shards.param), mesh.level_of(shards.grad), mesh.level_of(shards.optim))
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The data-parallel mesh."""
+        return Mesh.parse(self.cluster.mesh)
+
+    def levels(self, bucket: BucketEntry) -> Levels:
+        """A bucket's shard counts as levels of the mesh."""
+        return self._levels(self.mesh, bucket.shards)
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read a plan; UserError of one line when it is not one."""
+        return read(path, cls, form="hzplan.plan", version=1)
+
+    def save(self, path: Path) -> None:
+        """Write the canonical text, whole or not at all."""
+        write_text(path, to_text(self))

@@ -1,0 +1,226 @@
+"""The profile: what a model's units and a cluster's links cost, as measured. Data only, no formulas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hzplan.formats.base import (
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    Strict,
+    read,
+    to_text,
+    write_text,
+)
+from hzplan.hierarchy import Mesh
+from hzplan.layout import TensorSpec
+
+Phase = Literal["forward", "backward"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class TensorEntry(Strict):
+    """A parameter tensor; ``name`` as in the model's state_dict."""
+
+    name: str
+    shape: tuple[NonNegativeInt, ...]
+    dtype: Dtype
+    trainable: bool
+
+    @property
+    def spec(self) -> TensorSpec:
+        """As the arithmetic of layouts sees it."""
+        return TensorSpec(self.name, self.shape, self.dtype, self.trainable)
+
+
+class UnitEntry(Strict):
+    """A module that is unsharded as one: its own tensors, and the units that a use of it needs whole.
+
+    ``requires`` holds the unit itself, the units around it and the owners of weights tied to its own.
+    """
+
+    name: str
+    module: str
+    tensors: tuple[TensorEntry, ...]
+    requires: tuple[str, ...]
+
+
+class UseCost(Strict):
+    """One use of a unit at one micro-batch size, medians over repeats and ranks.
+
+    ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
+    ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
+    between the quartiles, over the median.
+    """
+
+    micro_batch: PositiveInt
+    seconds: Seconds
+    spread: Fraction
+    flops: NonNegativeInt
+    retained_bytes: int
+    peak_bytes: NonNegativeInt
+
+
+class UseEntry(Strict):
+    """A unit's turn in one forward and backward pass, in the order recorded."""
+
+    unit: str
+    phase: Phase
+    costs: tuple[UseCost, ...]
+
+
+class CollectivePoint(Strict):
+    """Seconds of a collective on a whole buffer of ``bytes`` (what it gathers to, or scatters from)."""
+
+    bytes: NonNegativeInt
+    seconds: Seconds
+    spread: Fraction
+
+
+class CollectiveCurve(Strict):
+    """A collective over the groups between two levels, every sibling group active at once."""
+
+    operation: Operation
+    low: NonNegativeInt
+    high: PositiveInt
+    points: tuple[CollectivePoint, ...] = Field(min_length=1)
+
+
+class OptimizerPoint(Strict):
+    """Seconds of one optimizer step on this many elements."""
+
+    elements: NonNegativeInt
+    seconds: Seconds
+    spread: Fraction
+
+
+class OptimizerEntry(Strict):
+    """The optimizer: state tensors per parameter element, temporaries, and the time of a step."""
+
+    name: str
+    state_per_element: NonNegativeInt
+    temporary_per_element: Fraction
+    points: tuple[OptimizerPoint, ...] = Field(min_length=1)
+
+
+class ModelEntry(Strict):
+    """The model that was measured; ``signature`` is a hash over its parameters' names, shapes and dtypes."""
+
+    name: str
+    parameters: NonNegativeInt
+    signature: str
+    dtype: Dtype
+    seq_len: PositiveInt
+
+
+class ClusterEntry(Strict):
+    """Where it was measured. ``memory_bytes`` is what one rank may use, before any reserve."""
+
+    mesh: str
+    tier_names: tuple[str, ...]
+    backend: str
+    device: str
+    memory_bytes: PositiveInt
+    peak_flops: Seconds
+    scattered_by_exchange: bool
+
+
+class ProvenanceEntry(Strict):
+    """When, and with what, the measurement was made."""
+
+    created: str
+    hzplan: str
+    torch: str
+    python: str
+    cpus: PositiveInt
+
+
+class Profile(Strict):
+    """What ``hzplan profile`` measured and ``hzplan solve`` reads."""
+
+    format: Literal["hzplan.profile"] = "hzplan.profile"
+    version: Literal[1] = 1
+    provenance: ProvenanceEntry
+    model: ModelEntry
+    cluster: ClusterEntry
+    optimizer: OptimizerEntry
+    units: tuple[UnitEntry, ...] = Field(min_length=1)
+    uses: tuple[UseEntry, ...] = Field(min_length=1)
+    collectives: tuple[CollectiveCurve, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        """References resolve, sizes are sorted, every curve needed is there."""
+        try:
+            mesh = Mesh.parse(self.cluster.mesh)
+        except ValueError as error:
+            raise ValueError(f"cluster.mesh: {error}") from None
+        if len(self.cluster.tier_names) != len(mesh.tiers):
+            raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+        names = [unit.name for unit in self.units]
+        if len(set(names)) != len(names):
+            raise ValueError("units: a name appears twice")
+        tensors = [tensor.name for unit in self.units for tensor in unit.tensors]
+        if len(set(tensors)) != len(tensors):
+            raise ValueError("units: a tensor appears twice")
+        known = set(names)
+        for unit in self.units:
+            if not set(unit.requires) <= known:
+                raise ValueError(f"units: {unit.name} requires a unit that is not listed")
+        sizes = [cost.micro_batch for cost in self.uses[0].costs]
+        if not sizes or sorted(set(sizes)) != sizes:
+            raise ValueError("uses.0.costs: micro-batch sizes must be there once each, smallest first")
+        for index, use in enumerate(self.uses):
+            if use.unit not in known:
+                raise ValueError(f"uses.{index}.unit: {use.unit} is not a unit")
+            if [cost.micro_batch for cost in use.costs] != sizes:
+                raise ValueError(f"uses.{index}.costs: micro-batch sizes differ from those of the first use")
+        for curve in self.collectives:
+            points = [point.bytes for point in curve.points]
+            if sorted(set(points)) != points:
+                raise ValueError(f"collectives: {curve.operation} {curve.low}-{curve.high}: sizes not rising")
+        present = {(curve.operation, curve.low, curve.high) for curve in self.collectives}
+        for stage in mesh.stages():
+            for operation in ("all_gather", "reduce_scatter"):
+                if (operation, *stage) not in present:
+                    raise ValueError(
+                        f"collectives: {operation} between levels {stage.low} and {stage.high} is missing"
+                    )
+        elements = [point.elements for point in self.optimizer.points]
+        if sorted(set(elements)) != elements:
+            raise ValueError("optimizer.points: sizes not rising")
+        return self
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The cluster's mesh."""
+        return Mesh.parse(self.cluster.mesh)
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The micro-batch sizes that were measured, smallest first."""
+        return tuple(cost.micro_batch for cost in self.uses[0].costs)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a profile; UserError of one line when it is not one."""
+        return read(path, cls, form="hzplan.profile", version=1)
+
+    def save(self, path: Path) -> None:
+        """Write the canonical text, whole or not at all."""
+        write_text(path, to_text(self))
+
+
+def signature(tensors: Iterable[TensorSpec]) -> str:
+    """SHA-256 over names, shapes, dtypes and trainable flags, order-independent, hexadecimal."""
+    lines = sorted(f"{t.name} {list(t.shape)} {t.dtype} {t.trainable}" for t in tensors)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,145 @@
+"""Where bytes lie: tensors inside a bucket's flat buffer, and buffers in shared slots.
+
+Pure arithmetic, used alike by the cost model, the ILP and the runtime, so that what is counted is what is
+allocated. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+from hzplan.hierarchy import Levels, Mesh
+
+ALIGNMENT_BYTES = 256
+
+ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the dtypes that parameters may have, by torch's name."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A parameter: its name in the model, shape, dtype (torch's name) and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without alignment."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Tensors of one unit with the same levels, dtype and trainable flag, laid in one flat buffer.
+
+    ``offsets`` and ``numel`` count elements; ``numel`` includes alignment and the padding to the shards of
+    the finest level that the bucket's communication walks through.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    levels: Levels
+    offsets: tuple[int, ...]
+    numel: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that all tensors share."""
+        return self.tensors[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the bucket has gradients and optimizer state."""
+        return self.tensors[0].trainable
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, unsharded buffer."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    def pieces(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """The tensors' parts inside ``[start, end)``: (index of the tensor, first, past-the-last element)."""
+        found = []
+        for index, (tensor, offset) in enumerate(zip(self.tensors, self.offsets, strict=True)):
+            low, high = max(start, offset), min(end, offset + tensor.numel)
+            if low < high:
+                found.append((index, low, high))
+        return found
+
+
+def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketLayout:
+    """Lay tensors one after the other, each aligned to 256 bytes, and pad to the finest level used.
+
+    A trained bucket's gradients are reduced down to the finest level of the mesh, whatever its own levels
+    (an all-reduce is a reduce-scatter down the hierarchy and an all-gather back up); a frozen one is only
+    cut at its parameter level.
+    """
+    align = ALIGNMENT_BYTES // ITEM_BYTES[tensors[0].dtype]
+    offsets, end = [], 0
+    for tensor in tensors:
+        start = -(-end // align) * align
+        offsets.append(start)
+        end = start + tensor.numel
+    multiple = mesh.world if tensors[0].trainable else mesh.shards[levels.param]
+    return BucketLayout(tuple(tensors), levels, tuple(offsets), max(1, -(-end // multiple)) * multiple)
+
+
+def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple[BucketLayout, ...]:
+    """Group a unit's tensors into buckets by (levels, dtype, trainable), in order of first appearance.
+
+    A frozen tensor has a parameter level only; its other levels are set to the same value.
+    """
+    groups: dict[tuple[Levels, str, bool], list[TensorSpec]] = {}
+    for tensor, levels in choices:
+        if not tensor.trainable:
+            levels = Levels(levels.param, levels.param, levels.param)
+        groups.setdefault((levels, tensor.dtype, tensor.trainable), []).append(tensor)
+    return tuple(lay_out(tensors, key[0], mesh) for key, tensors in groups.items())
+
+
+K = TypeVar("K", bound=Hashable)
+Interval = tuple[int, int]
+
+
+def colour(lives: Mapping[K, Sequence[Interval]], sizes_bytes: Mapping[K, int]) -> dict[K, int]:
+    """Assign buffers to slots, so that buffers that live at the same time have different slots.
+
+    ``lives`` holds the closed intervals of positions in which a buffer is in use. A buffer keeps its slot for
+    good: autograd has saved views of its address. A slot is as large as its largest buffer. Greedy, once
+    largest first and once in order of first use; the smaller total wins, so the result depends on nothing
+    but the arguments.
+    """
+    by_size = sorted(lives, key=lambda key: -sizes_bytes[key])
+    by_time = sorted(lives, key=lambda key: lives[key][0])
+    candidates = [_greedy(order, lives) for order in (by_size, by_time)]
+    return min(candidates, key=lambda slots: sum(slot_sizes(slots, sizes_bytes)))
+
+
+def slot_sizes(slots: Mapping[K, int], sizes_bytes: Mapping[K, int]) -> list[int]:
+    """The bytes of every slot: those of its largest buffer."""
+    sizes = [0] * (max(slots.values(), default=-1) + 1)
+    for key, slot in slots.items():
+        sizes[slot] = max(sizes[slot], sizes_bytes[key])
+    return sizes
+
+
+def _greedy(order: Iterable[K], lives: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
+    slots: dict[K, int] = {}
+    for key in order:
+        taken = {slot for other, slot in slots.items() if _meet(lives[key], lives[other])}
+        slots[key] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+    return slots
+
+
+def _meet(first: Sequence[Interval], second: Sequence[Interval]) -> bool:
+    return any(a <= d and c <= b for a, b in first for c, d in second)

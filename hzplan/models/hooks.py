@@ -1,0 +1,107 @@
+"""The one place where hooks are registered: they tell a listener when a unit's turn begins.
+
+A turn lasts until the next one begins, so turns cut a forward and backward into segments without gaps; the
+profiler times them and the runtime schedules them, from the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from hzplan.models.units import Unit
+
+
+class Listener(Protocol):
+    """What hears of a model's progress, on the thread that computes."""
+
+    def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
+        """A unit's turn begins; its parameters must be whole when this returns."""
+
+    def gradient(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient of this backward is complete, in ``parameter.grad``."""
+
+    def backward_end(self) -> None:
+        """``backward()`` is about to return."""
+
+
+def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
+    """Register the hooks; the function returned removes them."""
+    hooks = _Hooks(listener)
+    handles: list[RemovableHandle] = []
+    for unit in units:
+        handles.append(unit.module.register_forward_pre_hook(hooks.before_forward(unit.name), prepend=True))
+        handles.append(unit.module.register_forward_hook(hooks.after_forward(unit.name)))
+        for _, parameter in unit.parameters:
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(hooks.gradient))
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return detach
+
+
+class _Hooks:
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.graph_task = -1  # autograd's number of the backward that is being heard
+
+    def before_forward(self, unit: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: object) -> None:
+            self.listener.enter(unit, "forward")
+
+        return hook
+
+    def after_forward(self, unit: str) -> Callable[..., None]:
+        """The first gradient that reaches any of the outputs begins the unit's backward."""
+
+        def hook(module: nn.Module, arguments: object, output: object) -> None:
+            if not torch.is_grad_enabled():
+                return
+            begun_in = -1
+
+            def begin(gradient: Tensor) -> None:
+                nonlocal begun_in
+                self.enter_backward()
+                if begun_in != self.graph_task:
+                    begun_in = self.graph_task
+                    self.listener.enter(unit, "backward")
+
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(begin)
+
+        return hook
+
+    def enter_backward(self) -> None:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self.graph_task:
+            self.graph_task = graph_task
+            Variable._execution_engine.queue_callback(self.listener.backward_end)
+
+    def gradient(self, parameter: Tensor) -> None:
+        self.enter_backward()
+        assert isinstance(parameter, nn.Parameter)
+        self.listener.gradient(parameter)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output, in any nesting of tuples, lists, dicts and dataclass-like objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))

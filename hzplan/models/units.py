@@ -1,0 +1,110 @@
+"""Finding the units of a model: the modules that are unsharded, computed and released as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from hzplan.errors import UserError
+from hzplan.layout import ITEM_BYTES, TensorSpec
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module, the parameters that it owns, and the units that a use of it needs whole.
+
+    A parameter belongs to the first unit that holds it; a unit that holds another's parameter (tied weights)
+    requires that unit. A unit inside another one requires the outer one.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    requires: tuple[str, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The owned parameters as the arithmetic of layouts sees them."""
+        return tuple(tensor_spec(name, parameter) for name, parameter in self.parameters)
+
+
+def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
+    """Name, shape and dtype of a parameter; UserError for a dtype that cannot be sharded."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise UserError(f"parameter {name} has dtype {dtype}; supported are {', '.join(ITEM_BYTES)}")
+    return TensorSpec(name, tuple(parameter.shape), dtype, parameter.requires_grad)
+
+
+def find_units(model: nn.Module) -> tuple[Unit, ...]:
+    """Repeated blocks are a unit each; every other module with parameters of its own is one too.
+
+    Repeated blocks are the children of a ModuleList, or of a Sequential in which a class with parameters
+    below its own children occurs at least twice; the outermost such container counts.
+    """
+    blocks = dict(_blocks(model, ""))
+    owners: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = next((block for block in blocks if name == block or name.startswith(f"{block}.")), None)
+        if inside is not None:
+            owners.setdefault(inside, blocks[inside])
+        elif next(module.parameters(recurse=False), None) is not None:
+            owners[name] = module
+    held = {name: _held(name, module, recurse=name in blocks) for name, module in owners.items()}
+    owner_of: dict[int, str] = {}
+    for name, parameters in held.items():
+        for _, parameter in parameters:
+            owner_of.setdefault(id(parameter), name)
+    return tuple(
+        Unit(
+            name=name,
+            module=owners[name],
+            parameters=tuple((n, p) for n, p in parameters if owner_of[id(p)] == name),
+            requires=_requires(name, parameters, owner_of, owners),
+        )
+        for name, parameters in held.items()
+    )
+
+
+def _held(name: str, module: nn.Module, *, recurse: bool) -> tuple[tuple[str, nn.Parameter], ...]:
+    """The module's parameters with their names in the model, each once."""
+    prefix = f"{name}." if name else ""
+    return tuple((prefix + local, p) for local, p in module.named_parameters(recurse=recurse))
+
+
+def _requires(
+    name: str,
+    parameters: tuple[tuple[str, nn.Parameter], ...],
+    owner_of: dict[int, str],
+    owners: dict[str, nn.Module],
+) -> tuple[str, ...]:
+    around = [other for other in owners if other != name and (not other or name.startswith(f"{other}."))]
+    tied = [owner_of[id(parameter)] for _, parameter in parameters]
+    return tuple(dict.fromkeys([name, *around, *tied]))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if _repeats(child):
+            for index, block in child.named_children():
+                if next(block.parameters(), None) is not None:
+                    yield f"{path}.{index}", block
+        else:
+            yield from _blocks(child, f"{path}.")
+
+
+def _repeats(container: nn.Module) -> bool:
+    if isinstance(container, nn.ModuleList):
+        return True
+    if not isinstance(container, nn.Sequential):
+        return False
+    composite = Counter(
+        type(child)
+        for child in container.children()
+        if next(child.children(), None) is not None and next(child.parameters(), None) is not None
+    )
+    return any(count >= 2 for count in composite.values())

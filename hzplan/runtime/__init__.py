@@ -1,0 +1,1 @@
+"""The runtime: executes a plan's schedule with real collectives."""

@@ -1,0 +1,168 @@
+"""``parallelize``: a model and a plan in, the same model trained in shards out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hzplan.cost import assign_slots
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import signature
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.layout import bucketise
+from hzplan.models.hooks import attach
+from hzplan.models.units import Unit, find_units
+from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.engine import Engine
+from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
+from hzplan.runtime.unit import UnitState
+from hzplan.schedule import Schedule, Use, build
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the runtime needs of a plan: levels by tensor, and how the step is ordered."""
+
+    mesh: Mesh
+    levels: Mapping[str, Levels]
+    uses: tuple[Use, ...]
+    prefetch: int
+    accumulation: int
+    clip: bool
+
+    @classmethod
+    def of(cls, plan: Plan) -> Choice:
+        """Read a plan file's choices."""
+        return cls(
+            mesh=plan.mesh,
+            levels={
+                name: plan.levels(bucket)
+                for unit in plan.units
+                for bucket in unit.buckets
+                for name in bucket.tensors
+            },
+            uses=tuple(Use.parse(text) for text in plan.uses),
+            prefetch=plan.prefetch,
+            accumulation=plan.batch.accumulation,
+            clip=plan.clip,
+        )
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    optimizer_class: Callable[..., Optimizer] = torch.optim.AdamW,
+    *,
+    params: Iterable[Any] | None = None,
+    **arguments: Any,
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """Shard a model in place as a plan says, and make its optimizer.
+
+    ``params``: parameters or parameter groups as torch's optimizers take them (default: all trained
+    parameters in one group); ``arguments`` go to ``optimizer_class``, which must work element by element.
+    Every rank calls it, with torch.distributed initialised and the plan's world. Initial values are rank 0's.
+
+    The loop stays yours: forward, ``backward()`` as often as the plan accumulates, then
+    ``optimizer.clip_grad_norm_`` if you clip, and ``optimizer.step()``. As with DDP, gradients are means over
+    ranks and sums over micro-batches: divide the loss by the accumulation. ``parameter.grad`` is None after
+    backward; the reduced gradients are in the optimizer's pieces.
+
+    Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
+    """
+    check_model(model, plan)
+    return apply(model, Choice.of(plan), optimizer_class, params=params, **arguments)
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """UserError when the plan was made for another model; names the first tensor that differs."""
+    tensors = [tensor for unit in find_units(model) for tensor in unit.tensors]
+    here = {tensor.name for tensor in tensors}
+    planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
+    for name in sorted(here ^ planned):
+        where = "the plan but not in the model" if name in planned else "the model but not in the plan"
+        raise UserError(
+            f"the plan is for another model ({plan.model.name}): {name} is in {where}; solve again"
+        )
+    if signature(tensors) != plan.model.signature:
+        raise UserError(
+            f"the plan is for another model ({plan.model.name}): same tensor names, but a shape, dtype or "
+            "requires_grad differs; profile and solve this model"
+        )
+
+
+def apply(
+    model: nn.Module,
+    choice: Choice,
+    optimizer_class: Callable[..., Optimizer] = torch.optim.AdamW,
+    *,
+    params: Iterable[Any] | None = None,
+    **arguments: Any,
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """``parallelize`` from a bare choice of levels."""
+    check_elementwise(optimizer_class)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != choice.mesh.world:
+        raise UserError(
+            f"the plan is for {choice.mesh.world} ranks (mesh {choice.mesh}), this job has {world}; "
+            "start that many, or solve for this world"
+        )
+    units = find_units(model)
+    groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
+    schedule = schedule_of(units, choice)
+    rank = dist.get_rank() if world > 1 else 0
+    states = [_state(unit, choice, rank) for unit in units]
+    slots = assign_slots(schedule, {unit.name: unit.tensors for unit in units})
+    device = next(model.parameters()).device
+    engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device)
+    optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
+    engine.optimizer = optimizer
+    engine.detach = attach(units, engine)
+    return model, optimizer
+
+
+def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
+    """The schedule that a choice leads to; UserError when its uses do not fit the units."""
+    listed = list(units)
+    requires = {unit.name: unit.requires for unit in listed}
+    for use in choice.uses:
+        if use.unit not in requires:
+            raise UserError(
+                f"the plan uses unit {use.unit}, which the model does not have; profile and solve again"
+            )
+    return build(
+        choice.uses,
+        requires,
+        [unit.name for unit in listed if any(t.trainable for t in unit.tensors)],
+        tiers=len(choice.mesh.tiers),
+        prefetch=choice.prefetch,
+        accumulation=choice.accumulation,
+        clip=choice.clip,
+    )
+
+
+def _state(unit: Unit, choice: Choice, rank: int) -> UnitState:
+    by_name = dict(unit.parameters)
+    layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in unit.tensors], choice.mesh)
+    buckets = [
+        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, rank)
+        for layout in layouts
+    ]
+    return UnitState(unit.name, buckets, choice.mesh.world)
+
+
+def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    """A copy of every parameter, whole, by its name in the model; every rank calls it, between steps."""
+    found: dict[str, Tensor] = {}
+    for name in optimizer.engine.units:
+        with optimizer.engine.whole(name) as unit:
+            for bucket in unit.buckets:
+                for tensor, view in zip(bucket.layout.tensors, bucket.param_views, strict=True):
+                    found[tensor.name] = view.clone()
+    return found

@@ -1,0 +1,184 @@
+"""A bucket's storage on one rank, and the collectives that move it between levels."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hzplan.cost import reduce_spans
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.layout import BucketLayout
+from hzplan.runtime.collectives import all_gather, reduce_scatter
+from hzplan.runtime.groups import Communicators
+
+
+class Bucket:
+    """Flat buffers [elements] of one bucket.
+
+    ``param``: the level-ℓp slice, for good; ``whole``: all parameters, a view of the unit's unshard slot (or
+    ``param`` itself where it is not sharded); ``grad``: the level-ℓg slice, for good, None when frozen;
+    ``staging``: all gradients of one micro-batch, a view of the unit's gradient slot (or ``grad`` itself).
+    Slices nest, so every other level is a view of one of these.
+    """
+
+    def __init__(self, layout: BucketLayout, parameters: list[nn.Parameter], mesh: Mesh, rank: int) -> None:
+        self.layout, self.parameters, self.mesh, self.rank = layout, parameters, mesh, rank
+        levels = layout.levels
+        self.sharded = mesh.shards[levels.param] > 1
+        self.staged = layout.trainable and mesh.shards[levels.grad] > 1
+        flat = self._gather_initial()
+        start, end = self.bounds(levels.param)
+        self.param = flat[start:end].clone() if self.sharded else flat
+        self.whole = self.param
+        self.grad: Tensor | None = None
+        if layout.trainable:
+            self.grad = flat.new_zeros(layout.numel // mesh.shards[levels.grad])
+            self.staging = self.grad
+
+    @torch.no_grad()
+    def _gather_initial(self) -> Tensor:
+        """All parameters in one buffer, rank 0's values on every rank."""
+        first = self.parameters[0]
+        flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+            view.copy_(parameter)
+        if self.mesh.world > 1:
+            dist.broadcast(flat, src=0)
+        return flat
+
+    def bounds(self, level: int) -> tuple[int, int]:
+        """This rank's slice at a level, in elements of the whole buffer."""
+        return self.mesh.slice_bounds(self.rank, level, self.layout.numel)
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The tensors of the bucket as views of a whole buffer, in their shapes."""
+        return [
+            whole[offset : offset + tensor.numel].view(tensor.shape)
+            for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=True)
+        ]
+
+    def place(self, unshard: Tensor | None, staging: Tensor | None) -> None:
+        """Give the bucket its parts of the slots; called once."""
+        if self.sharded:
+            assert unshard is not None
+            self.whole = unshard
+        if self.staged:
+            assert staging is not None
+            self.staging = staging
+        self.param_views = self.views(self.whole)
+        self.grad_views = self.views(self.staging) if self.layout.trainable else []
+        # What a sharded parameter shows outside its turn: its shape, and NaN for whoever computes with it.
+        self.absent_views = [
+            torch.full((), float("nan"), dtype=self.param.dtype, device=self.param.device).expand(
+                tensor.shape
+            )
+            for tensor in self.layout.tensors
+        ]
+        for parameter, view in zip(self.parameters, self.param_views, strict=True):
+            parameter.data = view
+        self.hide()
+
+    def show(self) -> None:
+        """The unsharded values are there: parameters become views of them."""
+        if self.sharded:
+            for parameter, view in zip(self.parameters, self.param_views, strict=True):
+                parameter.data = view
+
+    def hide(self) -> None:
+        """The buffer goes to another unit."""
+        if self.sharded:
+            for parameter, absent in zip(self.parameters, self.absent_views, strict=True):
+                parameter.data = absent
+
+    def within(self, buffer: Tensor, of: int, level: int) -> Tensor:
+        """The level-``level`` slice of a buffer that holds the slice of level ``of`` (coarser or equal)."""
+        origin = self.bounds(of)[0]
+        start, end = self.bounds(level)
+        return buffer[start - origin : end - origin]
+
+    # Stages of each kind of task in a tier; None where this bucket has nothing to do there.
+
+    def unshard_stage(self, tier: int) -> Stage | None:
+        """The part of ℓp → 0 in a tier."""
+        return self.mesh.stage_in_tier(tier, 0, self.layout.levels.param)
+
+    def reduce_stages(self, tier: int, *, final: bool) -> list[Stage]:
+        """The parts of 0 → ℓg and, on the last micro-batch, ℓg → L in a tier."""
+        if not self.layout.trainable:
+            return []
+        spans = reduce_spans(self.mesh, tier, self.layout.levels.grad, final=final)
+        return [stage for stage in spans if stage is not None]
+
+    def regather_stage(self, tier: int) -> Stage | None:
+        """The part of L → ℓo in a tier: the sum goes back to the replicas."""
+        if not self.layout.trainable:
+            return None
+        return self.mesh.stage_in_tier(tier, self.layout.levels.optim, self.mesh.levels)
+
+    def sync_stage(self, tier: int) -> Stage | None:
+        """The part of ℓo → ℓp in a tier: updated parameters."""
+        if not self.layout.trainable:
+            return None
+        return self.mesh.stage_in_tier(tier, self.layout.levels.param, self.layout.levels.optim)
+
+    # The collectives. Each runs on its stream's thread and touches only the buffers of this bucket.
+
+    def unshard(self, tier: int, groups: Communicators) -> None:
+        """Gather from the shard (or what the tier outside has gathered) into the slot."""
+        if (stage := self.unshard_stage(tier)) is None:
+            return
+        shards, level = self.mesh.shards, self.layout.levels.param
+        part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
+        all_gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
+
+    def reduce(
+        self, tier: int, groups: Communicators, scratch: Tensor, *, final: bool, accumulate: bool
+    ) -> None:
+        """Reduce this micro-batch's gradient down to ℓg, and on the last one the sum down to L."""
+        if self.grad is None:
+            return
+        shards, level = self.mesh.shards, self.layout.levels.grad
+        for stage in self.reduce_stages(tier, final=final):
+            if stage.low >= level:
+                source = self.within(self.grad, level, stage.low)
+                target, add = self.within(self.grad, level, stage.high), False
+            else:
+                source = self.within(self.staging, 0, stage.low)
+                arrives = shards[stage.high] == shards[level]
+                target = self.grad if arrives else self.within(self.staging, 0, stage.high)
+                add = accumulate and arrives
+            reduce_scatter(target, source, groups["reduce", stage], scratch, accumulate=add)
+
+    def regather(self, tier: int, groups: Communicators) -> None:
+        """Gather the reduced gradient back to ℓo, in place."""
+        if self.grad is None or (stage := self.regather_stage(tier)) is None:
+            return
+        level = self.layout.levels.grad
+        all_gather(
+            self.within(self.grad, level, stage.low),
+            self.within(self.grad, level, stage.high),
+            groups["sync", stage],
+        )
+
+    def sync(self, tier: int, groups: Communicators) -> None:
+        """Gather updated parameters from ℓo to ℓp, in place."""
+        if (stage := self.sync_stage(tier)) is None:
+            return
+        level = self.layout.levels.param
+        all_gather(
+            self.within(self.param, level, stage.low),
+            self.within(self.param, level, stage.high),
+            groups["sync", stage],
+        )
+
+    def pieces(self, level: int) -> list[tuple[int, Tensor, Tensor]]:
+        """The tensors' parts in this rank's slice of a level ≥ ℓo: (tensor index, parameter, gradient)."""
+        assert self.grad is not None
+        start, end = self.bounds(level)
+        param = self.within(self.param, self.layout.levels.param, level)
+        grad = self.within(self.grad, self.layout.levels.grad, level)
+        return [
+            (index, param[low - start : high - start], grad[low - start : high - start])
+            for index, low, high in self.layout.pieces(start, end)
+        ]

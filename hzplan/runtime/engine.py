@@ -1,0 +1,324 @@
+"""Ties a model's hooks to a schedule: follows the recorded uses, or falls back to unsharding on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.layout import slot_sizes
+from hzplan.runtime.executor import Executor
+from hzplan.runtime.groups import Communicators
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.unit import Life, UnitState
+from hzplan.schedule import Kind, Schedule, Task
+
+
+class Mode(Enum):
+    """How the current step runs."""
+
+    BETWEEN = auto()  # no micro-batch has begun
+    SCHEDULED = auto()  # every event so far was the next recorded one
+    DEMAND = auto()  # something else happened: unshard at use, reduce at the end of backward
+
+
+class Engine:
+    """One rank's side of a plan. Implements ``hzplan.models.hooks.Listener``; used by the compute thread."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        schedule: Schedule,
+        unshard_slots: Mapping[str, int],
+        staging_slots: Mapping[str, int],
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self.schedule = schedule
+        self.mesh = mesh
+        self.optimizer: ShardedOptimizer | None = None
+        self.detach: Callable[[], None] = lambda: None
+        self.groups = Communicators(mesh, _wanted(units, len(mesh.tiers)))
+        self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
+        self.executor = Executor(schedule, self.run, self.idle)
+        self._unit_of = {
+            id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
+        }
+        self._needs = _needs_by_position(schedule)
+        self._reduced_at: dict[int, tuple[str, ...]] = {}
+        for task in schedule.tasks:
+            if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+                self._reduced_at[task.position] = task.units
+        self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
+        self.mode = Mode.BETWEEN
+        self._position = -1  # the use whose turn it is, in scheduled mode
+        self._running = False
+        self._micro_batch = 0
+        self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
+
+    def _allocate(
+        self, unshard_slots: Mapping[str, int], staging_slots: Mapping[str, int], device: torch.device
+    ) -> dict[str, int]:
+        """All communication buffers, once. Returns bytes by category."""
+
+        def slots(assigned: Mapping[str, int], sizes: Mapping[str, int]) -> list[Tensor]:
+            return [
+                torch.zeros(size, dtype=torch.uint8, device=device)
+                for size in slot_sizes(assigned, {unit: sizes[unit] for unit in assigned})
+            ]
+
+        unshard = slots(unshard_slots, {name: unit.unshard_bytes for name, unit in self.units.items()})
+        staging = slots(staging_slots, {name: unit.staging_bytes for name, unit in self.units.items()})
+        for name, unit in self.units.items():
+            unit.place(
+                unshard[unshard_slots[name]] if name in unshard_slots else None,
+                staging[staging_slots[name]] if name in staging_slots else None,
+            )
+        self._scratch = [
+            torch.zeros(_scratch_bytes(self.units.values(), tier), dtype=torch.uint8, device=device)
+            for tier in range(len(self.mesh.tiers))
+        ]
+        return {
+            "unshard_buffers": sum(slot.numel() for slot in unshard),
+            "gradient_buffers": sum(slot.numel() for slot in staging),
+            "scratch": sum(scratch.numel() for scratch in self._scratch),
+        }
+
+    # What tasks do, on their streams' threads.
+
+    def idle(self, task: Task) -> bool:
+        """Whether a task has nothing to do under this plan; the same on every rank."""
+        if task.kind is Kind.UPDATE:
+            return self.optimizer is not None and not any(self.units[u].trainable_buckets for u in task.units)
+        buckets = [bucket for unit in task.units for bucket in self.units[unit].buckets]
+        if task.kind is Kind.UNSHARD:
+            return all(bucket.unshard_stage(task.tier) is None for bucket in buckets)
+        if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+            final = task.kind is Kind.FINAL_REDUCE
+            return not any(bucket.reduce_stages(task.tier, final=final) for bucket in buckets)
+        if task.kind is Kind.REGATHER:
+            return all(bucket.regather_stage(task.tier) is None for bucket in buckets)
+        return all(bucket.sync_stage(task.tier) is None for bucket in buckets)
+
+    @torch.no_grad()
+    def run(self, task: Task) -> None:
+        """Do a task's work for all its units, one after the other."""
+        accumulate = task.position >= len(self.schedule.uses)
+        for name in task.units:
+            if task.kind is Kind.UPDATE:
+                assert self.optimizer is not None
+                self.optimizer.update(name)
+                continue
+            for bucket in self.units[name].buckets:
+                if task.kind is Kind.UNSHARD:
+                    bucket.unshard(task.tier, self.groups)
+                elif task.kind is Kind.REGATHER:
+                    bucket.regather(task.tier, self.groups)
+                elif task.kind is Kind.SYNC:
+                    bucket.sync(task.tier, self.groups)
+                else:
+                    scratch = self._scratch[task.tier].view(bucket.param.dtype)
+                    final = task.kind is Kind.FINAL_REDUCE
+                    bucket.reduce(task.tier, self.groups, scratch, final=final, accumulate=accumulate)
+
+    # What the hooks report.
+
+    def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
+        """A unit's turn begins: end the turn before, wait until the unit is whole."""
+        training = torch.is_grad_enabled() or phase == "backward"
+        if training and self._micro_batch >= self.schedule.accumulation:
+            raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
+        if self.mode is Mode.BETWEEN and training and self._expected(0, unit, phase):
+            self._make_whole(())
+            self.executor.begin_step()
+            self.mode = Mode.SCHEDULED
+            self._position = -1
+        if self.mode is Mode.SCHEDULED:
+            following = self._position + 1
+            if training and self._expected(following, unit, phase):
+                self._end_turn()
+                self._begin_turn(following)
+                return
+        self._enter_on_demand(unit, training=training)
+
+    def gradient(self, parameter: nn.Parameter) -> None:
+        """A gradient is complete: in scheduled mode it goes to its bucket at once."""
+        if self.mode is Mode.SCHEDULED:
+            self._unit_of[id(parameter)].take_gradient(parameter, accumulate=self._micro_batch > 0)
+
+    def backward_end(self) -> None:
+        """A micro-batch is over."""
+        uses = len(self.schedule.uses)
+        if self.mode is Mode.SCHEDULED:
+            if self._position == (self._micro_batch + 1) * uses - 1:
+                self._end_turn()
+            else:
+                self._go_on_demand()
+        if self.mode is not Mode.SCHEDULED:
+            self._reduce_on_demand()
+        for unit in self.units.values():
+            unit.expect_gradients()
+        self._reduced.clear()
+        self._micro_batch += 1
+
+    def wait_gradients(self) -> None:
+        """Return when every gradient of this step is reduced."""
+        self._require_complete()
+        if self.mode is Mode.SCHEDULED:
+            self.executor.wait(t.index for t in self.schedule.tasks if t.kind is Kind.REGATHER)
+
+    def step(self) -> None:
+        """The user's optimizer.step(): launch updates and the gathering of parameters."""
+        assert self.optimizer is not None
+        self._require_complete()
+        self.optimizer.take_over_options()
+        if self.mode is Mode.SCHEDULED:
+            step = next(task for task in self.schedule.tasks if task.kind is Kind.STEP)
+            self.executor.start(step)
+            self.executor.end(step)
+        else:
+            self._update_on_demand()
+        self.mode = Mode.BETWEEN
+        self._micro_batch = 0
+
+    def _require_complete(self) -> None:
+        wanted = self.schedule.accumulation
+        if self._micro_batch != wanted:
+            raise RuntimeError(
+                f"step() after {self._micro_batch} backward passes, but the plan accumulates {wanted}; "
+                "call backward() that often before each step()"
+            )
+
+    # Scheduled mode.
+
+    def _expected(self, position: int, unit: str, phase: str) -> bool:
+        uses = self.schedule.uses
+        if position // len(uses) != self._micro_batch or self._micro_batch >= self.schedule.accumulation:
+            return False
+        use = uses[position % len(uses)]
+        return use.unit == unit and use.phase == phase
+
+    def _begin_turn(self, position: int) -> None:
+        self.executor.start(self.schedule.compute[position])
+        for name in self._needs[position]:
+            self.units[name].become_whole()
+        self._position, self._running = position, True
+
+    def _end_turn(self) -> None:
+        """Release what the window does not keep, complete the gradients that are reduced now."""
+        if not self._running:
+            return
+        position, self._running = self._position, False
+        kept = self._needs[position + 1] if position + 1 < len(self._needs) else ()
+        for name in self._needs[position]:
+            if name not in kept:
+                self.units[name].release()
+        for name in self._reduced_at.get(position, ()):
+            self.units[name].fill_missing(accumulate=self._micro_batch > 0)
+            self._reduced.add(name)
+        self.executor.end(self.schedule.compute[position])
+
+    # Demand mode: everything on the compute thread, in program order, which is the same on every rank.
+
+    def _go_on_demand(self) -> None:
+        """Leave the schedule for the rest of this step."""
+        self.executor.drain()
+        if self.mode is Mode.SCHEDULED:
+            self.mode, self._running = Mode.DEMAND, False
+
+    def _enter_on_demand(self, unit: str, *, training: bool) -> None:
+        self._go_on_demand()
+        if training and self.mode is Mode.BETWEEN:
+            self.executor.step += 1
+            self.mode = Mode.DEMAND
+        self._make_whole(self.schedule.requires.get(unit, (unit,)))
+
+    def _make_whole(self, names: Iterable[str]) -> None:
+        wanted = list(names)
+        for name, unit in self.units.items():
+            if name not in wanted:
+                unit.release()
+        for name in wanted:
+            unit = self.units[name]
+            if unit.life is Life.SHARDED:
+                for tier in reversed(range(len(self.mesh.tiers))):
+                    self.run(Task(-1, Kind.UNSHARD, "", (name,), tier))
+                unit.become_whole()
+
+    def _reduce_on_demand(self) -> None:
+        """Reduce this micro-batch's gradients that the schedule has not reduced.
+
+        Units with gradients already in their slot go first: the slot is theirs until it is reduced.
+        """
+        self._make_whole(())
+        final = self._micro_batch == self.schedule.accumulation - 1
+        kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
+        position = self._micro_batch * len(self.schedule.uses)
+        left = [name for name in self._trainable if name not in self._reduced]
+        for name in sorted(left, key=lambda name: self.units[name].expects_all):
+            self.units[name].fill_missing(accumulate=self._micro_batch > 0)
+            for tier in range(len(self.mesh.tiers)):
+                self.run(Task(-1, kind, "", (name,), tier, position))
+            if final:
+                for tier in reversed(range(len(self.mesh.tiers))):
+                    self.run(Task(-1, Kind.REGATHER, "", (name,), tier, position))
+
+    def _update_on_demand(self) -> None:
+        for name in self._trainable:
+            self.run(Task(-1, Kind.UPDATE, "", (name,)))
+            for tier in reversed(range(len(self.mesh.tiers))):
+                self.run(Task(-1, Kind.SYNC, "", (name,), tier))
+        self.executor.skip_step()
+
+    def close(self) -> None:
+        """End the threads. The model is not usable afterwards."""
+        self.detach()
+        self.executor.close()
+
+    @contextmanager
+    def whole(self, unit: str) -> Iterator[UnitState]:
+        """A unit's parameters, readable inside the block; between steps only."""
+        if self.mode is not Mode.BETWEEN:
+            raise RuntimeError(
+                "parameters can be read between steps only: after step(), before the next forward"
+            )
+        self.executor.drain()
+        self._make_whole([unit])
+        yield self.units[unit]
+        self._make_whole(())
+
+
+def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
+    """The communicators that a plan uses."""
+    found: set[tuple[str, Stage | None]] = set()
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        for tier in range(tiers):
+            found.add(("unshard", bucket.unshard_stage(tier)))
+            found.add(("sync", bucket.regather_stage(tier)))
+            found.add(("sync", bucket.sync_stage(tier)))
+            for final in (False, True):
+                found |= {("reduce", stage) for stage in bucket.reduce_stages(tier, final=final)}
+    return {(kind, stage) for kind, stage in found if stage is not None}
+
+
+def _scratch_bytes(units: Iterable[UnitState], tier: int) -> int:
+    """The largest buffer that a reduce on a tier receives."""
+    return max(
+        (
+            bucket.layout.nbytes // bucket.mesh.shards[stage.low]
+            for unit in units
+            for bucket in unit.buckets
+            for stage in bucket.reduce_stages(tier, final=True)
+        ),
+        default=0,
+    )
+
+
+def _needs_by_position(schedule: Schedule) -> list[tuple[str, ...]]:
+    return [schedule.requires[schedule.use(task).unit] for task in schedule.compute]

@@ -1,0 +1,150 @@
+"""The optimizer over shards: torch's own optimizer, fed with this rank's pieces of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hzplan.errors import UserError
+
+if TYPE_CHECKING:
+    from hzplan.runtime.engine import Engine
+    from hzplan.runtime.unit import UnitState
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "ASGD",
+    "Rprop",
+)
+
+Group = dict[str, Any]
+
+
+class ShardedOptimizer(Optimizer):
+    """Drives one inner optimizer per unit, so that a unit can be updated as soon as its gradient is there.
+
+    ``param_groups`` are the user's groups over this rank's pieces: a learning-rate scheduler changes them,
+    and ``step`` takes the values over. State lives in the inner optimizers.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        units: Sequence[UnitState],
+        optimizer_class: Callable[..., Optimizer],
+        groups: Sequence[Group],
+        arguments: Group,
+    ) -> None:
+        """``groups``: the user's parameter groups, ``params`` being parameters of the model."""
+        self.engine = engine
+        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._inner: dict[str, Optimizer] = {}
+        self._pieces: list[nn.Parameter] = []
+        self._owned_gradients: list[Tensor] = []
+        everything: list[list[nn.Parameter]] = [[] for _ in groups]
+        for unit in units:
+            mine: list[list[nn.Parameter]] = [[] for _ in groups]
+            for bucket in unit.trainable_buckets:
+                for index, param, grad in bucket.pieces(bucket.layout.levels.optim):
+                    owner = bucket.parameters[index]
+                    if id(owner) not in group_of:
+                        raise UserError(
+                            f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
+                            "add it to one, or set requires_grad=False"
+                        )
+                    piece = nn.Parameter(param)
+                    piece.grad = grad
+                    mine[group_of[id(owner)]].append(piece)
+                self._owned_gradients += [grad for _, _, grad in bucket.pieces(bucket.mesh.levels)]
+            if any(mine):
+                self._inner[unit.name] = optimizer_class(
+                    [dict(option, params=params) for option, params in zip(options, mine, strict=True)],
+                    **arguments,
+                )
+            for collected, params in zip(everything, mine, strict=True):
+                collected += params
+                self._pieces += params
+        empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
+        template = optimizer_class([dict(options[0], params=[empty])], **arguments)
+        super().__init__(
+            [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
+            if self._pieces
+            else [dict(options[0], params=[empty])],
+            template.defaults,
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Launch the update of every unit and the gathering of its parameters, and return.
+
+        The next forward waits for what it needs. Called after the last backward of the plan's accumulation.
+        """
+        if closure is not None:
+            raise UserError("hzplan's optimizer takes no closure; call backward() yourself, then step()")
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: the first backward of a step overwrites."""
+
+    def take_over_options(self) -> None:
+        """Copy learning rates and the like from ``param_groups`` to the inner optimizers."""
+        for inner in self._inner.values():
+            for mine, group in zip(inner.param_groups, self.param_groups, strict=True):
+                mine.update({key: value for key, value in group.items() if key != "params"})
+
+    @torch.no_grad()
+    def update(self, unit: str) -> None:
+        """Update one unit's pieces; runs on the optim stream."""
+        if unit in self._inner:
+            self._inner[unit].step()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm before.
+
+        Each rank sums the squares of the slice it owns at the finest level, in float64; the world adds up.
+        """
+        self.engine.wait_gradients()
+        total = torch.zeros((), dtype=torch.float64)
+        for grad in self._owned_gradients:
+            total += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = float(max_norm / (norm + 1e-6))
+        if scale < 1.0:
+            for piece in self._pieces:
+                assert piece.grad is not None
+                piece.grad.mul_(scale)
+        return norm
+
+
+def check_elementwise(optimizer_class: Any) -> None:
+    """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    if name not in ELEMENTWISE:
+        raise UserError(
+            f"optimizer {name} is not known to work element by element and cannot be sharded; "
+            f"use one of {', '.join(ELEMENTWISE)}"
+        )
+
+
+def as_groups(params: Iterable[Any]) -> list[Group]:
+    """torch's two ways to name parameters - an iterable of them, or of groups - as groups."""
+    listed = list(params)
+    if listed and isinstance(listed[0], dict):
+        return [dict(group, params=list(group["params"])) for group in listed]
+    return [{"params": listed}]

@@ -1,0 +1,113 @@
+"""A unit's life on one rank: when its parameters are whole, when its gradients may be reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from hzplan.runtime.bucket import Bucket
+
+
+class Life(Enum):
+    """Where a unit's parameters are, as the compute thread sees it."""
+
+    SHARDED = auto()
+    WHOLE = auto()
+
+
+class UnitState:
+    """The buckets of one unit, and which of its gradients this micro-batch has delivered."""
+
+    def __init__(self, name: str, buckets: Sequence[Bucket], world: int) -> None:
+        self.name = name
+        self.buckets = tuple(buckets)
+        self.trainable_buckets = tuple(bucket for bucket in buckets if bucket.layout.trainable)
+        self.life = Life.SHARDED
+        self._scale = 1.0 / world
+        self._place_of = {
+            id(parameter): (bucket, index)
+            for bucket in self.trainable_buckets
+            for index, parameter in enumerate(bucket.parameters)
+        }
+        self._missing: dict[int, nn.Parameter] = {}
+        self.expect_gradients()
+
+    @property
+    def unshard_bytes(self) -> int:
+        """Bytes of the slot that the unit needs while whole."""
+        return sum(bucket.layout.nbytes for bucket in self.buckets if bucket.sharded)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the slot that the unit needs for unreduced gradients."""
+        return sum(bucket.layout.nbytes for bucket in self.buckets if bucket.staged)
+
+    def place(self, unshard: Tensor | None, staging: Tensor | None) -> None:
+        """Cut the unit's slots (uint8) into its buckets' buffers."""
+        at_unshard = at_staging = 0
+        for bucket in self.buckets:
+            mine = gradients = None
+            if bucket.sharded and unshard is not None:
+                mine = _cut(unshard, at_unshard, bucket)
+                at_unshard += bucket.layout.nbytes
+            if bucket.staged and staging is not None:
+                gradients = _cut(staging, at_staging, bucket)
+                at_staging += bucket.layout.nbytes
+            bucket.place(mine, gradients)
+
+    # The two transitions of its life.
+
+    def become_whole(self) -> None:
+        """The unshard has ended: parameters show their values."""
+        if self.life is Life.SHARDED:
+            for bucket in self.buckets:
+                bucket.show()
+            self.life = Life.WHOLE
+
+    def release(self) -> None:
+        """The slot may be given to another unit: parameters show NaN."""
+        if self.life is Life.WHOLE:
+            for bucket in self.buckets:
+                bucket.hide()
+            self.life = Life.SHARDED
+
+    # Gradients of one micro-batch.
+
+    def expect_gradients(self) -> None:
+        """A micro-batch begins."""
+        self._missing = {id(p): p for bucket in self.trainable_buckets for p in bucket.parameters}
+
+    @property
+    def expects_all(self) -> bool:
+        """Whether no gradient of this micro-batch has been taken yet."""
+        return len(self._missing) == len(self._place_of)
+
+    @torch.no_grad()
+    def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
+        """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        bucket, index = self._place_of[id(parameter)]
+        target = bucket.grad_views[index]
+        if accumulate and not bucket.staged:
+            target.add_(gradient, alpha=self._scale)
+        else:
+            torch.mul(gradient, self._scale, out=target)
+        del self._missing[id(parameter)]
+
+    def fill_missing(self, *, accumulate: bool) -> None:
+        """Parameters that took no part in this micro-batch have a gradient of zero."""
+        for key, parameter in list(self._missing.items()):
+            bucket, index = self._place_of[key]
+            if parameter.grad is not None:
+                self.take_gradient(parameter, accumulate=accumulate)
+            elif bucket.staged or not accumulate:
+                bucket.grad_views[index].zero_()
+        self._missing.clear()
+
+
+def _cut(slot: Tensor, start: int, bucket: Bucket) -> Tensor:
+    return slot[start : start + bucket.layout.nbytes].view(bucket.param.dtype)

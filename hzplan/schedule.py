@@ -1,0 +1,340 @@
+"""The step as a DAG of tasks: one order that the simulator times, the ILP optimises and the runtime executes.
+
+The order comes from the recorded sequence of unit uses, the prefetch depth, the accumulation and whether
+gradients are clipped; it does not depend on the levels chosen. A stage that a choice leaves empty is a task
+of zero length, so the DAG of every choice is the same.
+
+Streams, each first in, first out: ``compute``; ``optim``; and for every tier ``unshard.<t>``, ``reduce.<t>``
+and ``sync.<t>`` (all-gathers that carry a step's results: gradients to replicas, updated parameters).
+``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
+launches. It is a topological order of the DAG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Literal
+
+import networkx as nx
+
+from hzplan.layout import Interval
+
+COMPUTE_STREAM = "compute"
+OPTIM_STREAM = "optim"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A unit's turn in a forward and backward pass."""
+
+    unit: str
+    phase: Literal["forward", "backward"]
+
+    def __str__(self) -> str:
+        return f"{self.phase[0].upper()} {self.unit}"
+
+    @classmethod
+    def parse(cls, text: str) -> Use:
+        """The inverse of ``str``."""
+        letter, _, unit = text.partition(" ")
+        return cls(unit, "forward" if letter == "F" else "backward")
+
+
+class Kind(Enum):
+    """What a task does; the value is the first word of its text form."""
+
+    BEGIN = "begin"
+    COMPUTE = "compute"
+    STEP = "step"
+    UNSHARD = "unshard"
+    REDUCE = "reduce"
+    FINAL_REDUCE = "final-reduce"
+    REGATHER = "regather"
+    UPDATE = "update"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One node: what, on which stream, for which units, and after which others.
+
+    ``after`` are earlier indices of the same step, ``after_previous`` indices in the step before.
+    ``position`` counts the uses of the whole step (micro-batch × uses + use), -1 where none applies.
+    """
+
+    index: int
+    kind: Kind
+    stream: str
+    units: tuple[str, ...] = ()
+    tier: int = -1
+    position: int = -1
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        tier = f".{self.tier}" if self.tier >= 0 else ""
+        position = f"@{self.position}" if self.position >= 0 else ""
+        return " ".join(filter(None, (f"{self.kind.value}{tier}{position}", ",".join(self.units))))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step: its tasks in total launch order, and when each unit's buffers are in use.
+
+    ``unshard_lives``: closed intervals of positions in which a unit's unsharded parameters occupy their
+    buffer; ``staging_lives``: likewise for unreduced gradients, counted in reduces. Both cover at most three
+    micro-batches, after which they repeat.
+    """
+
+    tasks: tuple[Task, ...]
+    uses: tuple[Use, ...]
+    tiers: int
+    prefetch: int
+    accumulation: int
+    clip: bool
+    requires: Mapping[str, tuple[str, ...]]
+    unshard_lives: Mapping[str, tuple[Interval, ...]] = field(repr=False)
+    staging_lives: Mapping[str, tuple[Interval, ...]] = field(repr=False)
+
+    @cached_property
+    def streams(self) -> dict[str, tuple[Task, ...]]:
+        """Every stream's tasks in order."""
+        found: dict[str, list[Task]] = {}
+        for task in self.tasks:
+            found.setdefault(task.stream, []).append(task)
+        return {name: tuple(tasks) for name, tasks in found.items()}
+
+    @cached_property
+    def compute(self) -> tuple[Task, ...]:
+        """The compute task of every position."""
+        return tuple(task for task in self.tasks if task.kind is Kind.COMPUTE)
+
+    def use(self, task: Task) -> Use:
+        """The use that a task of a position belongs to."""
+        return self.uses[task.position % len(self.uses)]
+
+    def micro_batch(self, task: Task) -> int:
+        """The micro-batch that a task of a position belongs to."""
+        return task.position // len(self.uses)
+
+    def graph(self) -> nx.DiGraph:
+        """The DAG of one step; the edges to the step before are in ``graph["previous"]``."""
+        graph = nx.DiGraph(previous=[(u, task.index) for task in self.tasks for u in task.after_previous])
+        graph.add_nodes_from((task.index, {"task": task}) for task in self.tasks)
+        graph.add_edges_from((u, task.index) for task in self.tasks for u in task.after)
+        return graph
+
+
+def build(
+    uses: Sequence[Use],
+    requires: Mapping[str, tuple[str, ...]],
+    trainable: Collection[str],
+    *,
+    tiers: int,
+    prefetch: int,
+    accumulation: int,
+    clip: bool,
+) -> Schedule:
+    """Order one step.
+
+    ``uses``: the recorded sequence of one forward and backward; ``requires``: for every unit the units whose
+    parameters a use of it needs; ``trainable``: the units with trained tensors; ``prefetch``: how many uses
+    ahead of compute may be unsharded (at least 1).
+
+    The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
+    ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
+    reduced after a unit's last backward use in a micro-batch, and compute runs at most ``prefetch + 1``
+    reduces ahead. The last micro-batch reduces down the whole hierarchy.
+    """
+    if prefetch < 1 or accumulation < 1:
+        raise ValueError("prefetch and accumulation must be at least 1")
+    return _Builder(
+        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, accumulation, clip
+    ).build()
+
+
+class _Builder:
+    """Collects tasks in launch order and knows each stream's tail."""
+
+    def __init__(
+        self,
+        uses: tuple[Use, ...],
+        requires: dict[str, tuple[str, ...]],
+        trainable: tuple[str, ...],
+        tiers: int,
+        prefetch: int,
+        accumulation: int,
+        clip: bool,
+    ) -> None:
+        self.uses, self.requires, self.trainable = uses, requires, trainable
+        self.tiers, self.prefetch, self.accumulation, self.clip = tiers, prefetch, accumulation, clip
+        self.positions = len(uses) * accumulation
+        self.runs = _runs(uses, requires, prefetch, accumulation)
+        self.reduced_at = _last_backward(uses, requires, trainable)
+        self.tasks: list[Task] = []
+        self.tail: dict[str, int] = {}
+        self.unsharded: dict[int, int] = {}  # position -> last unshard task
+        self.first_unshard: dict[str, int] = {}  # unit -> first unshard task of the step
+        self.reduces: list[int] = []  # the last task of every reduce, in order
+        self.reduced: dict[str, int] = {}  # unit -> task after which its final gradient is there
+        self.synced: dict[str, int] = {}
+
+    def add(self, kind: Kind, stream: str, *, after: Iterable[int] = (), **fields: object) -> int:
+        """Append a task; the stream's order is an edge like any other."""
+        index = len(self.tasks)
+        edges = sorted({*after, *([self.tail[stream]] if stream in self.tail else [])})
+        self.tasks.append(Task(index, kind, stream, after=tuple(edges), **fields))  # type: ignore[arg-type]
+        self.tail[stream] = index
+        return index
+
+    def build(self) -> Schedule:
+        begin = self.add(Kind.BEGIN, COMPUTE_STREAM)
+        for position in range(min(self.prefetch + 1, self.positions)):
+            self.unshard(position, after=begin)
+        for position in range(self.positions):
+            computed = self.compute(position)
+            if position + self.prefetch + 1 < self.positions:
+                self.unshard(position + self.prefetch + 1, after=computed)
+            self.reduce(position, after=computed)
+        self.update()
+        return Schedule(
+            tasks=self.with_wraps(),
+            uses=self.uses,
+            tiers=self.tiers,
+            prefetch=self.prefetch,
+            accumulation=self.accumulation,
+            clip=self.clip,
+            requires=self.requires,
+            unshard_lives=self.unshard_lives(),
+            staging_lives=self.staging_lives(),
+        )
+
+    def unshard(self, position: int, *, after: int) -> None:
+        """From the outermost tier inwards."""
+        units = tuple(unit for unit, runs in self.runs.items() if any(first == position for first, _ in runs))
+        if not units:
+            return
+        previous = after
+        for tier in reversed(range(self.tiers)):
+            previous = self.add(
+                Kind.UNSHARD, f"unshard.{tier}", after=[previous], units=units, tier=tier, position=position
+            )
+            for unit in units:
+                self.first_unshard.setdefault(unit, previous)
+        self.unsharded[position] = previous
+
+    def compute(self, position: int) -> int:
+        after = [self.unsharded[position]] if position in self.unsharded else []
+        if position % len(self.uses) in self.reduced_at and len(self.reduces) > self.prefetch:
+            after.append(self.reduces[-self.prefetch - 1])
+        use = self.uses[position % len(self.uses)]
+        return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
+
+    def reduce(self, position: int, *, after: int) -> None:
+        """From the innermost tier outwards; on the last micro-batch to the end and back to the replicas."""
+        units = self.reduced_at.get(position % len(self.uses))
+        if not units:
+            return
+        final = position // len(self.uses) == self.accumulation - 1
+        kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
+        previous = after
+        for tier in range(self.tiers):
+            previous = self.add(
+                kind, f"reduce.{tier}", after=[previous], units=units, tier=tier, position=position
+            )
+        self.reduces.append(previous)
+        if final:
+            for tier in reversed(range(self.tiers)):
+                previous = self.add(
+                    Kind.REGATHER, f"sync.{tier}", after=[previous], units=units, tier=tier, position=position
+                )
+            self.reduced |= dict.fromkeys(units, previous)
+
+    def update(self) -> None:
+        """Optimizer steps in the order in which gradients arrive; parameters travel in forward order."""
+        barrier = set(self.reduced.values()) if self.clip else set()
+        step = self.add(Kind.STEP, COMPUTE_STREAM, after=barrier)
+        updated = {
+            unit: self.add(Kind.UPDATE, OPTIM_STREAM, after=[step, gradient], units=(unit,))
+            for unit, gradient in self.reduced.items()
+        }
+        for unit in sorted(updated, key=lambda unit: self.runs[unit][0]):
+            previous = updated[unit]
+            for tier in reversed(range(self.tiers)):
+                previous = self.add(Kind.SYNC, f"sync.{tier}", after=[previous], units=(unit,), tier=tier)
+            self.synced[unit] = previous
+
+    def with_wraps(self) -> tuple[Task, ...]:
+        """Edges from the step before: each stream goes on, and a unit's first use needs its update."""
+        previous: dict[int, set[int]] = {}
+        heads: dict[str, int] = {}
+        for task in self.tasks:
+            heads.setdefault(task.stream, task.index)
+        for stream, head in heads.items():
+            previous.setdefault(head, set()).add(self.tail[stream])
+        for unit, synced in self.synced.items():
+            previous.setdefault(self.first_unshard[unit], set()).add(synced)
+        return tuple(
+            Task(
+                task.index,
+                task.kind,
+                task.stream,
+                task.units,
+                task.tier,
+                task.position,
+                task.after,
+                tuple(sorted(previous.get(task.index, ()))),
+            )
+            for task in self.tasks
+        )
+
+    def unshard_lives(self) -> dict[str, tuple[Interval, ...]]:
+        runs = _runs(self.uses, self.requires, self.prefetch, min(self.accumulation, 3))
+        return {
+            unit: tuple((max(0, first - self.prefetch), last) for first, last in intervals)
+            for unit, intervals in runs.items()
+        }
+
+    def staging_lives(self) -> dict[str, tuple[Interval, ...]]:
+        order = sorted(self.reduced_at)
+        lives: dict[str, list[Interval]] = {}
+        for micro_batch in range(min(self.accumulation, 3)):
+            for ordinal, position in enumerate(order, start=micro_batch * len(order)):
+                for unit in self.reduced_at[position]:
+                    lives.setdefault(unit, []).append((ordinal, ordinal + self.prefetch))
+        return {unit: tuple(intervals) for unit, intervals in lives.items()}
+
+
+def _runs(
+    uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], prefetch: int, accumulation: int
+) -> dict[str, list[Interval]]:
+    """For every unit the (first, last) positions between which it stays whole."""
+    runs: dict[str, list[Interval]] = {}
+    for position in range(len(uses) * accumulation):
+        for unit in requires[uses[position % len(uses)].unit]:
+            intervals = runs.setdefault(unit, [])
+            if intervals and position <= intervals[-1][1] + 1 + prefetch:
+                intervals[-1] = (intervals[-1][0], position)
+            else:
+                intervals.append((position, position))
+    return runs
+
+
+def _last_backward(
+    uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], trainable: Collection[str]
+) -> dict[int, tuple[str, ...]]:
+    """For every use after which gradients are complete: the units concerned."""
+    last: dict[str, int] = {}
+    for index, use in enumerate(uses):
+        if use.phase == "backward":
+            last |= dict.fromkeys(requires[use.unit], index)
+    # A trained unit that no backward use needs has no gradient to wait for: it goes with the last use.
+    seen = {unit for use in uses for unit in requires[use.unit]}
+    at: dict[int, list[str]] = {}
+    for unit in trainable:
+        if unit in seen:
+            at.setdefault(last.get(unit, len(uses) - 1), []).append(unit)
+    return {index: tuple(at[index]) for index in sorted(at)}
