@@ -1,0 +1,192 @@
+"""What MODEL on the command line names: a model, its loss, and batches to measure it with.
+
+``gpt:<preset>`` is built in; ``package.module:factory`` is the user's own code, imported by `load` and never
+because a file says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hzplan.errors import UserError, one_line
+from hzplan.models.gpt import GPT, PRESETS
+
+DEFAULT_SEQ_LEN = 128
+"""Tokens in a sequence for a factory that does not say, when the user does not either."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to plan for, and how to run one training micro-batch of it.
+
+    ``build()`` makes the model anew; under the same torch.manual_seed, which the caller sets, with the same
+    weights. ``batch(n, generator)`` is a synthetic micro-batch of n sequences; for language models int64
+    [n, seq_len + 1], inputs and, one later, targets. ``loss(model, batch)`` is the mean over its tokens.
+    ``seq_len`` is in tokens; ``vocab`` is None where the model does not say how many tokens it knows.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, torch.Generator], object]
+    loss: Callable[[nn.Module, object], Tensor]
+    seq_len: int
+    vocab: int | None
+
+
+def load(spec: str, *, seq_len: int | None = None) -> Workload:
+    """The workload that ``spec`` names, with sequences of ``seq_len`` tokens where given.
+
+    A factory takes no arguments and returns a Module that maps tokens [B, S] to logits [B, S, vocab], or an
+    object with such a ``model`` and, optionally, ``batch(n, generator)``, ``loss(model, batch)``, ``seq_len``
+    and ``vocab``. It is called once here, to see what it returns, and once in every ``build()``.
+
+    Raises UserError, naming ``spec``, for anything that does not lead to a model.
+    """
+    if seq_len is not None and seq_len < 1:
+        raise UserError(f"--seq-len {seq_len}: a sequence has at least 1 token")
+    kind, separator, name = spec.partition(":")
+    if kind == "gpt" and separator:
+        return _gpt(spec, name, seq_len)
+    if kind in ("hf", "moe") and separator:
+        raise UserError(
+            f"{spec}: `{kind}:` models are not yet supported in this version; "
+            "use gpt:<preset> or package.module:factory"
+        )
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", spec):
+        raise UserError(f"{spec or '(empty)'}: not a model; use gpt:<preset> or package.module:factory")
+    return _from_factory(spec, seq_len)
+
+
+def _gpt(spec: str, preset: str, seq_len: int | None) -> Workload:
+    config = PRESETS.get(preset)
+    if config is None:
+        known = ", ".join(f"gpt:{name}" for name in PRESETS)
+        raise UserError(f"{spec}: no such preset; the presets are {known}")
+    if seq_len is not None:
+        config = replace(config, seq_len=seq_len)
+    return Workload(
+        name=spec,
+        build=partial(GPT, config),
+        batch=partial(_random_tokens, config.vocab, config.seq_len),
+        loss=next_token_loss,
+        seq_len=config.seq_len,
+        vocab=config.vocab,
+    )
+
+
+def _from_factory(spec: str, seq_len: int | None) -> Workload:
+    factory = _import_factory(spec)
+    # Looking at the product must not move the caller's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        product, model = _call(spec, factory)
+    vocab = _positive(spec, product, model, "vocab")
+    if vocab is None:
+        # By convention the first table is the tokens'.
+        vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    declared = _positive(spec, product, model, "seq_len")
+    length = seq_len or declared or DEFAULT_SEQ_LEN
+    batch = None if product is model else _method(spec, product, "batch")
+    loss = None if product is model else _method(spec, product, "loss")
+    if batch is not None:
+        if seq_len not in (None, declared):
+            raise UserError(f"{spec}: the factory makes its own batches; leave --seq-len {seq_len} out")
+    elif vocab is not None:
+        batch = partial(_random_tokens, vocab, length)
+    else:
+        raise UserError(
+            f"{spec}: no batches without a vocabulary; return an object with `model` and `vocab`, "
+            "or with `model`, `batch` and `loss`"
+        )
+    return Workload(
+        name=spec,
+        build=lambda: _call(spec, factory)[1],
+        batch=batch,
+        loss=loss or next_token_loss,
+        seq_len=length,
+        vocab=vocab,
+    )
+
+
+def _import_factory(spec: str) -> Callable[[], object]:
+    """The callable that ``spec`` names, imported from the path with the current directory on it."""
+    module_name, _, path = spec.partition(":")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{spec}: no module `{error.name}` in {here} or among the installed packages; "
+                "check the name, or change to the folder that holds it"
+            ) from None
+        raise UserError(f"{spec}: importing {module_name} failed: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        raise UserError(f"{spec}: importing {module_name} failed: {one_line(error)}") from error
+    for attribute in path.split("."):
+        if not hasattr(found, attribute):
+            raise UserError(f"{spec}: module {module_name} has no `{path}`; check the name after the colon")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise UserError(f"{spec}: `{path}` is a {type(found).__name__}, not a function that returns a model")
+    return found
+
+
+def _call(spec: str, factory: Callable[[], object]) -> tuple[object, nn.Module]:
+    """What the factory returns, and the module in it."""
+    try:
+        product = factory()
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        raise UserError(f"{spec}: the factory raised {one_line(error)}") from error
+    model = product if isinstance(product, nn.Module) else getattr(product, "model", None)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{spec}: the factory returned a {type(product).__name__}; "
+            "return a torch.nn.Module, or an object whose `model` is one"
+        )
+    return product, model
+
+
+def _positive(spec: str, product: object, model: nn.Module, name: str) -> int | None:
+    """The integer that the product, or else its model, has under ``name``; None without one."""
+    value = getattr(product, name, None)
+    if value is None:
+        value = getattr(model, name, None)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    if product is model:
+        return None  # a module's attribute of that name may be anything, a submodule for instance
+    raise UserError(f"{spec}: the factory's `{name}` must be a positive integer, not {value!r:.80}")
+
+
+def _method(spec: str, product: object, name: str) -> Callable[..., Any] | None:
+    method = getattr(product, name, None)
+    if method is not None and not callable(method):
+        raise UserError(f"{spec}: the factory's `{name}` must be a function, not a {type(method).__name__}")
+    return method
+
+
+def _random_tokens(vocab: int, seq_len: int, sequences: int, generator: torch.Generator) -> Tensor:
+    """Uniform random tokens, int64 [sequences, seq_len + 1], on the generator's device."""
+    return torch.randint(vocab, (sequences, seq_len + 1), generator=generator, device=generator.device)
+
+
+def next_token_loss(model: nn.Module, batch: object) -> Tensor:
+    """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1]."""
+    assert isinstance(batch, Tensor)
+    logits: Tensor = model(batch[:, :-1])
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # a sum over the vocabulary loses too much in half precision
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -1,0 +1,1 @@
+"""What `hzplan run` adds to the runtime: data, the loop, checkpoints."""

@@ -1,0 +1,174 @@
+"""Text to train on, as bytes: the standard library's own source, or any text the user has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hzplan.errors import UserError
+
+HELDOUT_EVERY = 20
+"""One file of this many is held out; of fewer files, that share of the bytes."""
+
+STDLIB_LIMIT_BYTES = 16 << 20
+DATA_LIMIT_BYTES = 1 << 30
+
+# Installed packages differ between machines, and tests are full of generated data.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Two disjoint parts of a text, each uint8 [bytes]; ``description`` says for people what was read.
+
+    ``unigram_entropy_nats`` is that of the training part's byte frequencies: the loss, in nats a byte, of the
+    best model that ignores context.
+    """
+
+    train: Tensor
+    heldout: Tensor
+    description: str
+    unigram_entropy_nats: float
+
+
+def load_corpus(path: Path | None = None, *, limit_bytes: int | None = None, seq_len: int = 1) -> Corpus:
+    """The text at ``path``, a file or a whole folder in order of path; by default the standard library.
+
+    Files with a NUL byte are no text and are skipped, as are hidden ones. Reading stops at ``limit_bytes``
+    (16 MiB of the standard library, 1 GiB of anything else). Every 20th file is held out whole; of fewer than
+    20 files, the last 20th of all bytes. The same on every rank that sees the same files.
+
+    Raises UserError when the path is missing, unreadable or without text, or when a part has no
+    ``seq_len`` + 1 bytes.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = list(_source_files(root))
+        name = f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
+        limit = STDLIB_LIMIT_BYTES
+        advice = "pass --data with a file or folder of text"
+    else:
+        root, files, name, limit = path, list(_user_files(path)), str(path), DATA_LIMIT_BYTES
+        advice = "give a file or folder of plain text"
+    texts, cut = _read(files, limit if limit_bytes is None else limit_bytes)
+    if not texts:
+        raise UserError(f"{root}: no text in it; {advice}")
+    train, heldout = _split(texts)
+    for part, kind in ((train, "training"), (heldout, "held-out")):
+        if len(part) <= seq_len:
+            raise UserError(
+                f"{root}: too little text: {len(part)} {kind} bytes, a sequence needs {seq_len + 1}; "
+                f"{advice}, or pass a smaller --seq-len"
+            )
+    plural = "" if len(texts) == 1 else "s"
+    size = (len(train) + len(heldout)) / 2**20
+    description = f"{name}: {'the first ' if cut else ''}{len(texts)} file{plural}, {size:.1f} MiB"
+    return Corpus(train, heldout, description, _entropy_nats(train))
+
+
+def sample(
+    corpus_part: Tensor, *, micro_batch: int, seq_len: int, seed: int, step: int, index: int, rank: int
+) -> Tensor:
+    """Random windows, int64 [micro_batch, seq_len + 1], for one micro-batch of one rank.
+
+    They depend on nothing but the part, the shape and (seed, step, accumulation index, rank), so a resumed
+    run sees what an uninterrupted one would have seen.
+
+    Raises UserError when the part is shorter than a window.
+    """
+    windows = _windows(corpus_part, seq_len)
+    # A digest, because torch's generators of nearby seeds are not promised to be independent.
+    digest = hashlib.blake2b(f"{seed} {step} {index} {rank}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    return windows[torch.randint(len(windows), (micro_batch,), generator=generator)].long()
+
+
+def heldout_windows(part: Tensor, seq_len: int, count: int) -> Tensor:
+    """``count`` evenly spaced windows, from the first to the last: int64 [count, seq_len + 1].
+
+    Raises UserError when the part is shorter than a window.
+    """
+    windows = _windows(part, seq_len)
+    starts = torch.arange(count) * (len(windows) - 1) // max(count - 1, 1)
+    return windows[starts].long()
+
+
+def _windows(part: Tensor, seq_len: int) -> Tensor:
+    """A view of every window of the part: uint8 [bytes - seq_len, seq_len + 1]."""
+    if len(part) <= seq_len:
+        raise UserError(
+            f"the text has {len(part)} bytes, a sequence needs {seq_len + 1}; pass --data with more text"
+        )
+    return part.unfold(0, seq_len + 1, 1)
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    return (path for path in _walk(root, _SKIPPED_FOLDERS) if path.suffix == ".py")
+
+
+def _user_files(path: Path) -> Iterator[Path]:
+    # os.path answers False, where Path raises, for what permissions hide.
+    if os.path.isdir(path):
+        return (file for file in _walk(path) if not file.name.startswith("."))
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: no such file or folder; check the path given to --data")
+    return iter([path])
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The regular files under ``root`` in order of path, without hidden and ``skipped`` folders."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions")
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = sorted(name for name in folders if name not in skipped and name[0] != ".")
+        yield from (path for name in sorted(files) if os.path.isfile(path := Path(folder, name)))
+
+
+def _read(files: list[Path], limit_bytes: int) -> tuple[list[bytes], bool]:
+    """The texts among ``files``, up to ``limit_bytes`` in all, and whether that limit left some out."""
+    texts: list[bytes] = []
+    left = limit_bytes
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                text = file.read(left + 1)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+        if not text or b"\0" in text:
+            continue
+        texts.append(text[:left])
+        if len(text) > left:
+            return [text for text in texts if text], True
+        left -= len(text)
+    return texts, False
+
+
+def _split(texts: list[bytes]) -> tuple[Tensor, Tensor]:
+    """Training and held-out part."""
+    if len(texts) < HELDOUT_EVERY:
+        everything = b"".join(texts)
+        edge = len(everything) - len(everything) // HELDOUT_EVERY
+        return _tensor(everything[:edge]), _tensor(everything[edge:])
+    held = range(HELDOUT_EVERY - 1, len(texts), HELDOUT_EVERY)
+    train = b"".join(text for index, text in enumerate(texts) if index not in held)
+    return _tensor(train), _tensor(b"".join(texts[index] for index in held))
+
+
+def _tensor(data: bytes) -> Tensor:
+    # torch wants memory it may write to, and some of it.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _entropy_nats(part: Tensor) -> float:
+    share = part.bincount(minlength=256).double() / len(part)
+    return float(-torch.special.xlogy(share, share).sum())

@@ -1,0 +1,183 @@
+"""Text as bytes: what is read, how it is split, and which windows a rank sees."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hzplan.errors import UserError
+from hzplan.training.data import Corpus, heldout_windows, load_corpus, sample
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> Corpus:
+    return load_corpus()
+
+
+def text(part: Tensor) -> bytes:
+    return bytes(part.tolist())
+
+
+def test_the_standard_library_is_the_default(stdlib: Corpus) -> None:
+    total = len(stdlib.train) + len(stdlib.heldout)
+    assert 2**20 < total <= 16 * 2**20
+    assert 0.02 < len(stdlib.heldout) / total < 0.1
+    assert stdlib.train.dtype == stdlib.heldout.dtype == torch.uint8
+    assert 3.0 < stdlib.unigram_entropy_nats < 3.3
+    assert "standard library" in stdlib.description
+    again = load_corpus()
+    assert torch.equal(stdlib.train, again.train) and torch.equal(stdlib.heldout, again.heldout)
+
+
+def test_the_limit_holds_and_is_said() -> None:
+    corpus = load_corpus(limit_bytes=300_000)
+    assert len(corpus.train) + len(corpus.heldout) == 300_000
+    assert "the first " in corpus.description
+
+
+def test_every_20th_file_is_held_out_whole(tmp_path: Path) -> None:
+    for index in range(45):
+        (tmp_path / f"{index:02}.txt").write_bytes(b"<%02d>" % index)
+    corpus = load_corpus(tmp_path)
+    assert text(corpus.heldout) == b"<19><39>"
+    assert text(corpus.train) == b"".join(b"<%02d>" % index for index in range(45) if index not in (19, 39))
+    assert "45 files" in corpus.description
+
+
+def test_of_one_file_the_end_is_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"a" * 950 + b"b" * 50)
+    corpus = load_corpus(file)
+    assert text(corpus.train) == b"a" * 950 and text(corpus.heldout) == b"b" * 50
+    assert corpus.unigram_entropy_nats == 0
+    file.write_bytes(b"abcd" * 250)
+    assert load_corpus(file).unigram_entropy_nats == pytest.approx(math.log(4), abs=1e-3)
+
+
+def test_a_folder_is_read_in_order_of_path_without_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b" / "2.txt").write_bytes(b"2" * 20)
+    (tmp_path / "b" / "1.md").write_bytes(b"1" * 20)
+    (tmp_path / "tests" / "3").write_bytes(b"3" * 20)  # only in the standard library are tests left out
+    (tmp_path / "0.bin").write_bytes(b"x\0x")
+    (tmp_path / "empty").touch()
+    (tmp_path / ".hidden").write_bytes(b"h" * 20)
+    (tmp_path / ".git" / "object").write_bytes(b"g" * 20)
+    corpus = load_corpus(tmp_path)
+    assert text(corpus.train) + text(corpus.heldout) == b"1" * 20 + b"2" * 20 + b"3" * 20
+    assert "3 files" in corpus.description
+
+
+def nothing(path: Path) -> Path:
+    return path / "missing"
+
+
+def empty_folder(path: Path) -> Path:
+    return path
+
+
+def empty_file(path: Path) -> Path:
+    (path / "a").touch()
+    return path / "a"
+
+
+def binary(path: Path) -> Path:
+    (path / "a").write_bytes(b"\0" * 1000)
+    return path
+
+
+def short(path: Path) -> Path:
+    (path / "a").write_bytes(b"a" * 600)  # 30 of them are held out
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (nothing, "no such file"),
+        (empty_folder, "no text"),
+        (empty_file, "no text"),
+        (binary, "no text"),
+        (short, "30 held-out bytes, a sequence needs 33"),
+    ],
+)
+def test_no_text_is_one_line_that_names_the_path(
+    make: Callable[[Path], Path], says: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load_corpus(path, seq_len=32)
+    message = str(caught.value)
+    assert says in message and str(path) in message and "\n" not in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.parametrize("locked", ["file", "folder"])
+def test_an_unreadable_path_is_one_line(locked: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_text("text")
+    path = folder if locked == "folder" else folder / "file"
+    path.chmod(0)
+    try:
+        with pytest.raises(UserError, match=f"{locked}: cannot be read"):
+            load_corpus(tmp_path)
+    finally:
+        path.chmod(0o700)
+
+
+def draw(part: Tensor, *, seed: int = 0, step: int = 0, index: int = 0, rank: int = 0) -> Tensor:
+    return sample(part, micro_batch=4, seq_len=32, seed=seed, step=step, index=index, rank=rank)
+
+
+def test_a_sample_depends_on_seed_step_index_and_rank_alone(stdlib: Corpus) -> None:
+    first = draw(stdlib.train)
+    assert first.shape == (4, 33) and first.dtype == torch.int64
+    torch.manual_seed(99)  # the global generator has no say
+    assert torch.equal(draw(stdlib.train), first)
+    others = [
+        draw(stdlib.train, seed=1),
+        draw(stdlib.train, step=1),
+        draw(stdlib.train, index=1),
+        draw(stdlib.train, rank=1),
+    ]
+    everything = [first, *others]
+    for i, one in enumerate(everything):
+        for other in everything[i + 1 :]:
+            assert not torch.equal(one, other)
+
+
+def test_samples_are_windows_of_the_text_and_reach_both_ends() -> None:
+    part = torch.arange(36, dtype=torch.uint8)
+    starts = set()
+    for step in range(20):
+        windows = draw(part, step=step)
+        assert torch.equal(windows, windows[:, :1] + torch.arange(33))
+        starts.update(windows[:, 0].tolist())
+    assert starts == {0, 1, 2, 3}
+
+
+def test_heldout_windows_are_evenly_spaced_from_end_to_end() -> None:
+    part = torch.arange(100, dtype=torch.uint8)
+    windows = heldout_windows(part, 9, 4)
+    assert windows.dtype == torch.int64
+    assert windows[:, 0].tolist() == [0, 30, 60, 90]
+    assert torch.equal(windows, windows[:, :1] + torch.arange(10))
+    assert heldout_windows(part, 9, 1)[:, 0].tolist() == [0]
+
+
+def test_a_part_shorter_than_a_window_is_refused() -> None:
+    part = torch.zeros(32, dtype=torch.uint8)
+    with pytest.raises(UserError, match="32 bytes, a sequence needs 33"):
+        draw(part)
+    with pytest.raises(UserError, match="32 bytes, a sequence needs 33"):
+        heldout_windows(part, 32, 1)
+    assert heldout_windows(part, 31, 3).shape == (3, 32)
