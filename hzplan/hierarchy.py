@@ -165,7 +165,13 @@ class Mesh:
 
     def groups(self, stage: Stage) -> tuple[tuple[int, ...], ...]:
         """All sibling groups of a stage; together they hold every rank once."""
-        return tuple(dict.fromkeys(self.group(rank, stage) for rank in range(self.world)))
+        found: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(self.world):
+            if rank not in seen:
+                found.append(self.group(rank, stage))
+                seen.update(found[-1])
+        return tuple(found)
 
     def group_size(self, stage: Stage) -> int:
         """The number of ranks in each group of a stage."""
