@@ -1,0 +1,122 @@
+"""Writing the answer down: an evaluated choice as a plan file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from hzplan.formats.base import fingerprint
+from hzplan.formats.plan import (
+    Batch,
+    BucketEntry,
+    Plan,
+    PlanCluster,
+    PlanModel,
+    PlanUnit,
+    Predicted,
+    Proof,
+    Shards,
+    Source,
+)
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.layout import bucketise
+from hzplan.schedule import Use
+from hzplan.solver.evaluate import Evaluation, tensors_of
+from hzplan.solver.solve import Request, Solved
+
+
+def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Path, plan_path: Path) -> Plan:
+    """The plan file's content; the profile is named relative to where the plan will lie."""
+    proof = Proof(
+        status=solved.status,
+        objective_s=_seconds(solved.best.objective_ns),
+        bound_s=_seconds(solved.bound_ns),
+        gap=round(solved.gap, 6),
+        solver=f"highs {version('highspy')}",
+    )
+    source = Source(
+        profile=os.path.relpath(profile_path.resolve(), plan_path.resolve().parent),
+        profile_sha256=fingerprint(profile),
+        memory_budget_bytes=request.memory_bytes,
+        asked_gap=request.gap,
+    )
+    return as_plan(profile, solved.best, proof=proof, source=source, clip=request.clip)
+
+
+def as_plan(profile: Profile, chosen: Evaluation, *, proof: Proof, source: Source, clip: bool) -> Plan:
+    """An evaluated choice of levels as a plan."""
+    world = profile.mesh.world
+    accumulation = chosen.schedule.accumulation
+    return Plan(
+        model=PlanModel(**profile.model.model_dump()),
+        cluster=PlanCluster(
+            mesh=profile.cluster.mesh,
+            tier_names=profile.cluster.tier_names,
+            backend=profile.cluster.backend,
+        ),
+        optimizer=profile.optimizer.name,
+        clip=clip,
+        batch=Batch(
+            global_batch=world * chosen.micro_batch * accumulation,
+            micro_batch=chosen.micro_batch,
+            accumulation=accumulation,
+        ),
+        prefetch=chosen.schedule.prefetch,
+        source=source,
+        proof=proof,
+        predicted=predict(profile, chosen),
+        units=_units(profile, chosen.levels),
+        uses=tuple(str(Use(use.unit, use.phase)) for use in profile.uses),
+    )
+
+
+def predict(profile: Profile, chosen: Evaluation) -> Predicted:
+    """The simulator's answer in a plan's terms; exposed communication by tier name."""
+    sequences = chosen.micro_batch * chosen.schedule.accumulation
+    flops = sum(
+        cost.flops for use in profile.uses for cost in use.costs if cost.micro_batch == chosen.micro_batch
+    )
+    peak = profile.cluster.peak_flops * chosen.step_s
+    named = {f"tier {index}": name for index, name in enumerate(profile.cluster.tier_names)}
+    return Predicted(
+        step_s=_seconds(chosen.predicted.period_ns),
+        exposed_comm_s={
+            named.get(tier, tier): _seconds(waited) for tier, waited in chosen.predicted.exposed_ns.items()
+        },
+        peak_memory_bytes=chosen.memory.peak,
+        memory_bytes=chosen.memory.by_category(),
+        tokens_per_s_per_gpu=round(sequences * profile.model.seq_len / chosen.step_s, 3),
+        mfu=round(flops * chosen.schedule.accumulation / peak, 6) if peak else 0.0,
+    )
+
+
+def _units(profile: Profile, levels: Mapping[str, tuple[Levels, ...]]) -> tuple[PlanUnit, ...]:
+    tensors = tensors_of(profile)
+    units = []
+    for unit in profile.units:
+        buckets = bucketise(zip(tensors[unit.name], levels.get(unit.name, ()), strict=True), profile.mesh)
+        units.append(
+            PlanUnit(
+                name=unit.name,
+                requires=unit.requires,
+                buckets=tuple(
+                    BucketEntry(
+                        shards=_shards(profile.mesh, bucket.levels),
+                        tensors=tuple(tensor.name for tensor in bucket.tensors),
+                    )
+                    for bucket in buckets
+                ),
+            )
+        )
+    return tuple(units)
+
+
+def _shards(mesh: Mesh, levels: Levels) -> Shards:
+    return Shards(**{name: mesh.shards[level] for name, level in levels._asdict().items()})
+
+
+def _seconds(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e9, 9)

@@ -1,0 +1,121 @@
+"""A complete choice, replayed: what it costs in time and memory. Also the known schemes, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hzplan.cost import CostModel, Memory, Slots, UnitCost, assign_slots, memory
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.layout import TensorSpec
+from hzplan.schedule import Schedule
+from hzplan.simulate import Timeline, objective_ns, replay_shared
+from hzplan.solver.patterns import unit_cost
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``levels``: the triple of every tensor, by unit. ``objective_ns`` is what the ILP minimises;
+    ``predicted`` is the simulator's answer, links shared."""
+
+    levels: Mapping[str, tuple[Levels, ...]]
+    micro_batch: int
+    schedule: Schedule
+    slots: Slots
+    units: Mapping[str, UnitCost]
+    objective_ns: float
+    predicted: Timeline
+    memory: Memory
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step."""
+        return self.predicted.period_ns / 1e9
+
+
+def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
+    """The tensors of every unit."""
+    return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in profile.units}
+
+
+def evaluate(
+    model: CostModel,
+    levels: Mapping[str, tuple[Levels, ...]],
+    schedule: Schedule,
+    micro_batch: int,
+    slots: Slots | None = None,
+) -> Evaluation:
+    """Replay a choice of levels."""
+    tensors = tensors_of(model.profile)
+    slots = slots or assign_slots(schedule, tensors)
+    known: dict[object, UnitCost] = {}  # units with the same tensors and levels cost the same
+    units = {}
+    for unit, specs in tensors.items():
+        key = (tuple((t.shape, t.dtype, t.trainable) for t in specs), levels.get(unit))
+        if key not in known:
+            known[key] = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(schedule.tiers)
+        units[unit] = known[key]
+    durations = model.durations(schedule, units, micro_batch)
+    return Evaluation(
+        levels,
+        micro_batch,
+        schedule,
+        slots,
+        units,
+        objective_ns(schedule, durations),
+        replay_shared(schedule, durations),
+        memory(units, slots, schedule.tiers, model.activation_peak_bytes(micro_batch)),
+    )
+
+
+def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:
+    """The same triple for every trained tensor; frozen ones take its parameter level."""
+    frozen = Levels(levels.param, levels.param, levels.param)
+    return {
+        unit: tuple(levels if tensor.trainable else frozen for tensor in tensors)
+        for unit, tensors in tensors_of(profile).items()
+        if tensors
+    }
+
+
+def schemes(mesh: Mesh) -> dict[str, Levels]:
+    """The known schemes as triples. HSDP shards inside the fastest tier, or to half of a single tier."""
+    finest = mesh.levels
+    inner = mesh.tier_bounds[0][1] if len(mesh.tiers) > 1 else finest // 2
+    found = {"ZeRO-3": Levels(finest, finest, finest)}
+    if mesh.shards[inner] not in (1, mesh.world):
+        found["HSDP"] = Levels(inner, inner, inner)
+    return found | {"ZeRO-1": Levels(0, 0, finest), "DDP": Levels(0, 0, 0)}
+
+
+def baselines(
+    model: CostModel, *, global_batch: int, clip: bool, depths: Iterable[int], memory_bytes: int
+) -> dict[str, Evaluation]:
+    """Every known scheme at its best: the fastest micro-batch size and depth that fit, else the smallest."""
+    found = {}
+    for name, levels in schemes(model.mesh).items():
+        tried = [
+            evaluate(
+                model,
+                uniform(model.profile, levels),
+                model.schedule(
+                    prefetch=depth,
+                    accumulation=global_batch // (model.mesh.world * micro_batch),
+                    clip=clip,
+                ),
+                micro_batch,
+            )
+            for micro_batch in model.profile.micro_batches
+            if global_batch % (model.mesh.world * micro_batch) == 0
+            for depth in depths
+        ]
+        found[name] = _best(tried, memory_bytes)
+    return found
+
+
+def _best(tried: Sequence[Evaluation], memory_bytes: int) -> Evaluation:
+    fitting = [evaluation for evaluation in tried if evaluation.memory.peak <= memory_bytes]
+    if fitting:
+        return min(fitting, key=lambda evaluation: evaluation.predicted.period_ns)
+    return min(tried, key=lambda evaluation: evaluation.memory.peak)

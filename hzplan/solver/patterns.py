@@ -1,0 +1,151 @@
+"""Patterns: the ways to cut one unit's tensors into buckets with levels.
+
+A pattern gives every tensor a legal triple, with at most three different triples in a unit. There are about
+|triples|^|tensors| of them, so the smallest tensors are joined into *atoms*, which share a triple, until
+the patterns can be enumerated; what that leaves out is small, because those tensors are. Which of the
+enumerated patterns the ILP sees is decided by their reduced costs (``solve``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hzplan.cost import CostModel, UnitCost
+from hzplan.hierarchy import Levels
+from hzplan.layout import TensorSpec, bucketise
+from hzplan.schedule import Kind
+
+MAX_BUCKETS = 3
+MAX_PATTERNS = 20_000
+
+
+def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
+    """The (kind, tier) of every task that a pattern gives a duration, in the order of ``durations_ns``."""
+    kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER, Kind.SYNC)
+    return [(kind, tier) for kind in kinds for tier in range(tiers)] + [(Kind.UPDATE, -1)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """All patterns of a unit.
+
+    ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
+    bytes ``resident``, ``unshard``, ``staging``, ``temporary`` [patterns] and ``scratch`` [patterns, tiers].
+    """
+
+    levels: tuple[tuple[Levels, ...], ...]
+    durations_ns: NDArray[np.int64]
+    resident: NDArray[np.int64]
+    unshard: NDArray[np.int64]
+    staging: NDArray[np.int64]
+    scratch: NDArray[np.int64]
+    temporary: NDArray[np.int64]
+
+    @property
+    def uniform(self) -> list[int]:
+        """Indices of the patterns with one triple for all trained tensors."""
+        return [index for index, levels in enumerate(self.levels) if len(set(levels)) == 1]
+
+
+def enumerate_patterns(
+    tensors: Sequence[TensorSpec],
+    model: CostModel,
+    triples: Sequence[Levels],
+    *,
+    max_patterns: int = MAX_PATTERNS,
+) -> Family:
+    """Every pattern of a unit, over atoms if there are too many. A frozen tensor takes a triple's ℓp."""
+    atoms = _atoms(tensors, len(triples), max_patterns)
+    levels = list(dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(len(atoms), triples)))
+    known: dict[tuple[tuple[int, ...], Levels], UnitCost] = {}
+    costs = [_cost(tensors, pattern, model, known) for pattern in levels]
+    keys = duration_keys(len(model.mesh.tiers))
+    return Family(
+        tuple(levels),
+        np.array([[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]),
+        np.array([cost.resident_bytes for cost in costs]),
+        np.array([cost.unshard_bytes for cost in costs]),
+        np.array([cost.staging_bytes for cost in costs]),
+        np.array([cost.scratch_bytes for cost in costs]),
+        np.array([cost.update_temporary_bytes for cost in costs]),
+    )
+
+
+def unit_cost(tensors: Sequence[TensorSpec], levels: Sequence[Levels], model: CostModel) -> UnitCost:
+    """What a unit costs with a triple for each of its tensors."""
+    return model.unit(bucketise(zip(tensors, levels, strict=True), model.mesh))
+
+
+def _cost(
+    tensors: Sequence[TensorSpec],
+    levels: Sequence[Levels],
+    model: CostModel,
+    known: dict[tuple[tuple[int, ...], Levels], UnitCost],
+) -> UnitCost:
+    """``unit_cost``, remembering what each set of tensors costs under each triple."""
+    sets: dict[Levels, list[int]] = {}
+    for index, triple in enumerate(levels):
+        sets.setdefault(triple, []).append(index)
+    total = UnitCost.zero(len(model.mesh.tiers))
+    for triple, indices in sets.items():
+        key = (tuple(indices), triple)
+        if key not in known:
+            known[key] = unit_cost([tensors[i] for i in indices], [triple] * len(indices), model)
+        total += known[key]
+    return total
+
+
+def _by_tensor(
+    tensors: Sequence[TensorSpec], atoms: Sequence[Sequence[int]], assigned: Sequence[Levels]
+) -> tuple[Levels, ...]:
+    levels = [assigned[0]] * len(tensors)
+    for atom, triple in zip(atoms, assigned, strict=True):
+        for index in atom:
+            frozen = Levels(triple.param, triple.param, triple.param)
+            levels[index] = triple if tensors[index].trainable else frozen
+    return tuple(levels)
+
+
+def _atoms(tensors: Sequence[TensorSpec], triples: int, limit: int) -> list[list[int]]:
+    """Indices of the tensors that decide together, smallest joined first until ``limit`` is kept."""
+    atoms = [[index] for index in range(len(tensors))]
+
+    def kind(atom: list[int]) -> tuple[str, bool]:
+        return tensors[atom[0]].dtype, tensors[atom[0]].trainable
+
+    def nbytes(atom: list[int]) -> int:
+        return sum(tensors[index].nbytes for index in atom)
+
+    while _count(len(atoms), triples) > limit:
+        pairs = [(a, b) for a, b in combinations(atoms, 2) if kind(a) == kind(b)]
+        if not pairs:
+            break
+        first, second = min(pairs, key=lambda pair: (nbytes(pair[0]) + nbytes(pair[1]), pair))
+        atoms = [atom for atom in atoms if atom not in (first, second)] + [sorted(first + second)]
+        atoms.sort()
+    return atoms
+
+
+def _count(atoms: int, triples: int) -> int:
+    """How many maps from atoms to triples use at most three triples: Σ_k C(triples, k) · onto(atoms, k)."""
+    onto = {1: 1, 2: 2**atoms - 2, 3: 3**atoms - 3 * 2**atoms + 3}
+    return sum(comb(triples, k) * onto[k] for k in range(1, min(MAX_BUCKETS, atoms, triples) + 1))
+
+
+def _assignments(atoms: int, triples: Sequence[Levels]) -> Iterator[tuple[Levels, ...]]:
+    def extend(chosen: tuple[Levels, ...], used: frozenset[Levels]) -> Iterator[tuple[Levels, ...]]:
+        if len(chosen) == atoms:
+            yield chosen
+            return
+        for triple in triples:
+            with_it = used | {triple}
+            if len(with_it) <= MAX_BUCKETS:
+                yield from extend((*chosen, triple), with_it)
+
+    return extend((), frozenset())

@@ -1,0 +1,328 @@
+"""The search: for every micro-batch size and prefetch depth a relaxation, then ILPs; one bound over all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import pulp
+
+from hzplan.cost import CostModel, assign_slots
+from hzplan.errors import UserError
+from hzplan.formats.profile import Profile
+from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of, uniform
+from hzplan.solver.patterns import Family, enumerate_patterns
+from hzplan.solver.problem import MS, Coefficients, Problem, Question, build_fastest, build_smallest
+
+PREFETCH_DEPTHS = (1, 2, 3)
+SEED = 1
+FIRST_OFFER = 24  # patterns per unit in the first ILP
+TOLERANCE = 1e-7
+SMALLEST_S = 10.0  # for each ILP that looks for the least memory
+
+Build = Callable[[Question, Mapping[str, list[int]]], Problem]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the solver."""
+
+    memory_bytes: int
+    global_batch: int
+    gap: float = 0.005
+    time_limit_s: float = 60.0
+    clip: bool = True
+    depths: tuple[int, ...] = PREFETCH_DEPTHS
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A plan was found. ``gap`` = (objective − bound) / bound, over the whole search."""
+
+    status: Literal["optimal", "feasible"]
+    best: Evaluation
+    bound_ns: float
+    gap: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """No choice fits; ``smallest`` has the least peak memory of all."""
+
+    smallest: Evaluation
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """No plan was found within the limit, and none was proven impossible."""
+
+    reason: str
+    seconds: float
+
+
+Outcome = Solved | Infeasible | Failed
+Progress = Callable[[str, float], None]
+
+
+def solve(profile: Profile, request: Request, progress: Progress = lambda text, fraction: None) -> Outcome:
+    """Choose levels per tensor, prefetch depth and micro-batch size: the fastest step within the memory.
+
+    Deterministic for one solver version while the time limit does not bind. UserError when no measured
+    micro-batch size divides the global batch.
+    """
+    started = time.monotonic()
+    searches = _searches(profile, request)
+    found = Candidates()
+    feasible = []
+    for number, search in enumerate(searches):
+        progress(f"relaxing {search}", 0.4 * number / len(searches))
+        if search.relax():
+            feasible.append(search)
+            search.add_known_schemes(found)
+    if not feasible:
+        smallest = min((search.smallest() for search in searches), key=lambda least: least.memory.peak)
+        return Infeasible(smallest, time.monotonic() - started)
+    feasible.sort(key=lambda search: search.bound_ms)
+    for number, search in enumerate(feasible):
+        progress(f"solving {search}", 0.4 + 0.6 * number / len(feasible))
+        left = request.time_limit_s - (time.monotonic() - started)
+        if left > 0 and search.bound_ms * (1 + request.gap) < found.least_ms:
+            search.run(found, left / (len(feasible) - number))
+    progress("done", 1.0)
+    seconds = time.monotonic() - started
+    if not found.all:
+        return Failed("the time limit ended the search before a plan was found; raise --time-limit", seconds)
+    bound = min(found.least_ms, *(search.bound_ms for search in feasible)) / MS
+    best = found.choose(bound, request.gap)
+    gap = (best.objective_ns - bound) / bound if bound else 0.0
+    proven = gap <= request.gap + TOLERANCE  # floating point of the solver
+    return Solved("optimal" if proven else "feasible", best, bound, gap, seconds)
+
+
+class Candidates:
+    """Every plan that was replayed and fits."""
+
+    def __init__(self) -> None:
+        self.all: list[Evaluation] = []
+
+    @property
+    def least_ms(self) -> float:
+        """The least objective so far, in milliseconds."""
+        return min((found.objective_ns for found in self.all), default=float("inf")) * MS
+
+    def choose(self, bound_ns: float, gap: float) -> Evaluation:
+        """Of the plans within the asked gap the one that the simulator, links shared, says is fastest.
+
+        The ILP cannot tell these apart. Where none is within the gap, the least objective; of equals the
+        plan with fewer different triples.
+        """
+        least = min(found.objective_ns for found in self.all)
+        near = [f for f in self.all if f.objective_ns <= max(least, bound_ns * (1 + gap))]
+        return min(near, key=lambda f: (f.predicted.period_ns, _variety(f), f.memory.peak))
+
+
+def _variety(evaluation: Evaluation) -> int:
+    return len({triple for levels in evaluation.levels.values() for triple in levels})
+
+
+def _searches(profile: Profile, request: Request) -> list[_Search]:
+    world = profile.mesh.world
+    sizes = [size for size in profile.micro_batches if request.global_batch % (world * size) == 0]
+    if not sizes or request.global_batch < 1:
+        raise UserError(
+            f"--global-batch {request.global_batch} is no multiple of {world} ranks × a measured micro-batch "
+            f"size ({', '.join(map(str, profile.micro_batches))}); choose one, or profile more sizes"
+        )
+    model = CostModel(profile)
+    families: dict[str, Family] = {}
+    alike: dict[object, Family] = {}
+    for unit, tensors in tensors_of(profile).items():
+        if tensors:
+            key = tuple((tensor.shape, tensor.dtype, tensor.trainable) for tensor in tensors)
+            if key not in alike:
+                alike[key] = enumerate_patterns(tensors, model, model.mesh.triples())
+            families[unit] = alike[key]
+    return [_Search(model, size, depth, request, families) for size in sizes for depth in request.depths]
+
+
+class _Search:
+    """One micro-batch size and prefetch depth.
+
+    The relaxation over *all* patterns gives a bound, and for every pattern how much more a plan with it
+    costs at least (``excess``). The ILP is offered the patterns with the least excess. A plan then either
+    uses offered patterns only and costs at least what the ILP proves, or it uses one left out and costs at
+    least the relaxation plus its excess; the smaller of the two is this search's bound.
+    """
+
+    def __init__(
+        self, model: CostModel, micro_batch: int, depth: int, request: Request, families: Mapping[str, Family]
+    ) -> None:
+        accumulation = request.global_batch // (model.mesh.world * micro_batch)
+        schedule = model.schedule(prefetch=depth, accumulation=accumulation, clip=request.clip)
+        short = model.schedule(prefetch=depth, accumulation=min(accumulation, 2), clip=request.clip)
+        slots = assign_slots(schedule, tensors_of(model.profile))
+        self.request, self.families = request, families
+        self.question = Question(model, schedule, short, slots, families, micro_batch, request.memory_bytes)
+        self.relaxed_ms = self.bound_ms = 0.0
+        self.excess: dict[str, Coefficients] = {}
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.question.micro_batch}, prefetch {self.question.schedule.prefetch}"
+
+    def evaluate(self, choice: Mapping[str, int]) -> Evaluation:
+        """Replay a choice of patterns."""
+        q = self.question
+        levels = {unit: self.families[unit].levels[index] for unit, index in choice.items()}
+        return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots)
+
+    def relax(self) -> bool:
+        """Solve the relaxation; False when no choice fits the budget."""
+        offered = {unit: family.uniform for unit, family in self.families.items()}
+        relaxed = _relax(self.question, offered, build_fastest)
+        if relaxed is None:  # perhaps only a mixed choice fits
+            smallest = self.smallest()
+            if smallest.memory.peak > self.request.memory_bytes:
+                return False
+            for unit, levels in smallest.levels.items():
+                offered[unit] = [*offered[unit], self.families[unit].levels.index(levels)]
+            relaxed = _relax(self.question, offered, build_fastest)
+            assert relaxed is not None, "a choice that fits was offered"
+        self.relaxed_ms, self.excess = relaxed
+        self.bound_ms = self.relaxed_ms
+        return True
+
+    def smallest(self) -> Evaluation:
+        """The choice with the least peak memory (time is ignored); by the same argument as ``run``."""
+        offered = {unit: family.uniform for unit, family in self.families.items()}
+        relaxed = _relax(self.question, offered, build_smallest)
+        assert relaxed is not None, "without a budget something always fits"
+        bound, excess = relaxed
+        reach, limit, known = float("inf"), FIRST_OFFER, -1
+        while True:
+            offered = _cheapest(excess, reach, limit)
+            problem = build_smallest(self.question, offered)
+            _optimise(problem, 0.0, SMALLEST_S)
+            reach = problem.lp.objective.value() - bound + TOLERANCE
+            needed = sum(int((values <= reach).sum()) for values in excess.values())
+            if sum(map(len, offered.values())) >= needed or needed == known:
+                return self.evaluate(problem.choice())
+            limit, known = limit * 8, needed
+
+    def add_known_schemes(self, found: Candidates) -> None:
+        """Plans with one triple for all tensors."""
+        for triple in self.question.model.mesh.triples():
+            q = self.question
+            evaluated = evaluate(
+                q.model, uniform(q.model.profile, triple), q.schedule, q.micro_batch, q.slots
+            )
+            if evaluated.memory.peak <= self.request.memory_bytes:
+                found.all.append(evaluated)
+
+    def run(self, found: Candidates, seconds: float) -> None:
+        """Add better plans to those found, and prove what can be proven in the time."""
+        deadline = time.monotonic() + seconds
+        question, limit = self.question, FIRST_OFFER
+        while True:
+            offered = _cheapest(self.excess, self._reach(found), limit)
+            if not all(offered.values()):  # nothing better than what was found
+                self.bound_ms = max(self.bound_ms, found.least_ms)
+                return
+            problem = build_fastest(question, offered)
+            solved = _optimise(problem, self.request.gap / 2, max(0.5, deadline - time.monotonic()))
+            if solved == "solution":
+                evaluated = self.evaluate(problem.choice())
+                over = evaluated.memory.peak - self.request.memory_bytes
+                if over > 0:  # floating point let some bytes through: ask for those less
+                    question = replace(question, budget_bytes=question.budget_bytes - over)
+                    continue
+                found.all.append(evaluated)
+            dual = problem.lp.solverModel.getInfo().mip_dual_bound
+            self._prove(found, float("inf") if solved == "infeasible" else dual, offered)
+            complete = all(len(o) == self._within(found, unit) for unit, o in offered.items())
+            goal = found.least_ms / (1 + self.request.gap)
+            if complete or self.bound_ms >= goal or time.monotonic() >= deadline:
+                return
+            limit *= 4
+
+    def _reach(self, found: Candidates) -> float:
+        """The excess beyond which a pattern cannot be part of a better plan."""
+        return found.least_ms - self.relaxed_ms + TOLERANCE
+
+    def _within(self, found: Candidates, unit: str) -> int:
+        return int((self.excess[unit] <= self._reach(found)).sum())
+
+    def _prove(self, found: Candidates, proven_ms: float, offered: Mapping[str, list[int]]) -> None:
+        """Raise this search's bound; see the class."""
+        bound = min(proven_ms, found.least_ms)
+        for unit, excess in self.excess.items():
+            left_out = np.delete(excess, offered[unit])
+            if len(left_out):
+                bound = min(bound, self.relaxed_ms + float(left_out.min()))
+        self.bound_ms = max(self.bound_ms, bound)
+
+
+def _cheapest(excess: Mapping[str, Coefficients], reach: float, limit: int) -> dict[str, list[int]]:
+    """For every unit the patterns with the least excess, none beyond ``reach``."""
+    return {
+        unit: [int(i) for i in np.argsort(values, kind="stable")[:limit] if values[i] <= reach]
+        for unit, values in excess.items()
+    }
+
+
+def _relax(
+    question: Question, offered: Mapping[str, list[int]], build: Build
+) -> tuple[float, dict[str, Coefficients]] | None:
+    """The linear relaxation over all patterns, by column generation from those offered.
+
+    Returns a lower bound and every pattern's excess; None when what is offered does not fit. With r_p the
+    reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs at least
+    z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit; so the result holds at any iteration.
+    """
+    offered = {unit: list(indices) for unit, indices in offered.items()}
+    best: tuple[float, dict[str, Coefficients]] | None = None
+    for _ in range(12):
+        problem = build(question, offered)
+        if _optimise(problem, 0.0, 60.0, relaxed=True) != "solution":
+            return best
+        reduced = problem.reduced_costs()
+        floors = {unit: min(0.0, float(values.min())) for unit, values in reduced.items()}
+        bound = problem.lp.solverModel.getInfo().objective_function_value + sum(floors.values())
+        if best is None or bound > best[0]:
+            best = bound, {unit: np.maximum(values - floors[unit], 0.0) for unit, values in reduced.items()}
+        added = False
+        for unit, values in reduced.items():
+            for index in np.argsort(values, kind="stable")[:4]:
+                if values[index] < -TOLERANCE and int(index) not in offered[unit]:
+                    offered[unit].append(int(index))
+                    added = True
+        if not added:
+            break
+    return best
+
+
+def _optimise(
+    problem: Problem, gap: float, seconds: float, *, relaxed: bool = False
+) -> Literal["solution", "infeasible", "nothing"]:
+    """Run HiGHS on one thread with a fixed seed. A solution found by the time limit counts as one."""
+    solver = pulp.HiGHS(
+        mip=not relaxed,
+        msg=False,
+        threads=1,
+        gapRel=gap,
+        gapAbs=0.0,
+        timeLimit=seconds,
+        random_seed=SEED,
+        mip_feasibility_tolerance=1e-9,
+        primal_feasibility_tolerance=1e-9,
+    )
+    problem.lp.solve(solver)
+    if problem.lp.status == pulp.LpStatusInfeasible:
+        return "infeasible"
+    # PuLP calls a time-out optimal, also one without a solution; HiGHS says whether there is one.
+    has_solution = problem.lp.solverModel.getInfo().primal_solution_status == 2
+    return "solution" if has_solution else "nothing"
