@@ -1,0 +1,110 @@
+"""The command line: one small file per command, and here the one place where an error becomes a line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from typing import Annotated, NoReturn
+
+import typer
+
+from hzplan import __version__, job
+from hzplan.errors import JobFailed, UserError, one_line
+
+COMMANDS = ("profile", "solve", "run", "check", "demo")
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="hzplan",
+    help="Plan the fastest sharded data-parallel training that fits in memory, and run it.",
+    epilog="Begin with: hzplan demo",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if version:
+        print(f"hzplan {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for _name in COMMANDS:
+    if importlib.util.find_spec(f"hzplan.cli.{_name}"):
+        app.command(_name)(importlib.import_module(f"hzplan.cli.{_name}").command)
+
+
+def main() -> NoReturn:
+    """Run what the command line says and end the process with the exit code of design §7.
+
+    Every error is one line on stderr; HZPLAN_DEBUG=1 adds the traceback. A rank that our launcher started
+    leaves its line to the launcher.
+    """
+    # Before anyone imports torch: its C++ parts warn about what is no concern of the user.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        sys.exit(app(prog_name="hzplan", standalone_mode=False))
+    except KeyboardInterrupt:
+        _fail(UserError("interrupted"), INTERRUPTED)
+    except UserError as error:
+        _fail(error, error.exit_code)
+    except Exception as error:
+        usage = _usage_message(error)
+        if usage:
+            _fail(UserError(usage), UserError.exit_code)
+        _fail(error, JobFailed.exit_code if _place() else 1)
+
+
+def _fail(error: Exception, exit_code: int) -> NoReturn:
+    """Say it once, and end."""
+    here = _place()
+    theirs = not isinstance(error, UserError)
+    cause = job.last_cause(error)
+    message = one_line(cause) if theirs else str(error)
+    if here and theirs:
+        message = f"rank {here.rank}: {message}"
+    if theirs and not _debug():
+        message += " (HZPLAN_DEBUG=1 shows where)"
+    if _debug():
+        traceback.print_exc()
+    if here:
+        job.record_failure(
+            message, exit_code, traceback=traceback.format_exc(), lost_peer=theirs and job.is_lost_peer(cause)
+        )
+    if here is None or not (here.launched_here or (here.rank and not theirs)):
+        print(f"hzplan: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if here:
+        os._exit(exit_code)  # threads may wait in collectives for ranks that will never come
+    sys.exit(exit_code)
+
+
+def _usage_message(error: Exception) -> str:
+    """What typer's option parser has to say; its exceptions are private, a method gives them away."""
+    if not hasattr(error, "format_message"):
+        return ""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "hzplan"
+    return f"{error.format_message()} See {command} --help."
+
+
+def _place() -> job.Place | None:
+    try:
+        return job.place()
+    except UserError:
+        return None
+
+
+def _debug() -> bool:
+    return os.environ.get("HZPLAN_DEBUG", "") not in ("", "0")

@@ -1,0 +1,121 @@
+"""What a person sees: consoles, tables, units of measure, progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+WIDTH = 80
+QUIET_S = 5.0
+"""Where nobody watches a bar move, a line of progress this often."""
+
+
+def stdout() -> Console:
+    """Results go here; 80 columns unless a terminal says otherwise."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def stderr() -> Console:
+    """Progress and remarks go here."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH, highlight=False)
+
+
+def remark(text: str) -> None:
+    """A line for the user that is no result; never wrapped, so that it can be copied."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left", overflow="fold")
+    return made
+
+
+def duration(seconds: float) -> str:
+    """``1.23 ms``: three digits, in the unit that suits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds / 1e-6)} µs"
+
+
+def size(nbytes: float) -> str:
+    """``1.23 GiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= scale:
+            return f"{_digits(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def count(number: float) -> str:
+    """``1.23 M``."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= scale:
+            return f"{_digits(number / scale)} {unit}"
+    return f"{number:.0f}"
+
+
+def _digits(value: float) -> str:
+    magnitude = abs(value)
+    return f"{value:.0f}" if magnitude >= 100 else f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"
+
+
+class Bar:
+    """Progress on stderr: a moving bar in a terminal, else a line now and then."""
+
+    def __init__(self, title: str, *, shown: bool = True) -> None:
+        """``shown`` is False on every rank but one."""
+        self._title, self._shown = title, shown
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._said_at = time.monotonic()
+        self._unsaid = ""
+
+    def __enter__(self) -> Bar:
+        if self._shown and sys.stderr.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=stderr(),
+                transient=True,
+            )
+            self._task = self._progress.add_task(self._title, total=1.0, text="")
+            self._progress.start()
+        return self
+
+    def update(self, text: str, fraction: float) -> None:
+        """What is going on, and how much of the whole is done."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=fraction, text=text)
+        elif self._shown:
+            self._unsaid = f"{self._title} {fraction:4.0%}  {text}"
+            if time.monotonic() - self._said_at >= QUIET_S:
+                self._say()
+
+    def _say(self) -> None:
+        if self._unsaid:
+            print(self._unsaid, file=sys.stderr, flush=True)
+        self._said_at, self._unsaid = time.monotonic(), ""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if kind is None:
+            self._say()

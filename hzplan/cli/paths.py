@@ -1,0 +1,22 @@
+"""Files named on the command line, checked before work begins."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hzplan.errors import UserError
+
+
+def check_writable(path: Path) -> None:
+    """UserError when a file cannot be written there. Leaves nothing behind, and what is there untouched."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file to write")
+    folder = path.absolute().parent
+    while not folder.exists():  # a missing folder is made when the file is written
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another place") from None

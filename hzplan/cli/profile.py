@@ -1,0 +1,143 @@
+"""``hzplan profile``: measure a model's units and the links between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hzplan.errors import UserError
+
+if TYPE_CHECKING:
+    from hzplan.formats.profile import Profile
+    from hzplan.hierarchy import Mesh
+    from hzplan.models.workload import Workload
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="gpt:<preset>, or package.module:factory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path(
+        "profile.json"
+    ),
+    nproc: Annotated[int | None, typer.Option(help="Ranks to start on this machine; by default 1.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence; by default the model's.")] = None,
+    micro_batch: Annotated[str, typer.Option(help="Sequences per forward pass, sizes to measure.")] = "1,2,4",
+    dtype: Annotated[str, typer.Option(help="What the model computes in: fp32.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
+    mesh: Annotated[
+        str | None, typer.Option(help="Ranks per tier, fastest first, as in 8|16; by default found out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Measure a model's units and the links between ranks, where they will really run.
+
+    Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here.
+
+    Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
+    """
+    from hzplan.cli import ranks
+    from hzplan.cli.paths import check_writable
+
+    here = ranks.this_rank(nproc)
+    world = here.world if here else nproc or 1
+    request = _Request(
+        model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, _mesh(mesh, world)
+    )
+    check_writable(output)
+    if here is None:
+        request.workload()  # what is wrong with it is said before ranks start
+        ranks.start_here(world)
+        return
+
+    from hzplan import job
+    from hzplan.cli import console
+    from hzplan.cli.profile_tables import show
+
+    with job.join(here) as joined:
+        workload = joined.agree(request.workload)
+        if here.rank == 0:
+            ranks.say_how_on_a_cluster(here)
+        with console.Bar("profile", shown=here.rank == 0) as bar:
+            profile = request.measure(workload, bar.update)
+        if here.rank == 0:
+            profile.save(output)
+            show(profile, output, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to measure."""
+
+    model: str
+    seq_len: int | None
+    micro_batches: tuple[int, ...]
+    dtype: str
+    optimizer: str
+    mesh: Mesh | None
+
+    def workload(self) -> Workload:
+        """The model on the command line; UserError when it cannot be had or measured."""
+        from hzplan.models.workload import load
+        from hzplan.profiler.optimizer import OPTIMIZERS
+
+        if self.optimizer not in OPTIMIZERS:
+            raise UserError(f"--optimizer {self.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
+        return load(self.model, seq_len=self.seq_len)
+
+    def measure(self, workload: Workload, progress: Callable[[str, float], None]) -> Profile:
+        """On every rank of the job."""
+        from hzplan.profiler import default_mesh, measure
+
+        mesh, names = (self.mesh, _tier_names(len(self.mesh.tiers))) if self.mesh else default_mesh()
+        return measure(
+            workload,
+            mesh=mesh,
+            tier_names=names,
+            micro_batches=self.micro_batches,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            progress=progress,
+        )
+
+
+def _micro_batches(text: str) -> tuple[int, ...]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 1:
+        raise UserError(f"--micro-batch {text}: write sizes of at least 1 with commas between, as in 1,2,4")
+    return tuple(sizes)
+
+
+def _dtype(text: str) -> str:
+    if text == "fp32":
+        return "float32"
+    state = "is not supported yet" if text in ("bf16", "fp16") else "is not known"
+    raise UserError(f"--dtype {text} {state}; use fp32")
+
+
+def _mesh(text: str | None, world: int) -> Mesh | None:
+    from hzplan.hierarchy import Mesh
+
+    if text is None:
+        return None
+    try:
+        mesh = Mesh.parse(text)
+    except ValueError as error:
+        raise UserError(f"--mesh: {error}") from None
+    if mesh.world != world:
+        raise UserError(
+            f"--mesh {text} has {mesh.world} ranks, this job has {world}; give --nproc {mesh.world}"
+        )
+    return mesh
+
+
+def _tier_names(tiers: int) -> tuple[str, ...]:
+    """Names for the tiers of a mesh that the user gave, as ``default_mesh`` has them."""
+    if tiers <= 2:
+        return ("node", "network")[:tiers]
+    return ("node", *(f"network {number}" for number in range(1, tiers)))

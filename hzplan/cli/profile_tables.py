@@ -1,0 +1,116 @@
+"""A profile as tables, or as one JSON object."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from hzplan.cli import console
+from hzplan.formats.profile import Profile, UnitEntry, UseCost
+
+
+def show(profile: Profile, path: Path, *, as_json: bool) -> None:
+    """Print what was measured and what to type next."""
+    micro_batch = profile.micro_batches[-1]
+    following = (
+        f"hzplan solve {path} -o plan.json --global-batch {profile.mesh.world * micro_batch}"  # one pass each
+    )
+    if as_json:
+        print(json.dumps(_summary(profile, path, following)))
+        return
+    out = console.stdout()
+    out.print(_units(profile, micro_batch))
+    if profile.collectives:
+        out.print(_links(profile))
+    out.print(f"Wrote {path}. Next:\n  {following}", soft_wrap=True, markup=False)
+
+
+def _summary(profile: Profile, path: Path, following: str) -> dict[str, object]:
+    return {
+        "profile": str(path),
+        "model": profile.model.name,
+        "parameters": profile.model.parameters,
+        "mesh": profile.cluster.mesh,
+        "units": len(profile.units),
+        "micro_batches": list(profile.micro_batches),
+        "compute_s": {
+            str(size): sum(use.costs[index].seconds for use in profile.uses)
+            for index, size in enumerate(profile.micro_batches)
+        },
+        "next": following,
+    }
+
+
+def _units(profile: Profile, micro_batch: int) -> Table:
+    """Neighbours of the same kind in one row, with the mean of their times."""
+    table = console.table(
+        f"Units of {profile.model.name}, micro-batch {micro_batch}, {profile.model.seq_len} tokens",
+        *("unit", "parameters", "uses", "forward", "backward", "FLOPs", "saves"),
+    )
+    at = profile.micro_batches.index(micro_batch)
+    for group in _alike(profile.units):
+        names = {unit.name for unit in group}
+        costs = [(use.phase, use.costs[at]) for use in profile.uses if use.unit in names]
+        forward = [cost for phase, cost in costs if phase == "forward"]
+        backward = [cost for phase, cost in costs if phase == "backward"]
+        parameters = sum(tensor.spec.numel for tensor in group[0].tensors)
+        table.add_row(
+            _name(group),
+            console.count(parameters) if parameters else "tied",
+            str(len(costs) // len(group)),
+            console.duration(_mean(forward, len(group), "seconds")),
+            console.duration(_mean(backward, len(group), "seconds")),
+            console.count(_mean([cost for _, cost in costs], len(group), "flops")),
+            console.size(_mean(forward, len(group), "retained_bytes")),
+        )
+    every = [cost for use in profile.uses for cost in (use.costs[at],)]
+    table.caption = (
+        f"{console.count(profile.model.parameters)} parameters; forward and backward "
+        f"{console.duration(sum(cost.seconds for cost in every))}, "
+        f"{console.count(sum(cost.flops for cost in every))}FLOP"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _alike(units: Sequence[UnitEntry]) -> Iterator[list[UnitEntry]]:
+    """Runs of neighbouring units of one class with the same shapes."""
+
+    def kind(unit: UnitEntry) -> object:
+        return unit.module, tuple((tensor.shape, tensor.trainable) for tensor in unit.tensors)
+
+    return (list(group) for _, group in itertools.groupby(units, kind))
+
+
+def _name(group: Sequence[UnitEntry]) -> str:
+    first = group[0].name or "(the model's own)"
+    return first if len(group) == 1 else f"{first} … {group[-1].name} ({len(group)})"
+
+
+def _mean(costs: Sequence[UseCost], units: int, field: str) -> float:
+    return float(sum(getattr(cost, field) for cost in costs)) / units
+
+
+def _links(profile: Profile) -> Table:
+    table = console.table(
+        f"Links, {profile.cluster.backend}, all groups at once",
+        *("collective", "ranks", "smallest", "takes", "largest", "takes", "GB/s"),
+    )
+    mesh = profile.mesh
+    for curve in profile.collectives:
+        tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= curve.low < high)
+        first, last = curve.points[0], curve.points[-1]
+        table.add_row(
+            f"{curve.operation} in {profile.cluster.tier_names[tier]}",
+            str(mesh.shards[curve.high] // mesh.shards[curve.low]),
+            console.size(first.bytes),
+            console.duration(first.seconds),
+            console.size(last.bytes),
+            console.duration(last.seconds),
+            f"{last.bytes / last.seconds / 1e9:.2f}" if last.seconds else "–",
+        )
+    return table

@@ -1,0 +1,37 @@
+"""How a command that needs ranks gets them, and what it says about it."""
+
+from __future__ import annotations
+
+import sys
+
+from hzplan.errors import UserError
+from hzplan.job import Place, place
+
+
+def this_rank(nproc: int | None) -> Place | None:
+    """This process's place in the job it was started in; None where the ranks are yet to be started here."""
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc}: at least 1 rank is needed")
+    here = place()
+    if here and nproc is not None and nproc != here.world:
+        raise UserError(
+            f"--nproc {nproc}, but this process is a rank of a job of {here.world}; leave --nproc out"
+        )
+    return here
+
+
+def start_here(world: int) -> None:
+    """Run this very command line as ``world`` ranks on this machine."""
+    from hzplan.launch import start
+
+    start(sys.argv[1:], world)
+
+
+def say_how_on_a_cluster(here: Place, *, nodes: int | None = None) -> None:
+    """Print the launch line for a cluster to who started ranks on one machine; ``nodes``: if known."""
+    from hzplan.cli.console import remark
+    from hzplan.launch import cluster_line
+
+    if here.launched_here:
+        line = cluster_line(sys.argv[1:], nodes=nodes, ranks_per_node=here.world // (nodes or 1))
+        remark(f"{'With torchrun' if nodes == 1 else 'On a cluster'}: {line}")

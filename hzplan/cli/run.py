@@ -1,0 +1,155 @@
+"""``hzplan run``: train with a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hzplan.errors import UserError
+
+if TYPE_CHECKING:
+    from hzplan.formats.plan import Plan
+    from hzplan.models.workload import Workload
+    from hzplan.training.data import Corpus
+
+BUILT_IN = ("gpt:", "moe:", "hf:")
+"""Models that a plan may name; anything else is code, which runs only when the user names it."""
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(help="The plan, as hzplan solve wrote it.")],
+    model: Annotated[
+        str | None, typer.Argument(help="The model; by default the plan's, which must then be built in.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text to train on, a file or folder; by default Python's own library.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks to start on this machine; by default the plan's.")
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="For initial weights and the order of the data.")] = 0,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Write a JSON line for every step to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Train a model as a plan says, and compare what was predicted with what is measured.
+
+    Inside a job that torchrun or srun started it trains there, else it starts the plan's ranks here.
+
+    Example: hzplan run plan.json --steps 200 --metrics metrics.jsonl
+    """
+    from hzplan.cli import ranks
+    from hzplan.cli.paths import check_writable
+
+    here = ranks.this_rank(nproc)
+    request = _Request(plan, model, data, steps, lr, seed)
+    request.check_options()
+    if metrics is not None:
+        check_writable(metrics)
+    loaded = request.load_plan(here.world if here else nproc)
+    if here is None:
+        request.prepare(loaded)  # what is wrong with it is said before ranks start
+        ranks.start_here(loaded.mesh.world)
+        return
+
+    from hzplan import job
+    from hzplan.cli.run_report import Report
+    from hzplan.training.loop import RunOptions, train
+
+    with job.join(here) as joined:
+        prepared = joined.agree(lambda: request.prepare(loaded))
+        if here.rank == 0:
+            ranks.say_how_on_a_cluster(here, nodes=_nodes(loaded))
+        options = RunOptions(steps=steps, lr=lr, seed=seed)
+        with Report(loaded, steps, prepared.corpus, metrics, shown=here.rank == 0) as report:
+            result = train(loaded, prepared.workload, prepared.corpus, options, report.on_step)
+        if here.rank == 0:
+            report.show(result, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    workload: Workload
+    corpus: Corpus | None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to train, and every check that needs no other rank."""
+
+    plan: Path
+    model: str | None
+    data: Path | None
+    steps: int
+    lr: float
+    seed: int
+
+    def check_options(self) -> None:
+        """UserError for numbers that make no sense."""
+        if self.steps < 1:
+            raise UserError(f"--steps {self.steps}: a run has at least 1 step")
+        if not 0 < self.lr < float("inf"):
+            raise UserError(f"--lr {self.lr}: must be a number above 0")
+
+    def load_plan(self, world: int | None) -> Plan:
+        """The plan; UserError when it is not one, is for another world, or names code."""
+        from hzplan.formats.plan import Plan
+
+        plan = Plan.load(self.plan)
+        if world is not None and world != plan.mesh.world:
+            raise UserError(
+                f"{self.plan}: field cluster.mesh: the plan is for {plan.mesh.world} ranks, this job has "
+                f"{world}; start {plan.mesh.world}, or solve for {world}"
+            )
+        if self.model is None and not plan.model.name.startswith(BUILT_IN):
+            raise UserError(
+                f"{self.plan}: field model.name: {plan.model.name} is a Python factory, which is never run "
+                f"because a plan says so; if you trust it: hzplan run {self.plan} {plan.model.name}"
+            )
+        return plan
+
+    def prepare(self, plan: Plan) -> _Prepared:
+        """Model and data; UserError when they are missing, or not what the plan was made for."""
+        from hzplan.models.workload import load
+        from hzplan.training.batches import reads_bytes
+        from hzplan.training.data import load_corpus
+        from hzplan.training.loop import check_optimizer
+
+        try:
+            check_optimizer(plan)
+            workload = load(self.model or plan.model.name, seq_len=plan.model.seq_len)
+            _check_model(workload, plan)
+        except UserError as error:
+            raise UserError(f"{self.plan}: {error}") from None
+        if reads_bytes(workload):
+            return _Prepared(workload, load_corpus(self.data, seq_len=workload.seq_len))
+        if self.data is not None:
+            raise UserError(
+                f"--data {self.data}: {workload.name} does not read bytes (its vocabulary is "
+                f"{workload.vocab or 'not known'}, 256 are needed); leave --data out"
+            )
+        return _Prepared(workload, None)
+
+
+def _nodes(plan: Plan) -> int:
+    """As many as the slowest tier connects."""
+    return prod(plan.mesh.tiers[-1]) if len(plan.mesh.tiers) > 1 else 1
+
+
+def _check_model(workload: Workload, plan: Plan) -> None:
+    """UserError when the plan was made for another model. A built-in one is looked at without its weights."""
+    import torch
+
+    from hzplan.runtime.apply import check_model
+
+    built_in = workload.name.startswith(BUILT_IN)
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if built_in else "cpu"):
+        model = workload.build()
+    check_model(model.to(getattr(torch, plan.model.dtype)), plan)

@@ -1,0 +1,130 @@
+"""What a run shows and writes: progress, metrics, the last table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from hzplan.cli import console
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.training.data import Corpus
+from hzplan.training.loop import RunResult, StepStats
+
+
+class Report:
+    """Rank 0's side of a run; on other ranks it does nothing."""
+
+    def __init__(
+        self, plan: Plan, steps: int, corpus: Corpus | None, metrics: Path | None, *, shown: bool
+    ) -> None:
+        """``metrics``: where a JSON line per step goes."""
+        self._plan, self._steps, self._corpus, self._shown = plan, steps, corpus, shown
+        self._path = metrics if shown else None
+        self._file: IO[str] | None = None
+        self._bar = console.Bar("train", shown=shown)
+
+    def __enter__(self) -> Report:
+        if self._shown and self._corpus is not None:
+            console.remark(f"Training on {self._corpus.description}")
+        elif self._shown:
+            console.remark("Training on the model's own synthetic batches")
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"{self._path}: cannot be written ({error.strerror})") from None
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+        if self._file is not None:
+            self._file.close()
+
+    def on_step(self, stats: StepStats) -> None:
+        """Show a step, and write its line."""
+        speed = stats.tokens / stats.step_s
+        self._bar.update(
+            f"step {stats.step + 1}/{self._steps}  loss {stats.loss:.3f}  "
+            f"{console.duration(stats.step_s)}  {speed:,.0f} tokens/s",
+            (stats.step + 1) / self._steps,
+        )
+        if self._file is not None:
+            line = asdict(stats)
+            line["exposed_comm_s"] = dict(stats.exposed_comm_s)
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def show(self, result: RunResult, *, as_json: bool) -> None:
+        """Print the end of it."""
+        if as_json:
+            print(json.dumps(_summary(self._plan, result), allow_nan=False))
+        else:
+            _print(self._plan, result)
+
+
+def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
+    predicted = plan.predicted
+    return {
+        "steps": result.steps,
+        "loss_first": result.loss_first,
+        "loss_last": result.loss_last,
+        "heldout_loss": result.heldout_loss,
+        "unigram_entropy": result.unigram_entropy_nats,
+        "tokens_per_s": result.tokens_per_s,
+        "step_s": {"predicted": predicted.step_s, "measured": result.step_s},
+        "exposed_comm_s": {
+            "predicted": dict(predicted.exposed_comm_s),
+            "measured": dict(result.exposed_comm_s),
+        },
+        "peak_memory_bytes": {
+            "predicted": predicted.peak_memory_bytes,
+            "measured": result.peak_memory_bytes,
+        },
+    }
+
+
+def _print(plan: Plan, result: RunResult) -> None:
+    predicted, world = plan.predicted, plan.mesh.world
+    table = console.table(
+        f"{plan.model.name}, {result.steps} steps on {world} rank{'s' * (world > 1)} ({plan.cluster.mesh})",
+        *("", "predicted", "measured", "error"),
+    )
+
+    def row(name: str, before: float | None, after: float | None, text: Callable[[float], str]) -> None:
+        table.add_row(
+            name,
+            "–" if before is None else text(before),
+            "–" if after is None else text(after),
+            "" if not before or not after else f"{before / after - 1:+.0%}",
+        )
+
+    row("step time", predicted.step_s, result.step_s, console.duration)
+    row("peak memory per rank", predicted.peak_memory_bytes, result.peak_memory_bytes, console.size)
+    row("tokens/s", predicted.tokens_per_s_per_gpu * world, result.tokens_per_s, lambda rate: f"{rate:,.0f}")
+    measured: Mapping[str, float] = result.exposed_comm_s
+    for name in dict.fromkeys([*predicted.exposed_comm_s, *measured]):
+        row(f"waiting for {name}", predicted.exposed_comm_s.get(name), measured.get(name), console.duration)
+    out = console.stdout()
+    out.print(table)
+    out.print(f"Loss {result.loss_first:.3f} → {result.loss_last:.3f}, held-out {_heldout(result)}.")
+    if result.unplanned_steps:
+        out.print(
+            f"{result.unplanned_steps} of {result.steps} steps left the plan's order of uses and ran without "
+            "overlap; profile this model again."
+        )
+
+
+def _heldout(result: RunResult) -> str:
+    text = f"{result.heldout_loss:.3f} nats per token"
+    if result.unigram_entropy_nats is not None:
+        text += f" (unigram entropy {result.unigram_entropy_nats:.3f})"
+    return text

@@ -1,0 +1,223 @@
+"""Being a rank: where this process stands in a distributed job, joining it, and failing in it.
+
+A rank is told its place by torchrun's variables, which our own launcher sets too, or by srun's. Nothing here
+imports torch before a job is joined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from hzplan.errors import CheckFailed, Infeasible, JobFailed, UserError, one_line
+
+T = TypeVar("T")
+
+TIMEOUT_S = 300.0
+"""How long a rank waits for the others before it gives the job up."""
+
+LAUNCHED = "HZPLAN_LAUNCHED"
+"""Set in ranks that ``hzplan.launch`` started: their failures are for the launcher to print."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's rank in the job and on its host."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def launched_here(self) -> bool:
+        """Whether our own launcher started this rank, and tells the user what became of it."""
+        return LAUNCHED in os.environ
+
+
+def place(env: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place, None where it is not part of a job.
+
+    Raises UserError when the variables that say so make no sense.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        world = _number(env, "WORLD_SIZE")
+        here = Place(
+            rank=_number(env, "RANK"),
+            world=world,
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
+        )
+    elif _in_srun(env):
+        world = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+        nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
+        here = Place(
+            rank=_number(env, "SLURM_PROCID"),
+            world=world,
+            local_rank=_number(env, "SLURM_LOCALID", 0),
+            local_world=-(-world // max(nodes, 1)),
+        )
+    else:
+        return None
+    if not 0 <= here.rank < here.world:
+        raise UserError(
+            f"rank {here.rank} in a job of {here.world}: check RANK and WORLD_SIZE, or unset them"
+        )
+    return here
+
+
+def _in_srun(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script has most of the variables, but is one process."""
+    tasks = "SLURM_PROCID" in env and "SLURM_NTASKS" in env
+    return tasks and ("SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        state = "is not set" if text is None else f"is {text!r}, not a number"
+        raise UserError(
+            f"this looks like a rank of a distributed job, but {name} {state}; start it with torchrun or "
+            "srun, or unset RANK and WORLD_SIZE"
+        ) from None
+
+
+def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Host and port where the ranks meet: torchrun's, or under srun the first node and a port by job."""
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], _number(env, "MASTER_PORT", 29500)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            "this looks like a rank of a distributed job, but MASTER_ADDR is not set; start it with torchrun "
+            "or srun, or unset RANK and WORLD_SIZE"
+        )
+    job = _number(env, "SLURM_JOB_ID", 0)
+    return first_host(nodes), _number(env, "MASTER_PORT", 20000 + job % 20000)
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's compressed host names: ``gpu[003-010,012]-ib,login`` begins with ``gpu003-ib``."""
+    parts = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in parts.groups()) if parts else nodes
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that this process has joined."""
+
+    place: Place
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Do what may fail on one rank alone; where it does, it fails on every rank, with the same message.
+
+        Raises what ``work`` raised when all ranks failed alike, else JobFailed naming the first that did.
+        """
+        import torch.distributed as dist
+
+        result: list[T] = []
+        failure: tuple[int, str] | None = None
+        try:
+            result.append(work())
+        except UserError as error:
+            failure = (error.exit_code, str(error))
+        failures: list[tuple[int, str] | None] = [None] * self.place.world
+        dist.all_gather_object(failures, failure)
+        for rank, found in enumerate(failures):
+            if found is not None:
+                code, message = found
+                if len(set(failures)) > 1:
+                    raise JobFailed(f"rank {rank}: {message}")
+                raise with_exit_code(message, code)
+        return result[0]
+
+
+@contextmanager
+def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
+    """Be a rank: torch.distributed over gloo while the block runs.
+
+    After an error the job is left as it is, because taking leave would wait for the others: the process must
+    end.
+    """
+    import torch.distributed as dist
+
+    if here.launched_here:
+        _end_with_launcher()
+    _share_processors(here)
+    host, port = meeting_point()
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    try:
+        dist.init_process_group(
+            "gloo", rank=here.rank, world_size=here.world, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise JobFailed(
+            f"rank {here.rank} did not meet the other ranks at {host}:{port}: {one_line(error)}"
+        ) from error
+    yield Job(here)
+    dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """Ctrl-C and the death of the launcher end a rank at once, even inside a collective."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _share_processors(here: Place) -> None:
+    """One thread per rank where ranks have less than two processors each, unless the user said otherwise."""
+    import torch
+
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ and here.local_world > 1 and processors < 2 * here.local_world:
+        torch.set_num_threads(1)
+
+
+def with_exit_code(message: str, exit_code: int) -> UserError:
+    """The error that a rank met, made again from what it left word of."""
+    kinds = (UserError, CheckFailed, Infeasible)
+    kind = next((kind for kind in kinds if kind.exit_code == exit_code), JobFailed)
+    return kind(message)
+
+
+def last_cause(error: BaseException) -> BaseException:
+    """The exception at the bottom of a chain of ``raise … from``."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception looks like another rank's death, and so is not the cause of the job's."""
+    text = str(error)
+    return isinstance(error, ConnectionError) or "gloo" in text or "Connection" in text
+
+
+def record_failure(message: str, exit_code: int, *, traceback: str, lost_peer: bool) -> None:
+    """Leave word for whoever launched this rank: torch's error file, with a part that ours reads."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    extra = {"py_callstack": traceback or message, "timestamp": str(int(now))}
+    ours = {"message": message, "exit_code": exit_code, "time": now, "lost_peer": lost_peer}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}, "hzplan": ours}, file)

@@ -1,0 +1,95 @@
+"""What a run trains on and is judged by: windows of a text, or a model's own synthetic batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hzplan.models.workload import Workload
+from hzplan.training.data import Corpus, heldout_windows, sample
+
+BYTES = 256
+"""The vocabulary that a text needs: its tokens are bytes."""
+
+
+class Batches(Protocol):
+    """Micro-batches that depend on nothing but what they are asked for by."""
+
+    def train(self, step: int, index: int, rank: int) -> object:
+        """The micro-batch of an accumulation index on a rank."""
+
+    def heldout(self, count: int, rank: int, world: int) -> Sequence[object]:
+        """``count`` micro-batches of a rank, from what training never sees."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextBatches:
+    """Windows of a corpus' bytes."""
+
+    corpus: Corpus
+    micro_batch: int
+    seq_len: int
+    seed: int
+
+    def train(self, step: int, index: int, rank: int) -> Tensor:
+        """Random windows of the training part."""
+        return sample(
+            self.corpus.train,
+            micro_batch=self.micro_batch,
+            seq_len=self.seq_len,
+            seed=self.seed,
+            step=step,
+            index=index,
+            rank=rank,
+        )
+
+    def heldout(self, count: int, rank: int, world: int) -> Sequence[Tensor]:
+        """This rank's share of windows that are spread evenly over the whole held-out part."""
+        windows = heldout_windows(self.corpus.heldout, self.seq_len, count * world * self.micro_batch)
+        return list(windows[rank::world].split(self.micro_batch))
+
+
+@dataclass(frozen=True)
+class SyntheticBatches:
+    """A workload's own batches, from generators seeded by place."""
+
+    workload: Workload
+    micro_batch: int
+    seed: int
+
+    def train(self, step: int, index: int, rank: int) -> object:
+        """A batch of the workload's."""
+        return self._batch("train", step, index, rank)
+
+    def heldout(self, count: int, rank: int, world: int) -> Sequence[object]:
+        """More batches, from seeds that training does not use."""
+        return [self._batch("heldout", number, rank) for number in range(count)]
+
+    def _batch(self, *place: object) -> object:
+        digest = hashlib.blake2b(f"{self.seed} {place}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+        return self.workload.batch(self.micro_batch, generator)
+
+
+def reads_bytes(workload: Workload) -> bool:
+    """Whether a text can replace the workload's own batches: token windows, with room for every byte."""
+    if workload.vocab is None or workload.vocab < BYTES:
+        return False
+    batch = workload.batch(1, torch.Generator().manual_seed(0))
+    return (
+        isinstance(batch, Tensor)
+        and batch.dtype == torch.int64
+        and tuple(batch.shape) == (1, workload.seq_len + 1)
+    )
+
+
+def batches(workload: Workload, corpus: Corpus | None, *, micro_batch: int, seed: int) -> Batches:
+    """Batches of a corpus, or synthetic ones without it."""
+    if corpus is None:
+        return SyntheticBatches(workload, micro_batch, seed)
+    return TextBatches(corpus, micro_batch, workload.seq_len, seed)

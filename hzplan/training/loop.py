@@ -1,0 +1,297 @@
+"""The training loop of ``hzplan run``: a plan, a workload and data in; losses and measured times out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.models.workload import Workload
+from hzplan.profiler.optimizer import OPTIMIZERS
+from hzplan.runtime.apply import parallelize
+from hzplan.runtime.executor import StepRecord
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.training.batches import Batches, batches
+from hzplan.training.data import Corpus
+from hzplan.training.measure import peak_memory_bytes
+
+WARM_UP_STEPS = 3
+"""Steps at the beginning whose times do not count."""
+
+TRACED_STEP = 1
+"""The step whose memory is traced: the first one in which the optimizer's state is there from the start."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to train. ``evaluate_every`` counts steps; the end is evaluated in any case."""
+
+    steps: int
+    lr: float = 1e-3
+    seed: int = 0
+    clip_norm: float = 1.0
+    evaluate_every: int | None = None
+    heldout_tokens: int = 1 << 16
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's."""
+
+    step: int
+    loss: float
+    step_s: float
+    exposed_comm_s: Mapping[str, float]
+    tokens: int
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
+
+    ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
+    order of uses and ran unoverlapped.
+    """
+
+    steps: int
+    losses: tuple[float, ...]
+    step_s: float
+    exposed_comm_s: Mapping[str, float]
+    tokens_per_s: float
+    peak_memory_bytes: int
+    heldout_losses: tuple[tuple[int, float], ...]
+    unigram_entropy_nats: float | None
+    unplanned_steps: int
+
+    @property
+    def loss_first(self) -> float:
+        """The first step's loss, before any update."""
+        return self.losses[0]
+
+    @property
+    def loss_last(self) -> float:
+        """The last step's loss."""
+        return self.losses[-1]
+
+    @property
+    def heldout_loss(self) -> float:
+        """Held-out loss of the trained model, in nats a token."""
+        return self.heldout_losses[-1][1]
+
+
+def train(
+    plan: Plan,
+    workload: Workload,
+    corpus: Corpus | None,
+    options: RunOptions,
+    on_step: Callable[[StepStats], None] = lambda stats: None,
+) -> RunResult:
+    """Train a workload as a plan says; every rank of the plan's world calls it, with the same arguments.
+
+    Without a corpus the workload's synthetic batches are used. ``on_step`` hears of every step, one step
+    late: the mean loss of a step is gathered while the next one runs, so that it holds nobody up.
+
+    Raises UserError when world, model or optimizer do not fit the plan, or the loss is no longer finite.
+    """
+    if options.steps < 1:
+        raise UserError(f"{options.steps} steps: a run has at least 1")
+    trainer = _Trainer(plan, workload, corpus, options, on_step)
+    result = trainer.train()
+    trainer.optimizer.engine.close()  # not after an error: it would wait for ranks that may be gone
+    return result
+
+
+class _Trainer:
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        corpus: Corpus | None,
+        options: RunOptions,
+        on_step: Callable[[StepStats], None],
+    ) -> None:
+        self.plan, self.workload, self.corpus = plan, workload, corpus
+        self.options, self.on_step = options, on_step
+        self.world = plan.mesh.world
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.data: Batches = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=options.seed)
+        torch.manual_seed(options.seed)
+        model = workload.build().to(dtype=getattr(torch, plan.model.dtype))
+        self.device = next(model.parameters()).device
+        self.model, self.optimizer = _parallelize(model, plan, options.lr)
+        torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
+        self.record: StepRecord = self.optimizer.engine.executor.record
+        self.unplanned = 0
+        self.peak_memory_bytes = 0
+        self.losses: list[float] = []
+        self.heldout: list[tuple[int, float]] = []
+        self.stats: list[StepStats] = []
+
+    def train(self) -> RunResult:
+        pending: _Pending | None = None
+        untimed: set[int] = set()
+        ended = time.perf_counter()
+        for step in range(self.options.steps):
+            loss = self.traced_step(step) if self._traces(step) else self.step(step)
+            now = time.perf_counter()
+            following = _Pending(step, loss, now - ended, self.exposed())
+            if pending:
+                self.finish(pending)
+            pending, ended = following, now
+            if self._traces(step):
+                untimed |= {step, step + 1}
+            if self._evaluates_after(step):
+                self.evaluate(step)
+                untimed.add(step + 1)
+                ended = time.perf_counter()
+        assert pending is not None
+        self.finish(pending)
+        return self.result(untimed)
+
+    def _traces(self, step: int) -> bool:
+        return step == min(TRACED_STEP, self.options.steps - 1)
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.options.evaluate_every
+        return step + 1 == self.options.steps or (every is not None and (step + 1) % every == 0)
+
+    def step(self, step: int) -> Tensor:
+        """Run one step; returns its mean loss on this rank."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.options)
+        accumulation = self.plan.batch.accumulation
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(accumulation):
+            batch = self.data.train(step, index, self.rank)
+            loss = self.workload.loss(self.model, batch) / accumulation
+            loss.backward()
+            total += loss.detach()
+        if self.plan.clip:
+            self.optimizer.clip_grad_norm_(self.options.clip_norm)
+        self.optimizer.step()
+        return total
+
+    def traced_step(self, step: int) -> Tensor:
+        """The same, and note the most memory that it takes on any rank."""
+        losses: list[Tensor] = []
+        ignore = () if self.corpus is None else (self.corpus.train, self.corpus.heldout)
+        peak = peak_memory_bytes(lambda: losses.append(self.step(step)), self.device, ignore=ignore)
+        self.peak_memory_bytes = int(self.over_ranks([peak], dist.ReduceOp.MAX)[0])
+        return losses[0]
+
+    def exposed(self) -> dict[str, float]:
+        """What the compute stream waited for in the step that has just ended, by tier name."""
+        record = self.optimizer.engine.executor.record
+        waits = {} if record is self.record else record.exposed_s
+        self.unplanned += record is self.record
+        self.record = record
+        names = list(self.plan.cluster.tier_names)
+        return {name: waits.get(f"tier {tier}", 0.0) for tier, name in enumerate(names)} | {
+            "optim": waits.get("optim", 0.0)
+        }
+
+    def finish(self, pending: _Pending) -> None:
+        """A step's loss has arrived from all ranks."""
+        loss = pending.mean(self.world)
+        if not math.isfinite(loss):
+            raise UserError(f"the loss of step {pending.step} is {loss}; try a lower --lr")
+        self.losses.append(loss)
+        tokens = self.plan.batch.global_batch * self.workload.seq_len
+        self.stats.append(
+            StepStats(
+                pending.step, loss, pending.step_s, pending.exposed_comm_s, tokens, self.peak_memory_bytes
+            )
+        )
+        self.on_step(self.stats[-1])
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        """Mean held-out loss over all ranks, of as many batches each, no more than they trained on."""
+        per_batch = self.plan.batch.micro_batch * self.workload.seq_len * self.world
+        wanted = -(-self.options.heldout_tokens // per_batch)
+        count = max(1, min(wanted, self.options.steps * self.plan.batch.accumulation))
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in self.data.heldout(count, self.rank, self.world):
+            total += self.workload.loss(self.model, batch).cpu()
+        self.model.train()
+        self.heldout.append((step, self.over_ranks([float(total) / count])[0] / self.world))
+
+    def over_ranks(
+        self, values: list[float], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> list[float]:
+        """Numbers combined over all ranks."""
+        if self.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation)
+        return tensor.tolist()
+
+    def result(self, untimed: set[int]) -> RunResult:
+        timed = [s for s in self.stats if s.step >= WARM_UP_STEPS and s.step not in untimed] or self.stats[
+            -1:
+        ]
+        names = list(timed[0].exposed_comm_s)
+        medians = [statistics.median(s.step_s for s in timed)]
+        medians += [statistics.median(s.exposed_comm_s[name] for s in timed) for name in names]
+        step_s, *exposed = (total / self.world for total in self.over_ranks(medians))
+        return RunResult(
+            steps=self.options.steps,
+            losses=tuple(self.losses),
+            step_s=step_s,
+            exposed_comm_s=dict(zip(names, exposed, strict=True)),
+            tokens_per_s=timed[0].tokens / step_s,
+            peak_memory_bytes=self.peak_memory_bytes,
+            heldout_losses=tuple(self.heldout),
+            unigram_entropy_nats=None if self.corpus is None else self.corpus.unigram_entropy_nats,
+            unplanned_steps=self.unplanned,
+        )
+
+
+class _Pending:
+    """A step that has ended, while its loss is on its way between ranks."""
+
+    def __init__(self, step: int, loss: Tensor, step_s: float, exposed_comm_s: Mapping[str, float]) -> None:
+        self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
+        self._loss = loss
+        self._work = dist.all_reduce(loss, async_op=True) if dist.is_initialized() else None
+
+    def mean(self, world: int) -> float:
+        if self._work is not None:
+            self._work.wait()
+        return float(self._loss) / world
+
+
+def learning_rate(step: int, options: RunOptions) -> float:
+    """Linear warm-up over a tenth of the run (at most 100 steps), then a cosine down to a tenth."""
+    warm_up = min(100, max(1, options.steps // 10))
+    if step < warm_up:
+        return options.lr * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, options.steps - warm_up)
+    return options.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def _parallelize(model: nn.Module, plan: Plan, lr: float) -> tuple[nn.Module, ShardedOptimizer]:
+    made = OPTIMIZERS[check_optimizer(plan)]
+    if isinstance(made, partial):
+        return parallelize(model, plan, made.func, lr=lr, **made.keywords)
+    return parallelize(model, plan, made, lr=lr)
+
+
+def check_optimizer(plan: Plan) -> str:
+    """The plan's optimizer; UserError when this version has none of that name."""
+    if plan.optimizer not in OPTIMIZERS:
+        raise UserError(
+            f"field optimizer: {plan.optimizer!r} is not known; this version has {', '.join(OPTIMIZERS)}"
+        )
+    return plan.optimizer

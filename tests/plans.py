@@ -1,0 +1,114 @@
+"""Valid plans without measuring or solving: a model's own tensors and uses, levels as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hzplan.formats.plan import (
+    Batch,
+    BucketEntry,
+    Plan,
+    PlanCluster,
+    PlanModel,
+    PlanUnit,
+    Predicted,
+    Proof,
+    Shards,
+    Source,
+)
+from hzplan.formats.profile import signature
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.models.hooks import attach
+from hzplan.models.units import find_units
+from hzplan.models.workload import Workload, load
+from hzplan.schedule import Use
+
+
+def recorded_uses(workload: Workload, model: nn.Module) -> tuple[Use, ...]:
+    """The units' turns in one forward and backward of a micro-batch."""
+    found: list[Use] = []
+
+    class Recorder:
+        def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
+            found.append(Use(unit, phase))
+
+        def gradient(self, parameter: nn.Parameter) -> None:
+            parameter.grad = None
+
+        def backward_end(self) -> None:
+            pass
+
+    detach = attach(find_units(model), Recorder())
+    workload.loss(model, workload.batch(1, torch.Generator().manual_seed(0))).backward()
+    detach()
+    return tuple(found)
+
+
+def make_plan(
+    workload: Workload | str = "gpt:nano",
+    *,
+    mesh: str = "2",
+    levels: Levels | Callable[[str], Levels] | None = None,
+    micro_batch: int = 2,
+    accumulation: int = 1,
+    prefetch: int = 1,
+    clip: bool = False,
+    optimizer: str = "adamw",
+) -> Plan:
+    """A plan for a model as it is; ``levels`` for all tensors, or by unit name (default: ZeRO-3)."""
+    workload = load(workload) if isinstance(workload, str) else workload
+    shape = Mesh.parse(mesh)
+    model = workload.build()
+    units = find_units(model)
+
+    def shards(unit: str) -> Shards:
+        chosen = levels(unit) if callable(levels) else levels or Levels(*[shape.levels] * 3)
+        return Shards(**{name: shape.shards[level] for name, level in chosen._asdict().items()})
+
+    tensors = [tensor for unit in units for tensor in unit.tensors]
+    names = tuple(f"tier {tier}" for tier in range(len(shape.tiers)))
+    return Plan(
+        model=PlanModel(
+            name=workload.name,
+            parameters=sum(tensor.numel for tensor in tensors),
+            signature=signature(tensors),
+            dtype="float32",
+            seq_len=workload.seq_len,
+        ),
+        cluster=PlanCluster(mesh=mesh, tier_names=names, backend="gloo"),
+        optimizer=optimizer,
+        clip=clip,
+        batch=Batch(
+            global_batch=shape.world * micro_batch * accumulation,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+        ),
+        prefetch=prefetch,
+        source=Source(profile="profile.json", profile_sha256="0", memory_budget_bytes=1 << 30, asked_gap=0.0),
+        proof=Proof(status="given", objective_s=0.1, bound_s=0.1, gap=0.0, solver="none"),
+        predicted=Predicted(
+            step_s=0.1,
+            exposed_comm_s=dict.fromkeys([*names, "optim"], 0.0),
+            peak_memory_bytes=1 << 20,
+            memory_bytes={},
+            tokens_per_s_per_gpu=1.0,
+            mfu=0.0,
+        ),
+        units=tuple(
+            PlanUnit(
+                name=unit.name,
+                requires=unit.requires,
+                buckets=(
+                    (BucketEntry(shards=shards(unit.name), tensors=tuple(t.name for t in unit.tensors)),)
+                    if unit.tensors
+                    else ()
+                ),
+            )
+            for unit in units
+        ),
+        uses=tuple(map(str, recorded_uses(workload, model))),
+    )
