@@ -147,7 +147,8 @@ def build(
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
     reduced after a unit's last backward use in a micro-batch, and compute runs at most ``prefetch + 1``
-    reduces ahead. The last micro-batch reduces down the whole hierarchy.
+    reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
+    hierarchy.
     """
     if prefetch < 1 or accumulation < 1:
         raise ValueError("prefetch and accumulation must be at least 1")
@@ -228,8 +229,11 @@ class _Builder:
 
     def compute(self, position: int) -> int:
         after = [self.unsharded[position]] if position in self.unsharded else []
-        if position % len(self.uses) in self.reduced_at and len(self.reduces) > self.prefetch:
-            after.append(self.reduces[-self.prefetch - 1])
+        if position % len(self.uses) in self.reduced_at:
+            # Of a few reduces a micro-batch, the unit's own last one may be closer than the window.
+            behind = min(self.prefetch + 1, len(self.reduced_at))
+            if len(self.reduces) >= behind:
+                after.append(self.reduces[-behind])
         use = self.uses[position % len(self.uses)]
         return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
 

@@ -1,0 +1,75 @@
+"""Hypothesis strategies for what a step is made from: sequences of unit uses, and how they are scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from hzplan.schedule import Schedule, Use, build
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of ``build``."""
+
+    uses: tuple[Use, ...]
+    requires: Mapping[str, tuple[str, ...]]
+    trainable: tuple[str, ...]
+    tiers: int = 1
+    prefetch: int = 1
+    accumulation: int = 1
+    clip: bool = False
+
+    def build(self) -> Schedule:
+        return build(
+            self.uses,
+            self.requires,
+            self.trainable,
+            tiers=self.tiers,
+            prefetch=self.prefetch,
+            accumulation=self.accumulation,
+            clip=self.clip,
+        )
+
+
+def chain(
+    units: int, *, tiers: int = 1, prefetch: int = 1, accumulation: int = 1, clip: bool = False
+) -> Step:
+    """One unit after the other, all trained."""
+    names = tuple(f"u{i}" for i in range(units))
+    uses = [Use(name, "forward") for name in names] + [Use(name, "backward") for name in reversed(names)]
+    return Step(tuple(uses), {n: (n,) for n in names}, names, tiers, prefetch, accumulation, clip)
+
+
+@st.composite
+def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulation: int = 4) -> Step:
+    """Chains, tied and nested units, modules called twice, recomputation, frozen units, parts of no gradient.
+
+    As in any training step the first use of a unit is a forward before the first backward.
+    """
+    names = [f"u{i}" for i in range(draw(st.integers(1, max_units)))]
+    requires = {}
+    for name in names:
+        others = draw(st.lists(st.sampled_from(names), max_size=2)) if draw(st.integers(0, 3)) == 0 else []
+        requires[name] = tuple(dict.fromkeys([name, *others]))
+    forward = names if draw(st.booleans()) else draw(st.lists(st.sampled_from(names), min_size=1, max_size=8))
+    uses = [Use(name, "forward") for name in forward]
+    recompute = draw(st.booleans())
+    for name in reversed(forward):
+        if draw(st.integers(0, 5)) == 0:
+            continue  # no gradient comes by here
+        if recompute and draw(st.booleans()):
+            uses.append(Use(name, "forward"))
+        uses.append(Use(name, "backward"))
+    trainable = tuple(name for name in names if draw(st.integers(0, 4)))
+    return Step(
+        tuple(uses),
+        requires,
+        trainable,
+        draw(st.integers(1, max_tiers)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, max_accumulation)),
+        draw(st.booleans()),
+    )

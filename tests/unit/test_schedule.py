@@ -1,0 +1,353 @@
+"""The schedule: executed in order it computes the right thing, and whatever may overlap does not collide."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzplan.cost import Slots, assign_slots
+from hzplan.layout import TensorSpec
+from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
+from tests.unit.hazards import Detector, edges, implied, other_tenants, reduced_units, without
+from tests.unit.steps import Step, chain, steps
+
+# ---- structure ---------------------------------------------------------------------------------------------
+
+
+@given(steps())
+def test_the_launch_order_is_a_topological_order(step: Step) -> None:
+    schedule = step.build()
+    graph = schedule.graph()
+    assert nx.is_directed_acyclic_graph(graph)
+    assert [task.index for task in schedule.tasks] == list(range(len(schedule.tasks)))
+    assert sorted(graph.nodes) == list(range(len(schedule.tasks)))
+    assert all(before < after for before, after in graph.edges)
+    unrolled = nx.DiGraph(
+        [((s, a), (s, b)) for s in (0, 1) for a, b in graph.edges]
+        + [((0, a), (1, b)) for a, b in graph.graph["previous"]]
+    )
+    assert nx.is_directed_acyclic_graph(unrolled)
+
+
+@given(steps())
+def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
+    schedule = step.build()
+    for tasks in schedule.streams.values():
+        assert all(left.index in right.after for left, right in itertools.pairwise(tasks))
+        assert tasks[-1].index in tasks[0].after_previous
+    assert sorted(t.index for tasks in schedule.streams.values() for t in tasks) == list(
+        range(len(schedule.tasks))
+    )
+    for task in schedule.tasks:
+        match task.kind:
+            case Kind.BEGIN | Kind.COMPUTE | Kind.STEP:
+                assert (task.stream, task.tier) == (COMPUTE_STREAM, -1)
+            case Kind.UPDATE:
+                assert (task.stream, task.tier) == (OPTIM_STREAM, -1)
+            case Kind.UNSHARD:
+                assert task.stream == f"unshard.{task.tier}"
+            case Kind.REDUCE | Kind.FINAL_REDUCE:
+                assert task.stream == f"reduce.{task.tier}"
+            case Kind.REGATHER | Kind.SYNC:
+                assert task.stream == f"sync.{task.tier}"
+
+
+def runs(step: Step, unit: str) -> list[int]:
+    """The positions for which a unit has to be unsharded, by walking through the step."""
+    found, last = [], None
+    for position, use in enumerate(step.uses * step.accumulation):
+        if unit in step.requires[use.unit]:
+            # Kept while its next use is among the prefetch + 1 that follow.
+            if last is None or position - last > step.prefetch + 1:
+                found.append(position)
+            last = position
+    return found
+
+
+@given(steps())
+def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> None:
+    schedule = step.build()
+    reduced = reduced_units(schedule, step.trainable)
+    trained = sum(map(len, reduced.values()))
+    unshards = {position for unit in step.requires for position in runs(step, unit)}
+    expected = {
+        Kind.BEGIN: 1,
+        Kind.COMPUTE: len(step.uses) * step.accumulation,
+        Kind.STEP: 1,
+        Kind.UNSHARD: len(unshards) * step.tiers,
+        Kind.REDUCE: len(reduced) * (step.accumulation - 1) * step.tiers,
+        Kind.FINAL_REDUCE: len(reduced) * step.tiers,
+        Kind.REGATHER: len(reduced) * step.tiers,
+        Kind.UPDATE: trained,
+        Kind.SYNC: trained * step.tiers,
+    }
+    assert Counter(task.kind for task in schedule.tasks) == {k: n for k, n in expected.items() if n}
+    for task in schedule.tasks:
+        if task.kind is Kind.UNSHARD:
+            assert set(task.units) == {unit for unit in step.requires if task.position in runs(step, unit)}
+        elif task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER):
+            assert list(task.units) == reduced[task.position % len(step.uses)]
+        if task.kind is Kind.FINAL_REDUCE:
+            assert schedule.micro_batch(task) == step.accumulation - 1
+        elif task.kind is Kind.REDUCE:
+            assert schedule.micro_batch(task) < step.accumulation - 1
+
+
+@given(steps())
+def test_the_text_of_a_task_names_it(step: Step) -> None:
+    schedule = step.build()
+    assert len({str(task) for task in schedule.tasks}) == len(schedule.tasks)
+    assert [str(schedule.use(task)) for task in schedule.compute] == [
+        str(use) for use in step.uses * step.accumulation
+    ]
+
+
+@given(steps())
+def test_an_unshard_is_launched_when_its_window_opens(step: Step) -> None:
+    """By the end of the use prefetch + 1 before, and of no earlier one."""
+    current = None
+    for task in step.build().tasks:
+        if task.stream == COMPUTE_STREAM:
+            current = task
+        elif task.kind is Kind.UNSHARD:
+            assert current is not None
+            opens = task.position - step.prefetch - 1
+            assert (current.kind, current.position) == (
+                (Kind.COMPUTE, opens) if opens >= 0 else (Kind.BEGIN, -1)
+            )
+        else:
+            assert current is not None
+            assert current.kind is Kind.STEP or current.position == task.position
+
+
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 3))
+def test_a_chain_needs_a_buffer_for_each_unit_in_the_window(
+    units: int, prefetch: int, accumulation: int
+) -> None:
+    step = chain(units, prefetch=prefetch, accumulation=accumulation)
+    slots = slots_of(step, step.build(), [1] * units)
+    assert len(set(slots.unshard.values())) == min(units, prefetch + 1)
+    if accumulation == 1:  # else the last units of a micro-batch and the first of the next are neighbours
+        assert len(set(slots.staging.values())) == min(units, prefetch + 1)
+
+
+@given(st.text(alphabet="abc.019_ ", min_size=1), st.sampled_from(["forward", "backward"]))
+def test_a_use_and_its_text_are_inverse(unit: str, phase: str) -> None:
+    use = Use(unit, phase)  # type: ignore[arg-type]
+    assert Use.parse(str(use)) == use
+
+
+@pytest.mark.parametrize(("prefetch", "accumulation"), [(0, 1), (1, 0), (-1, 1)])
+def test_there_is_no_step_without_prefetch_or_micro_batch(prefetch: int, accumulation: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        build([], {}, [], tiers=1, prefetch=prefetch, accumulation=accumulation, clip=False)
+
+
+# ---- executed one task after the other ---------------------------------------------------------------------
+
+
+def slots_of(step: Step, schedule: Schedule, sizes: Sequence[int]) -> Slots:
+    tensors = {
+        unit: [TensorSpec(unit, (size,), "float32")]
+        for unit, size in zip(step.requires, itertools.cycle(sizes), strict=False)
+    }
+    return assign_slots(schedule, tensors)
+
+
+class Machine:
+    """Executes a schedule's tasks in launch order on what buffers hold: whose values, of which version."""
+
+    def __init__(self, step: Step, sizes: Sequence[int]) -> None:
+        self.step, self.schedule = step, step.build()
+        self.slots = slots_of(step, self.schedule, sizes)
+        self.reduced = reduced_units(self.schedule, step.trainable)
+        self.trained = [unit for units in self.reduced.values() for unit in units]
+        self.param = dict.fromkeys(step.requires, 0)  # the version of the slice that unshards read
+        self.master = dict.fromkeys(step.requires, 0)
+        self.whole: dict[int, tuple[str, int]] = {}  # slot -> unit and version
+        self.staged: dict[int, tuple[str, int]] = {}  # slot -> unit and position
+        self.grad: dict[str, list[int]] = {}  # micro-batches summed
+        self.synced: set[str] = set()  # units whose gradient is there to be used
+        self.next_tier: dict[tuple[Kind, str], int] = {}
+
+    def run(self, steps: int) -> None:
+        for number in range(steps):
+            self.grad = {unit: [] for unit in self.trained}
+            self.synced = set()
+            for task in self.schedule.tasks:
+                self.task(task, number)
+            for unit in self.step.requires:
+                assert self.param[unit] == (number + 1 if unit in self.trained else 0)
+
+    def task(self, task: Task, number: int) -> None:
+        if task.kind is Kind.COMPUTE:
+            index = task.position % len(self.step.uses)
+            for unit in self.step.requires[self.step.uses[index].unit]:
+                version = number if unit in self.trained else 0
+                assert self.whole.get(self.slots.unshard[unit]) == (unit, version), (
+                    f"{task}: {unit} is not whole"
+                )
+            for unit in self.reduced.get(index, ()):
+                self.staged[self.slots.staging[unit]] = (unit, task.position)
+        elif task.kind is Kind.STEP:
+            assert not self.step.clip or self.synced == set(self.trained)
+        for unit in task.units if task.kind is not Kind.COMPUTE else ():
+            self.part(task, unit)
+
+    def part(self, task: Task, unit: str) -> None:
+        """One unit's part of a task that is not compute."""
+        if task.tier >= 0:
+            inwards = task.kind in (Kind.UNSHARD, Kind.REGATHER, Kind.SYNC)
+            order = list(range(self.step.tiers))[:: -1 if inwards else 1]
+            place = self.next_tier.get((task.kind, unit), 0)
+            assert task.tier == order[place], f"{task}: tiers out of order"
+            self.next_tier[task.kind, unit] = (place + 1) % self.step.tiers
+            last = place + 1 == self.step.tiers
+        else:
+            last = True
+        match task.kind:
+            case Kind.UNSHARD:
+                self.whole.pop(self.slots.unshard[unit], None)
+                if last:
+                    self.whole[self.slots.unshard[unit]] = (unit, self.param[unit])
+            case Kind.REDUCE | Kind.FINAL_REDUCE:
+                assert self.staged[self.slots.staging[unit]] == (unit, task.position)
+                if last:
+                    self.grad[unit].append(self.schedule.micro_batch(task))
+            case Kind.REGATHER:
+                assert self.grad[unit] == list(range(self.step.accumulation))
+                if last:
+                    self.synced.add(unit)
+            case Kind.UPDATE:
+                assert unit in self.synced
+                self.master[unit] += 1
+            case Kind.SYNC:
+                if last:
+                    self.param[unit] = self.master[unit]
+
+
+@given(steps(), st.lists(st.integers(1, 1000), min_size=5, max_size=5))
+def test_executed_in_launch_order_every_task_finds_what_it_needs(step: Step, sizes: list[int]) -> None:
+    """Units whole at each use, with this step's values; every gradient reduced once; every unit updated."""
+    Machine(step, sizes).run(3)
+
+
+# ---- what may run at the same time -------------------------------------------------------------------------
+
+
+@given(steps())
+@settings(max_examples=300)
+def test_tasks_that_may_overlap_touch_nothing_in_common(step: Step) -> None:
+    schedule = step.build()
+    hazards = list(Detector(schedule, step.trainable).hazards())
+    assert not hazards, f"{len(hazards)} hazards, for instance {hazards[0]}"
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+def test_chains_of_any_length_have_no_hazard(tiers: int, clip: bool) -> None:
+    """Short ones too, in which a unit's next gradient comes within the window of its last."""
+    for units, prefetch, accumulation in itertools.product(range(1, 8), (1, 2, 3), (1, 2, 3, 4)):
+        step = chain(units, tiers=tiers, prefetch=prefetch, accumulation=accumulation, clip=clip)
+        assert not Detector(step.build(), step.trainable).racy(), step
+
+
+LOAD_BEARING = {
+    "compute waits for its unshard": (Kind.COMPUTE, {Kind.UNSHARD}, False),
+    "unshard waits for the window": (Kind.UNSHARD, {Kind.COMPUTE}, False),
+    "unshard goes inwards": (Kind.UNSHARD, {Kind.UNSHARD}, False),
+    "unshard waits for the last step's sync": (Kind.UNSHARD, {Kind.SYNC}, True),
+    "reduce waits for compute": (Kind.REDUCE, {Kind.COMPUTE}, False),
+    "final reduce waits for compute": (Kind.FINAL_REDUCE, {Kind.COMPUTE}, False),
+    "reduce goes outwards": (Kind.REDUCE, {Kind.REDUCE}, False),
+    "final reduce goes outwards": (Kind.FINAL_REDUCE, {Kind.FINAL_REDUCE}, False),
+    "compute waits for a gradient slot": (Kind.COMPUTE, {Kind.REDUCE, Kind.FINAL_REDUCE}, False),
+    "regather waits for the reduce": (Kind.REGATHER, {Kind.FINAL_REDUCE}, False),
+    "regather goes inwards": (Kind.REGATHER, {Kind.REGATHER}, False),
+    "clipping waits for all gradients": (Kind.STEP, {Kind.REGATHER}, False),
+    "update waits for its gradient": (Kind.UPDATE, {Kind.REGATHER}, False),
+    "update waits for the step": (Kind.UPDATE, {Kind.STEP}, False),
+    "sync waits for the update": (Kind.SYNC, {Kind.UPDATE}, False),
+    "sync goes inwards": (Kind.SYNC, {Kind.SYNC}, False),
+}
+"""Between streams: (what waits, for what, of the step before)."""
+
+MUTATED = {
+    "plain": chain(8, tiers=2, prefetch=1, accumulation=2),
+    "clipped": chain(8, tiers=2, prefetch=1, accumulation=2, clip=True),
+    "deep": chain(12, tiers=3, prefetch=3, accumulation=3),
+    "one micro-batch": chain(9, tiers=1, prefetch=2, accumulation=1),
+}
+
+
+@pytest.mark.parametrize("name", MUTATED)
+@pytest.mark.parametrize("rule", LOAD_BEARING)
+def test_an_edge_less_is_a_hazard(rule: str, name: str) -> None:
+    """Each edge between streams that the others do not imply, dropped alone, must be missed."""
+    step = MUTATED[name]
+    schedule = step.build()
+    detector = Detector(schedule, step.trainable)
+    assert not detector.racy()
+    after_kind, before_kinds, from_previous = LOAD_BEARING[rule]
+    tenants = other_tenants(schedule)
+    dropped = 0
+    for edge in edges(schedule.tasks):
+        before, after = schedule.tasks[edge[0]], schedule.tasks[edge[1]]
+        if (
+            before.stream == after.stream
+            or (after.kind, edge[2]) != (after_kind, from_previous)
+            or before.kind not in before_kinds
+            or implied(schedule.tasks, edge)
+        ):
+            continue
+        if (after.kind, before.kind) == (Kind.UNSHARD, Kind.COMPUTE) and not any(
+            unit in tenants[before.position] for unit in after.units
+        ):
+            continue  # at the turn from forward to backward nobody else can have the slot
+        dropped += 1
+        assert detector.racy(without(schedule.tasks, edge)), f"{after} without {before}"
+    absent = (
+        (" goes " in rule and step.tiers == 1)
+        or (after_kind is Kind.REDUCE and step.accumulation == 1)
+        or (rule == "clipping waits for all gradients" and not step.clip)
+        or (rule == "update waits for its gradient" and step.clip)  # the step's barrier implies it
+    )
+    assert absent or dropped
+
+
+@given(steps(max_accumulation=3))
+@settings(max_examples=40)
+def test_an_edge_less_is_a_hazard_in_any_step(step: Step) -> None:
+    """All edges but those of the two windows: with too few units to share a slot they protect nothing."""
+    schedule = step.build()
+    detector = Detector(schedule, step.trainable)
+    windows = [
+        LOAD_BEARING[rule] for rule in ("unshard waits for the window", "compute waits for a gradient slot")
+    ]
+    for edge in edges(schedule.tasks):
+        before, after = schedule.tasks[edge[0]], schedule.tasks[edge[1]]
+        if before.stream == after.stream or before.kind is Kind.BEGIN:
+            continue
+        if any(after.kind is kind and before.kind in kinds for kind, kinds, _ in windows):
+            continue
+        if not implied(schedule.tasks, edge):
+            assert detector.racy(without(schedule.tasks, edge)), f"{after} without {before}"
+
+
+def test_the_detector_knows_every_kind_of_edge() -> None:
+    """No edge between streams is left out of the rules above, but those from the step's begin."""
+    rules = {(kind, before, previous) for kind, kinds, previous in LOAD_BEARING.values() for before in kinds}
+    for step in MUTATED.values():
+        tasks = step.build().tasks
+        found = {
+            (tasks[after].kind, tasks[before].kind, previous)
+            for before, after, previous in edges(tasks)
+            if tasks[before].stream != tasks[after].stream and tasks[before].kind is not Kind.BEGIN
+        }
+        assert found <= rules
