@@ -14,9 +14,10 @@ optimum is a lower bound on the objective of the full schedule, and equal to it 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pulp
@@ -30,7 +31,7 @@ MS = 1e-6  # nanoseconds to milliseconds
 MIB = 2.0**-20  # bytes to MiB
 
 Terms = list[tuple[pulp.LpVariable, float]]
-Coefficients = NDArray[np.float64]
+Coefficients = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _after(
 ) -> None:
     """s[task] (+ T) − s[before] − d[before] − extra ≥ 0."""
     lengths, constant = _length(problem, problem.question.short.tasks[before])
-    terms = Counter({problem.starts[task]: 1.0})
+    terms: dict[pulp.LpVariable, float] = defaultdict(float, {problem.starts[task]: 1.0})
     if period is not None:
         terms[period] += 1.0
     terms[problem.starts[before]] -= 1.0
@@ -205,7 +206,7 @@ def _middle_rows(problem: Problem) -> None:
         last = [task for task in placed if schedule.micro_batch(task) == 1]
         if not first or not last:
             continue
-        load: Counter[pulp.LpVariable] = Counter()
+        load: dict[pulp.LpVariable, float] = defaultdict(float)
         constant = 0.0
         for task in three.streams[stream]:
             if task.position >= 0 and three.micro_batch(task) == 1:
@@ -227,7 +228,7 @@ def _middle_rows(problem: Problem) -> None:
 def _capacity_rows(problem: Problem, period: pulp.LpVariable) -> None:
     """T ≥ Σ d over all tasks of a tier in the whole step: a tier cannot carry its bytes faster."""
     for tier in range(problem.question.short.tiers):
-        load: Counter[pulp.LpVariable] = Counter()
+        load: dict[pulp.LpVariable, float] = defaultdict(float)
         for task in problem.question.schedule.tasks:
             if task.tier == tier:
                 for variable, coefficient in _length(problem, task)[0]:

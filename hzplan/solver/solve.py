@@ -116,13 +116,14 @@ class Candidates:
         return min((found.objective_ns for found in self.all), default=float("inf")) * MS
 
     def choose(self, bound_ns: float, gap: float) -> Evaluation:
-        """Of the plans within the asked gap the one that the simulator, links shared, says is fastest.
+        """The plan that the simulator, links shared, says is fastest.
 
-        The ILP cannot tell these apart. Where none is within the gap, the least objective; of equals the
-        plan with fewer different triples.
+        The ILP leaves sharing out, so the least objective need not be the fastest plan. Where the proven
+        optimum of the objective is asked for (a gap of 0), only plans that reach it count. Of equals the one
+        with fewer different triples.
         """
         least = min(found.objective_ns for found in self.all)
-        near = [f for f in self.all if f.objective_ns <= max(least, bound_ns * (1 + gap))]
+        near = [f for f in self.all if gap > 0 or f.objective_ns <= max(least, bound_ns)]
         return min(near, key=lambda f: (f.predicted.period_ns, _variety(f), f.memory.peak))
 
 

@@ -1,0 +1,18 @@
+"""Quantities as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from hzplan.errors import UserError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """``72GiB``, ``500 MB`` or ``1048576B`` in bytes; UserError naming the option."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if not match or match[2].upper() not in _UNITS or float(match[1]) == 0:
+        raise UserError(f"{option} {text}: write a size above 0 with its unit, as in 72GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,90 @@
+"""``hzplan solve``: choose levels per tensor, prefetch and micro-batch for a profile and a memory budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hzplan.errors import Infeasible, JobFailed, UserError
+
+if TYPE_CHECKING:
+    from hzplan.formats.profile import Profile
+    from hzplan.solver.solve import Request, Solved
+
+RESERVED = 0.05
+"""The share of a device's memory that is left free when no budget is given."""
+
+
+def command(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What hzplan profile wrote.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences per step, over all ranks.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write.")] = Path("plan.json"),
+    memory: Annotated[
+        str | None, typer.Option(help="Budget per rank, as in 72GiB; by default the device's, less 5%.")
+    ] = None,
+    gap: Annotated[float, typer.Option(help="How far from the best possible is good enough.")] = 0.005,
+    time_limit: Annotated[float, typer.Option(help="Seconds to search at most.")] = 60.0,
+    clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Choose how each tensor is sharded, how deep to prefetch, and the micro-batch size.
+
+    Writes a plan, says how far from the best possible it can be, and compares it with the known schemes.
+    Where nothing fits the budget it exits with 3 and names the smallest memory that would.
+
+    Example: hzplan solve profile.json --memory 72GiB --global-batch 512 -o plan.json
+    """
+    from hzplan.cli import console
+    from hzplan.cli.paths import check_writable
+    from hzplan.cli.quantities import parse_bytes
+    from hzplan.formats.profile import Profile
+    from hzplan.solver.solve import Failed, Request, solve
+    from hzplan.solver.solve import Infeasible as NothingFits
+
+    if not 0 <= gap < float("inf") or not 0 < time_limit < float("inf"):
+        raise UserError("--gap must be a number of at least 0, --time-limit one above 0")
+    loaded = Profile.load(profile)
+    budget = parse_bytes(memory, "--memory") if memory else int(loaded.cluster.memory_bytes * (1 - RESERVED))
+    check_writable(output)
+    request = Request(budget, global_batch, gap=gap, time_limit_s=time_limit, clip=clip)
+    with console.Bar("solve") as bar:
+        outcome = solve(loaded, request, bar.update)
+    if isinstance(outcome, NothingFits):
+        least = outcome.smallest.memory.peak
+        if as_json:
+            print(
+                json.dumps(
+                    {"status": "infeasible", "smallest_memory_bytes": least, "solve_s": outcome.seconds}
+                )
+            )
+        raise Infeasible(
+            f"--memory {memory or console.size(budget)}: no plan fits; the smallest memory that would is "
+            f"{least} B ({console.size(least)}), at micro-batch {outcome.smallest.micro_batch}"
+        )
+    if isinstance(outcome, Failed):
+        raise JobFailed(outcome.reason)
+    _write(loaded, request, outcome, profile, output, as_json=as_json)
+
+
+def _write(
+    profile: Profile, request: Request, solved: Solved, profile_path: Path, output: Path, *, as_json: bool
+) -> None:
+    from hzplan.cli import solve_report
+    from hzplan.cost import CostModel
+    from hzplan.solver.emit import emit
+    from hzplan.solver.evaluate import baselines
+
+    plan = emit(profile, request, solved, profile_path=profile_path, plan_path=output)
+    known = baselines(
+        CostModel(profile),
+        global_batch=request.global_batch,
+        clip=request.clip,
+        depths=request.depths,
+        memory_bytes=request.memory_bytes,
+    )
+    plan.save(output)
+    report = solve_report.Report(profile, request, solved, plan, known, output)
+    print(report.as_json()) if as_json else report.show()

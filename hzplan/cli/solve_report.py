@@ -1,0 +1,128 @@
+"""What ``hzplan solve`` says of its plan: for people, and for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from hzplan.cli import console
+from hzplan.formats.plan import Plan, PlanUnit
+from hzplan.formats.profile import Profile
+from hzplan.solver.emit import predict
+from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.solve import Request, Solved
+
+
+@dataclass(frozen=True)
+class Report:
+    """One result, two renderings."""
+
+    profile: Profile
+    request: Request
+    solved: Solved
+    plan: Plan
+    baselines: Mapping[str, Evaluation]
+    path: Path
+
+    def as_json(self) -> str:
+        """The keys of the command line's contract."""
+        predicted = self.plan.predicted
+        return json.dumps(
+            {
+                "status": self.solved.status,
+                "gap": self.plan.proof.gap,
+                "objective_s": self.plan.proof.objective_s,
+                "bound_s": self.plan.proof.bound_s,
+                "solve_s": round(self.solved.seconds, 3),
+                "predicted": predicted.model_dump(exclude={"memory_bytes"}),
+                "baselines": [
+                    {
+                        "name": name,
+                        "step_s": found.step_s,
+                        "peak_memory_bytes": found.memory.peak,
+                        "fits": found.memory.peak <= self.request.memory_bytes,
+                    }
+                    for name, found in self.baselines.items()
+                ],
+                "plan": str(self.path),
+            }
+        )
+
+    def show(self) -> None:
+        """The plan beside the known schemes, the choice per run of units, the gap, what to do next."""
+        out = console.stdout()
+        out.print(self._comparison())
+        out.print(self._choices())
+        batch = self.plan.batch
+        out.print(
+            f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
+            f"prefetch {self.plan.prefetch}; memory {console.size(self.plan.predicted.peak_memory_bytes)} "
+            f"of {console.size(self.request.memory_bytes)}"
+        )
+        out.print(
+            f"{self.solved.status}: at most {self.plan.proof.gap:.2%} above the best possible "
+            f"({console.duration(self.plan.proof.bound_s)} proven, "
+            f"{console.duration(self.plan.proof.objective_s)} reached, links not shared), "
+            f"in {console.duration(self.solved.seconds)}"
+        )
+        out.print("expected error: not known yet; hzplan run prints predicted beside measured")
+        out.print(f"next: hzplan run {self.path}", soft_wrap=True)
+
+    def _comparison(self) -> object:
+        where = f"{self.profile.mesh.world} ranks, {self.plan.batch.global_batch} sequences"
+        table = console.table(
+            f"{self.plan.model.name}, {where}",
+            "scheme",
+            "step",
+            "tokens/s/rank",
+            "MFU",
+            "exposed",
+            "peak",
+            "fits",
+        )
+        rows = {"this plan": (self.plan.predicted, True)} | {
+            name: (predict(self.profile, found), found.memory.peak <= self.request.memory_bytes)
+            for name, found in self.baselines.items()
+        }
+        for name, (predicted, fits) in rows.items():
+            table.add_row(
+                name,
+                console.duration(predicted.step_s),
+                console.count(predicted.tokens_per_s_per_gpu),
+                f"{predicted.mfu:.1%}",
+                console.duration(sum(predicted.exposed_comm_s.values())),
+                console.size(predicted.peak_memory_bytes),
+                "yes" if fits else "no",
+            )
+        return table
+
+    def _choices(self) -> object:
+        table = console.table("shards (parameter, gradient, optimizer)", "units", "shards")
+        table.columns[1].justify = "left"
+        for names, choice in _runs(self.plan):
+            table.add_row(names, choice)
+        return table
+
+
+def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Neighbouring units with the same choice, in one line each."""
+    with_tensors = [unit for unit in plan.units if unit.buckets]
+    for choice, run in groupby(with_tensors, key=_choice):
+        names = [unit.name or "(root)" for unit in run]
+        yield names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}", choice
+
+
+def _choice(unit: PlanUnit) -> str:
+    parts = []
+    for bucket in sorted(unit.buckets, key=lambda bucket: -len(bucket.tensors)):
+        shards = f"{bucket.shards.param}, {bucket.shards.grad}, {bucket.shards.optim}"
+        if len(unit.buckets) == 1:
+            return shards
+        prefix = f"{unit.name}."
+        names = [name.removeprefix(prefix).removesuffix(".weight") for name in bucket.tensors]
+        label = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        parts.append(f"{shards}: {label}")
+    return "; ".join(parts)
