@@ -87,7 +87,8 @@ class Problem:
         the relaxation's optimum plus this (linear programming duality).
         """
         duals = {name: constraint.pi or 0.0 for name, constraint in self.lp.constraints.items()}
-        found = {unit: np.zeros(len(f.levels)) for unit, f in self.question.families.items()}
+        families = self.question.families
+        found: dict[str, Coefficients] = {u: np.zeros(len(f.levels)) for u, f in families.items()}
         for row, unit, coefficients in self.columns:
             found[unit] += coefficients if not row else -duals[_name(row)] * coefficients
         return found

@@ -1,0 +1,113 @@
+"""Guarding plans: replay a recorded plan, solve its question again, and say what got worse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hzplan.cost import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.base import fingerprint
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels
+from hzplan.solver.emit import emit
+from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.solve import Request, Solved, solve
+
+TOLERANCE = 0.005
+"""By how much of itself a recorded figure may get worse."""
+
+TIME_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One plan: the recorded figures, those of now, and why it fails (empty when it does not).
+
+    ``fresh`` is the plan that solving again gives, None where only a replay was made or nothing fits.
+    """
+
+    path: Path
+    reason: str
+    objective_s: tuple[float, float]
+    peak_memory_bytes: tuple[int, int]
+    fresh: Plan | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing got worse."""
+        return not self.reason
+
+
+def guard(path: Path, *, replay_only: bool = False) -> Verdict:
+    """Check one plan file against its profile. UserError when either cannot be read."""
+    plan = Plan.load(path)
+    profile_path = path.parent / plan.source.profile
+    profile = Profile.load(profile_path)
+    replayed = replay(plan, profile, path)
+    now = replayed
+    fresh = None
+    reasons = []
+    if fingerprint(profile) != plan.source.profile_sha256:
+        reasons.append("cost data: the profile is not the one that the plan was solved from")
+    if replayed.memory.peak > plan.source.memory_budget_bytes:
+        reasons.append("prediction: the recorded plan no longer fits its budget")
+    reasons += _worse("prediction: replaying the recorded plan", plan, replayed)
+    if not replay_only:
+        request = Request(
+            plan.source.memory_budget_bytes,
+            plan.batch.global_batch,
+            gap=plan.source.asked_gap,
+            time_limit_s=TIME_LIMIT_S,
+            clip=plan.clip,
+        )
+        outcome = solve(profile, request)
+        if isinstance(outcome, Solved):
+            now = outcome.best
+            fresh = emit(profile, request, outcome, profile_path=profile_path, plan_path=path)
+            reasons += _worse("choice: solving again", plan, now)
+        else:
+            reasons.append("choice: solving again finds no plan within the budget")
+    return Verdict(
+        path,
+        "; ".join(dict.fromkeys(reasons)),
+        (plan.proof.objective_s, now.objective_ns / 1e9),
+        (plan.predicted.peak_memory_bytes, now.memory.peak),
+        fresh,
+    )
+
+
+def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
+    """The recorded choice under the formulas of now; UserError when the profile is of another model."""
+    levels_of = {
+        name: plan.levels(bucket) for unit in plan.units for bucket in unit.buckets for name in bucket.tensors
+    }
+    levels: dict[str, tuple[Levels, ...]] = {}
+    for unit, tensors in tensors_of(profile).items():
+        for tensor in tensors:
+            if tensor.name not in levels_of:
+                raise UserError(
+                    f"{path}: tensor {tensor.name} of the profile is not in the plan; solve again"
+                )
+        if tensors:
+            levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
+    if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
+        raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
+    model = CostModel(profile)
+    schedule = model.schedule(prefetch=plan.prefetch, accumulation=plan.batch.accumulation, clip=plan.clip)
+    return evaluate(model, levels, schedule, plan.batch.micro_batch)
+
+
+def _worse(what: str, plan: Plan, now: Evaluation) -> list[str]:
+    """Which recorded figures ``now`` exceeds by more than the tolerance."""
+    pairs = {
+        "objective": (plan.proof.objective_s, now.objective_ns / 1e9, "s"),
+        "step": (plan.predicted.step_s, now.step_s, "s"),
+        "peak memory": (plan.predicted.peak_memory_bytes, now.memory.peak, "B"),
+    }
+    return [
+        f"{what} gives {name} {after:.6g} {unit}, recorded {before:.6g} {unit} ({after / before - 1:+.2%})"
+        for name, (before, after, unit) in pairs.items()
+        if after > before * (1 + TOLERANCE)
+    ]
