@@ -1,0 +1,70 @@
+"""Counting the floating-point operations of turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, bmm_flop
+
+
+class FlopProbe:
+    """Counts the FLOPs of matrix products and convolutions, a multiply-add as two.
+
+    Attention's backward counts its four products: what a fused kernel computes again is no progress.
+    """
+
+    def __init__(self) -> None:
+        self.counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
+        self._cuts: list[int] = []
+        self._end = 0
+
+    def cut(self) -> None:
+        """A turn begins."""
+        self._cuts.append(self.counter.get_total_flops())
+
+    def end(self) -> None:
+        """The backward is over."""
+        self._end = self.counter.get_total_flops()
+
+    def flops(self) -> list[int]:
+        """The FLOPs of every turn."""
+        return [end - start for start, end in itertools.pairwise([*self._cuts, self._end])]
+
+
+def _attention_formulas() -> dict[Any, Any]:
+    """torch has no formula for attention on CPU, and counts recomputation elsewhere."""
+    forward = ("_scaled_dot_product_flash_attention_for_cpu",)
+    backward = (
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
+    )
+    aten = torch.ops.aten
+    return {
+        **{getattr(aten, name): _attention_flops for name in forward if hasattr(aten, name)},
+        **{getattr(aten, name): _attention_backward_flops for name in backward if hasattr(aten, name)},
+    }
+
+
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
+) -> int:
+    """Scores and mixing, over every pair of positions; shapes [batch, heads, length, width]."""
+    heads = query[0] * query[1]
+    scores = bmm_flop((heads, query[2], query[3]), (heads, query[3], key[2]))
+    return int(scores + bmm_flop((heads, query[2], key[2]), (heads, key[2], value[3])))
+
+
+def _attention_backward_flops(
+    gradient: Sequence[int],
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    *_: object,
+    **__: object,
+) -> int:
+    return 2 * _attention_flops(query, key, value)

@@ -1,0 +1,200 @@
+"""A whole profile: units at every micro-batch size, optimizer, machine, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hzplan.errors import UserError
+from hzplan.formats.profile import (
+    ClusterEntry,
+    Dtype,
+    ModelEntry,
+    Profile,
+    TensorEntry,
+    UnitEntry,
+    UseEntry,
+    signature,
+)
+from hzplan.hierarchy import Mesh
+from hzplan.models.units import Unit, find_units
+from hzplan.models.workload import Workload
+from hzplan.profiler.links import measure_links
+from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
+from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
+from hzplan.profiler.progress import Progress
+from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.turns import Turns
+from hzplan.profiler.uses import Pass, measure_pass
+from hzplan.runtime.collectives import scatters_by_exchange
+
+# About how many seconds each part takes at most, for the progress shown.
+PASS_S = 6.0
+OPTIMIZER_S = 2.0
+MACHINE_S = 1.0
+STAGE_S = 4.0
+
+
+def measure(
+    workload: Workload,
+    *,
+    mesh: Mesh,
+    tier_names: tuple[str, ...],
+    micro_batches: Sequence[int],
+    dtype: str,
+    optimizer: str,
+    progress: Callable[[str, float], None],
+    seed: int = 0,
+    memory_bytes: int | None = None,
+) -> Profile:
+    """Measure a model and the links between ranks; the same profile on every rank.
+
+    Every rank of an initialised torch.distributed job calls it with the same arguments, or one process
+    without a ranks. ``micro_batches``: sequences per forward and backward; ``dtype``: torch's name;
+    ``optimizer``: one of ``OPTIMIZERS``; ``progress`` gets what is being measured and the fraction done;
+    ``memory_bytes``: what a rank may use (default: its device's memory, or its share of the host's).
+
+    Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
+    """
+    ranks = Ranks.here()
+    batches = _checked(ranks, mesh, tier_names, micro_batches, dtype, optimizer)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    parts = Progress(progress, PASS_S * len(batches) + OPTIMIZER_S + MACHINE_S + STAGE_S * len(mesh.stages()))
+    model, units = _build(workload, seed, torch_dtype, ranks.device)
+    passes = _passes(ranks, workload, model, units, batches, seed, parts)
+    entries = tuple(_entry(unit) for unit in units)
+    del model, units
+    largest_bytes = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in entries)
+    largest_elements = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
+    parts.part(f"{optimizer} steps", OPTIMIZER_S)
+    update = measure_optimizer(ranks, optimizer, torch_dtype, largest_elements, parts.at)
+    parts.part("matrix products", MACHINE_S)
+    peak = peak_flops(ranks, torch_dtype)
+    memory = memory_bytes or rank_memory_bytes(ranks)
+    parts.part("links", STAGE_S * len(mesh.stages()))
+    collectives = measure_links(ranks, mesh, torch_dtype, largest_bytes, parts.at)
+    tensors = [tensor for unit in entries for tensor in unit.tensors]
+    profile = ranks.share(
+        Profile(
+            provenance=provenance(),
+            model=ModelEntry(
+                name=workload.name,
+                parameters=sum(tensor.spec.numel for tensor in tensors),
+                signature=signature(tensor.spec for tensor in tensors),
+                dtype=_dtype(dtype),
+                seq_len=workload.seq_len,
+            ),
+            cluster=ClusterEntry(
+                mesh=str(mesh),
+                tier_names=tier_names,
+                backend=ranks.backend,
+                device=ranks.device.type,
+                memory_bytes=memory,
+                peak_flops=peak,
+                scattered_by_exchange=ranks.size > 1 and scatters_by_exchange(),
+            ),
+            optimizer=update,
+            units=entries,
+            uses=tuple(
+                UseEntry(unit=use.unit, phase=use.phase, costs=tuple(each.costs[index] for each in passes))
+                for index, use in enumerate(passes[0].uses)
+            ),
+            collectives=collectives,
+        )
+    )
+    parts.finish("measured")
+    return profile
+
+
+def _checked(
+    ranks: Ranks,
+    mesh: Mesh,
+    tier_names: tuple[str, ...],
+    micro_batches: Sequence[int],
+    dtype: str,
+    optimizer: str,
+) -> list[int]:
+    """The micro-batch sizes, smallest first; UserError for arguments that cannot be measured."""
+    if mesh.world != ranks.size:
+        raise UserError(
+            f"mesh {mesh} has {mesh.world} ranks, this job has {ranks.size}; give a mesh that fits"
+        )
+    if len(tier_names) != len(mesh.tiers):
+        raise UserError(f"mesh {mesh} has {len(mesh.tiers)} tiers, but {len(tier_names)} have names")
+    if not micro_batches or min(micro_batches) < 1:
+        raise UserError("--micro-batch: give at least one size, each 1 or more, for instance 1,2,4")
+    _dtype(dtype)
+    if optimizer not in OPTIMIZERS:
+        raise UserError(f"optimizer {optimizer} cannot be profiled; use one of {', '.join(OPTIMIZERS)}")
+    return sorted(set(micro_batches))
+
+
+def _dtype(name: str) -> Dtype:
+    for known in get_args(Dtype):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise UserError(f"dtype {name} cannot be profiled; use one of {', '.join(get_args(Dtype))}")
+
+
+def _build(
+    workload: Workload, seed: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, tuple[Unit, ...]]:
+    """The model, the same on every rank, and its units."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = workload.build().to(device=device, dtype=dtype)
+    units = find_units(model)
+    if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
+        raise UserError(f"{workload.name}: no parameter is trained, so there is nothing to plan")
+    return model, units
+
+
+def _passes(
+    ranks: Ranks,
+    workload: Workload,
+    model: nn.Module,
+    units: Sequence[Unit],
+    micro_batches: Sequence[int],
+    seed: int,
+    parts: Progress,
+) -> list[Pass]:
+    """A pass per micro-batch size; each rank computes on data of its own."""
+    generator = torch.Generator().manual_seed(seed * ranks.size + ranks.rank)
+    turns = Turns(units, ranks.size)
+    passes: list[Pass] = []
+    for size in micro_batches:
+        parts.part(f"forward and backward, micro-batch {size}", PASS_S)
+        batch = tree_map_only(torch.Tensor, lambda t: t.to(ranks.device), workload.batch(size, generator))
+        found = measure_pass(
+            ranks,
+            turns,
+            partial(workload.loss, model, batch),
+            size,
+            label=workload.name,
+            progress=parts.at,
+        )
+        if passes and found.uses != passes[0].uses:
+            raise UserError(
+                f"{workload.name}: uses its modules in another order with micro-batch {size} than with "
+                f"{micro_batches[0]}; a plan needs one order"
+            )
+        passes.append(found)
+    turns.detach()
+    return passes
+
+
+def _entry(unit: Unit) -> UnitEntry:
+    return UnitEntry(
+        name=unit.name,
+        module=type(unit.module).__name__,
+        tensors=tuple(
+            TensorEntry(name=t.name, shape=t.shape, dtype=_dtype(t.dtype), trainable=t.trainable)
+            for t in unit.tensors
+        ),
+        requires=unit.requires,
+    )

@@ -1,0 +1,76 @@
+"""One forward and backward, cut into turns as the runtime will cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hzplan.layout import ALIGNMENT_BYTES
+from hzplan.models.hooks import attach
+from hzplan.models.units import Unit
+from hzplan.profiler.probe import Probe, Silence
+from hzplan.schedule import Use
+
+
+class Turns:
+    """Hears of the uses of a model's units, tells a probe, and takes gradients away as the runtime does.
+
+    A turn lasts from its use's enter to the next one's. The first begins with the forward; the last unit of
+    the forward is charged with the loss; the last turn ends with the backward.
+    """
+
+    def __init__(self, units: Sequence[Unit], world: int) -> None:
+        self._slots = _gradient_slots(units)
+        self._scale = 1.0 / world
+        self._uses: list[Use] = []
+        self._probe: Probe = Silence()
+        self.detach = attach(units, self)
+
+    def run(self, step: Callable[[], Tensor], probe: Probe | None = None) -> tuple[Use, ...]:
+        """One pass; ``step`` computes the loss. Returns the uses in order, with nothing of it kept."""
+        self._probe, self._uses = probe or Silence(), []
+        self._probe.cut()
+        loss = step()
+        loss.backward()
+        del loss
+        self._probe = Silence()
+        return tuple(self._uses)
+
+    def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
+        """A unit's turn begins."""
+        if self._uses:
+            self._probe.cut()
+        self._uses.append(Use(unit, phase))
+
+    @torch.no_grad()
+    def gradient(self, parameter: nn.Parameter) -> None:
+        """The runtime's one copy: scaled, into a buffer that is there already."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        torch.mul(gradient, self._scale, out=self._slots[id(parameter)])
+
+    def backward_end(self) -> None:
+        """The last turn ends."""
+        self._probe.end()
+
+
+def _gradient_slots(units: Sequence[Unit]) -> dict[int, Tensor]:
+    """A place for every trained parameter's gradient, in one buffer that all units use in turn."""
+    places: list[tuple[nn.Parameter, int]] = []
+    largest = 0
+    for unit in units:
+        at = 0
+        for _, parameter in unit.parameters:
+            if parameter.requires_grad:
+                places.append((parameter, at))
+                at += -(-parameter.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        largest = max(largest, at)
+    device = places[0][0].device if places else torch.device("cpu")
+    buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
+    return {
+        id(parameter): buffer[at : at + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        for parameter, at in places
+    }

@@ -1,0 +1,89 @@
+"""A profile measured by a job of several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hzplan
+from hzplan.formats.profile import Profile
+
+# Fewer repeats than in earnest: what is held here is that ranks agree, not the figures.
+RANK = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from hzplan.formats.base import fingerprint
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.models.workload import load
+from hzplan.profiler import default_mesh, links, measure, optimizer, uses
+from hzplan.profiler.ranks import Ranks
+from hzplan.runtime.groups import Communicators
+
+links.STAGE_BUDGET_S, links.MAX_REPEATS, links.MAX_CALLS = 0.1, 3, 2
+optimizer.BUDGET_S, uses.MIN_S, uses.TIME_LIMIT_S = 0.05, 0.0, 0.2
+dist.init_process_group("gloo")
+ranks, mesh = Ranks.here(), Mesh.parse(sys.argv[2])
+assert default_mesh() == (Mesh.of_tiers(4), ("node",))
+
+# What is timed is the real collective: on its stage's groups, in slice order, in place.
+for stage in mesh.stages():
+    groups = Communicators(mesh, [("unshard", stage), ("reduce", stage)])
+    members = mesh.group(ranks.rank, stage)
+    place, size = members.index(ranks.rank), len(members)
+    whole, scratch = torch.full((2 * size,), -1.0), torch.zeros(2 * size)
+    whole[2 * place : 2 * place + 2] = ranks.rank
+    links._call("all_gather", groups["unshard", stage], size, place, scratch)(whole)
+    assert whole.view(size, 2)[:, 0].tolist() == [float(m) for m in members], (stage, whole)
+    whole = torch.arange(2.0 * size) + ranks.rank
+    links._call("reduce_scatter", groups["reduce", stage], size, place, scratch)(whole)
+    assert whole[2 * place] == size * 2 * place + sum(members), (stage, whole)
+
+profile = measure(
+    load("gpt:nano"), mesh=mesh, tier_names=("node", "network"), micro_batches=[1, 2], dtype="float32",
+    optimizer="adamw", progress=lambda text, fraction: None,
+)
+assert len(set(ranks.gather(fingerprint(profile)))) == 1
+if ranks.rank == 0:
+    profile.save(Path(sys.argv[1]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    path = tmp_path / "profile.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    source = str(Path(hzplan.__file__).parents[1])
+    done = subprocess.run(
+        [*launch, str(script), str(path), "2|2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    profile = Profile.load(path)
+    assert str(profile.mesh) == "2|2"
+    assert profile.cluster.backend == "gloo" and profile.cluster.scattered_by_exchange
+    curves = {(curve.operation, curve.low, curve.high): curve for curve in profile.collectives}
+    assert set(curves) == {
+        (operation, *stage)
+        for operation in ("all_gather", "reduce_scatter", "all_reduce")
+        for stage in profile.mesh.stages()
+    }
+    largest = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in profile.units)
+    for (_, low, _), curve in curves.items():
+        assert curve.points[-1].bytes >= largest // profile.mesh.shards[low] or len(curve.points) >= 2
+        seconds = [point.seconds for point in curve.points]
+        assert seconds == sorted(seconds) and seconds[0] > 1e-6
+    assert all(use.costs[0].seconds > 0 for use in profile.uses)
+    assert sum(use.costs[1].retained_bytes for use in profile.uses) == 0
