@@ -211,13 +211,13 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError) or "gloo" in text or "Connection" in text
 
 
-def record_failure(message: str, exit_code: int, *, traceback: str, lost_peer: bool) -> None:
+def record_failure(message: str, exit_code: int, *, lost_peer: bool) -> None:
     """Leave word for whoever launched this rank: torch's error file, with a part that ours reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     now = time.time()
-    extra = {"py_callstack": traceback or message, "timestamp": str(int(now))}
+    extra = {"py_callstack": message, "timestamp": str(int(now))}  # torchrun prints this, so one line
     ours = {"message": message, "exit_code": exit_code, "time": now, "lost_peer": lost_peer}
     with suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}, "hzplan": ours}, file)

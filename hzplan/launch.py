@@ -87,9 +87,9 @@ def _python_arguments() -> list[str]:
 
 def _silence(name: str) -> None:
     """Keep a library's log from the user's terminal: what went wrong is said once, by us."""
-    logger = logging.getLogger(name)
-    logger.propagate = False
-    logger.addHandler(logging.NullHandler())
+    for known in list(logging.root.manager.loggerDict):
+        if known == name or known.startswith(f"{name}."):
+            logging.getLogger(known).disabled = True
 
 
 @contextmanager

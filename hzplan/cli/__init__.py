@@ -78,9 +78,7 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
     if _debug():
         traceback.print_exc()
     if here:
-        job.record_failure(
-            message, exit_code, traceback=traceback.format_exc(), lost_peer=theirs and job.is_lost_peer(cause)
-        )
+        job.record_failure(message, exit_code, lost_peer=theirs and job.is_lost_peer(cause))
     if here is None or not (here.launched_here or (here.rank and not theirs)):
         print(f"hzplan: {message}", file=sys.stderr)
     sys.stdout.flush()
@@ -96,7 +94,7 @@ def _usage_message(error: Exception) -> str:
         return ""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "hzplan"
-    return f"{error.format_message()} See {command} --help."
+    return f"{error.format_message().rstrip('.')}; see {command} --help"
 
 
 def _place() -> job.Place | None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 WIDTH = 80
-QUIET_S = 5.0
-"""Where nobody watches a bar move, a line of progress this often."""
+FIRST_LINE_S, LAST_LINE_S = 5.0, 600.0
+"""Where nobody watches a bar move, a line of progress this often: at first, and at most."""
 
 
 def stdout() -> Console:
@@ -79,7 +79,7 @@ class Bar:
         self._title, self._shown = title, shown
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._said_at = time.monotonic()
+        self._began_at = self._said_at = time.monotonic()
         self._unsaid = ""
 
     def __enter__(self) -> Bar:
@@ -104,7 +104,8 @@ class Bar:
             self._progress.update(self._task, completed=fraction, text=text)
         elif self._shown:
             self._unsaid = f"{self._title} {fraction:4.0%}  {text}"
-            if time.monotonic() - self._said_at >= QUIET_S:
+            now = time.monotonic()
+            if now - self._said_at >= min(max(FIRST_LINE_S, (now - self._began_at) / 4), LAST_LINE_S):
                 self._say()
 
     def _say(self) -> None:

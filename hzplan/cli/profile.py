@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="gpt:<preset>, or package.module:factory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="gpt:<preset>, or package.module:factory.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path(
         "profile.json"
     ),

@@ -87,8 +87,11 @@ def _alike(units: Sequence[UnitEntry]) -> Iterator[list[UnitEntry]]:
 
 
 def _name(group: Sequence[UnitEntry]) -> str:
-    first = group[0].name or "(the model's own)"
-    return first if len(group) == 1 else f"{first} … {group[-1].name} ({len(group)})"
+    first, last = group[0].name or "(the model's own)", group[-1].name
+    if len(group) == 1:
+        return first
+    shared = first.rpartition(".")[0] + "."
+    return f"{first}–{last.removeprefix(shared)} (each)"
 
 
 def _mean(costs: Sequence[UseCost], units: int, field: str) -> float:

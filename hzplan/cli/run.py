@@ -21,9 +21,12 @@ BUILT_IN = ("gpt:", "moe:", "hf:")
 
 
 def command(
-    plan: Annotated[Path, typer.Argument(help="The plan, as hzplan solve wrote it.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, as hzplan solve wrote it.")],
     model: Annotated[
-        str | None, typer.Argument(help="The model; by default the plan's, which must then be built in.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="The model; by default the plan's, which must then be built in."
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Text to train on, a file or folder; by default Python's own library.")

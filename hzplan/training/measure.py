@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from hzplan.profiler.probes import memory_trace
+from hzplan.profiler.memory import memory_trace
 
 
 def peak_memory_bytes(
