@@ -2,14 +2,18 @@
 
 A pattern gives every tensor a legal triple, with at most three different triples in a unit. There are about
 |triples|^|tensors| of them, so the smallest tensors are joined into *atoms*, which share a triple, until
-the patterns can be enumerated; what that leaves out is small, because those tensors are. Which of the
-enumerated patterns the ILP sees is decided by their reduced costs (``solve``).
+the patterns can be enumerated; what that leaves out is small, because those tensors are.
+
+Of the enumerated ones the *dominated* are dropped: where pattern q is no worse than p in any duration and any
+byte count, replace p by q in any plan, and no path and no memory row grows (exact). Which of the others the
+ILP sees is decided by their reduced costs (``solve``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from math import comb
 
@@ -33,7 +37,7 @@ def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
 
 @dataclass(frozen=True)
 class Family:
-    """All patterns of a unit.
+    """The patterns of a unit, none dominated by another.
 
     ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
     bytes ``resident``, ``unshard``, ``staging``, ``temporary`` [patterns] and ``scratch`` [patterns, tiers].
@@ -47,10 +51,11 @@ class Family:
     scratch: NDArray[np.int64]
     temporary: NDArray[np.int64]
 
-    @property
-    def uniform(self) -> list[int]:
-        """Indices of the patterns with one triple for all trained tensors."""
-        return [index for index, levels in enumerate(self.levels) if len(set(levels)) == 1]
+    @cached_property
+    def plainest(self) -> list[int]:
+        """Indices of the patterns with the fewest different triples: what a search begins with."""
+        variety = [len(set(levels)) for levels in self.levels]
+        return [index for index, number in enumerate(variety) if number == min(variety)]
 
 
 def enumerate_patterns(
@@ -66,15 +71,39 @@ def enumerate_patterns(
     known: dict[tuple[tuple[int, ...], Levels], UnitCost] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
     keys = duration_keys(len(model.mesh.tiers))
+    durations = np.array([[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs])
+    sizes = np.array([_sizes(cost) for cost in costs])
+    kept = _undominated(durations, sizes)
+    sizes = sizes[kept]
     return Family(
-        tuple(levels),
-        np.array([[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]),
-        np.array([cost.resident_bytes for cost in costs]),
-        np.array([cost.unshard_bytes for cost in costs]),
-        np.array([cost.staging_bytes for cost in costs]),
-        np.array([cost.scratch_bytes for cost in costs]),
-        np.array([cost.update_temporary_bytes for cost in costs]),
+        tuple(levels[index] for index in kept),
+        durations[kept],
+        resident=sizes[:, 0],
+        unshard=sizes[:, 1],
+        staging=sizes[:, 2],
+        temporary=sizes[:, 3],
+        scratch=sizes[:, 4:],
     )
+
+
+def _sizes(cost: UnitCost) -> list[int]:
+    fixed = [cost.resident_bytes, cost.unshard_bytes, cost.staging_bytes, cost.update_temporary_bytes]
+    return [*fixed, *cost.scratch_bytes]
+
+
+def _undominated(durations: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[int]:
+    """Indices such that every pattern is dominated by one of them (possibly itself), in order."""
+    figures = np.hstack([durations, sizes])
+    relative = figures / np.maximum(1, figures.max(axis=0))
+    # A dominating pattern has the smaller sum, so it comes first; of equals the first enumerated stays.
+    order = np.lexsort((np.arange(len(figures)), relative.sum(axis=1)))
+    rows = np.empty_like(figures)
+    kept: list[int] = []
+    for index in order:
+        if not (rows[: len(kept)] <= figures[index]).all(axis=1).any():
+            rows[len(kept)] = figures[index]
+            kept.append(int(index))
+    return sorted(kept)
 
 
 def unit_cost(tensors: Sequence[TensorSpec], levels: Sequence[Levels], model: CostModel) -> UnitCost:

@@ -7,9 +7,9 @@ Sets: units u, patterns p ∈ P_u, tasks v of the schedule, tiers t. Variables:
     s[v] ≥ 0           start of task v, in milliseconds after the step's begin
     T                  the period of the step, in milliseconds: the objective
 
-Memory is in MiB. A step of more than two micro-batches is represented by its first and its last one; the
-others enter through the work they put on every stream. Each such row is a path of the full schedule, so the
-optimum is a lower bound on the objective of the full schedule, and equal to it for up to two micro-batches.
+Memory is in MiB. A step of many micro-batches is represented by its first ones and its last one; the others
+enter through the work they put on every stream. Each such row is a path of the full schedule, so the optimum
+is a lower bound on the objective of the full schedule, and equal to it where no micro-batch is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Question:
 
     model: CostModel
     schedule: Schedule  # of the whole step
-    short: Schedule  # of at most two micro-batches
+    short: Schedule  # of as many micro-batches as have rows of their own
     slots: Slots
     families: Mapping[str, Family]
     micro_batch: int
@@ -61,11 +61,14 @@ class Problem:
     chosen: dict[str, list[pulp.LpVariable]] = field(default_factory=dict)
     lengths: dict[tuple[str, Kind, int], pulp.LpVariable] = field(default_factory=dict)
     starts: dict[int, pulp.LpVariable] = field(default_factory=dict)
+    rows: dict[str, pulp.LpConstraint] = field(default_factory=dict)
     columns: list[tuple[str, str, Coefficients]] = field(default_factory=list)
 
     def add(self, name: str, terms: Terms, sense: int, rhs: float) -> None:
         """One row: Σ coefficient·variable (≤, =, ≥) rhs."""
-        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, rhs))
+        row = pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, rhs)
+        self.rows[name] = row
+        self.lp.addConstraint(row)
 
     def patterns(self, row: str, unit: str, coefficients: Coefficients) -> Terms:
         """A unit's part of a row: Σ_p coefficient_p · x[u,p] over the patterns offered."""
@@ -86,17 +89,11 @@ class Problem:
         c_p − Σ_rows dual·coefficient, after the relaxation was solved. Any plan that uses p costs at least
         the relaxation's optimum plus this (linear programming duality).
         """
-        duals = {name: constraint.pi or 0.0 for name, constraint in self.lp.constraints.items()}
         families = self.question.families
         found: dict[str, Coefficients] = {u: np.zeros(len(f.levels)) for u, f in families.items()}
         for row, unit, coefficients in self.columns:
-            found[unit] += coefficients if not row else -duals[_name(row)] * coefficients
+            found[unit] += coefficients if not row else -(self.rows[row].pi or 0.0) * coefficients
         return found
-
-
-def _name(row: str) -> str:
-    """A row's name as PuLP keeps it."""
-    return str(pulp.LpConstraint(name=row).name)
 
 
 def build_fastest(question: Question, offered: Mapping[str, Sequence[int]]) -> Problem:
@@ -194,17 +191,17 @@ def _after(
 
 
 def _middle_rows(problem: Problem) -> None:
-    """For N > 2 micro-batches and every stream: the last one's first task starts no earlier than the first
-    one's last task ends, plus (N − 2) times the stream's work for a micro-batch in between."""
-    between = problem.question.schedule.accumulation - 2
+    """For every stream: the last micro-batch's first task starts no earlier than the last task of the one
+    before it that has rows ends, plus the stream's work for each micro-batch left out."""
+    model, schedule = problem.question.model, problem.question.short
+    between = problem.question.schedule.accumulation - schedule.accumulation
     if between <= 0:
         return
-    model, schedule = problem.question.model, problem.question.short
     three = model.schedule(prefetch=schedule.prefetch, accumulation=3, clip=schedule.clip)
     for stream, tasks in schedule.streams.items():
         placed = [task for task in tasks if task.position >= 0]
-        first = [task for task in placed if schedule.micro_batch(task) == 0]
-        last = [task for task in placed if schedule.micro_batch(task) == 1]
+        first = [task for task in placed if schedule.micro_batch(task) == schedule.accumulation - 2]
+        last = [task for task in placed if schedule.micro_batch(task) == schedule.accumulation - 1]
         if not first or not last:
             continue
         load: dict[pulp.LpVariable, float] = defaultdict(float)

@@ -20,6 +20,7 @@ from hzplan.solver.problem import MS, Coefficients, Problem, Question, build_fas
 PREFETCH_DEPTHS = (1, 2, 3)
 SEED = 1
 FIRST_OFFER = 24  # patterns per unit in the first ILP
+MAX_POSITIONS = 128  # uses with rows of their own; what a longer step leaves out costs tightness, not truth
 TOLERANCE = 1e-7
 SMALLEST_S = 10.0  # for each ILP that looks for the least memory
 
@@ -165,7 +166,8 @@ class _Search:
     ) -> None:
         accumulation = request.global_batch // (model.mesh.world * micro_batch)
         schedule = model.schedule(prefetch=depth, accumulation=accumulation, clip=request.clip)
-        short = model.schedule(prefetch=depth, accumulation=min(accumulation, 2), clip=request.clip)
+        explicit = min(accumulation, max(2, MAX_POSITIONS // len(model.profile.uses)))
+        short = model.schedule(prefetch=depth, accumulation=explicit, clip=request.clip)
         slots = assign_slots(schedule, tensors_of(model.profile))
         self.request, self.families = request, families
         self.question = Question(model, schedule, short, slots, families, micro_batch, request.memory_bytes)
@@ -183,7 +185,7 @@ class _Search:
 
     def relax(self) -> bool:
         """Solve the relaxation; False when no choice fits the budget."""
-        offered = {unit: family.uniform for unit, family in self.families.items()}
+        offered = {unit: family.plainest for unit, family in self.families.items()}
         relaxed = _relax(self.question, offered, build_fastest)
         if relaxed is None:  # perhaps only a mixed choice fits
             smallest = self.smallest()
@@ -199,7 +201,7 @@ class _Search:
 
     def smallest(self) -> Evaluation:
         """The choice with the least peak memory (time is ignored); by the same argument as ``run``."""
-        offered = {unit: family.uniform for unit, family in self.families.items()}
+        offered = {unit: family.plainest for unit, family in self.families.items()}
         relaxed = _relax(self.question, offered, build_smallest)
         assert relaxed is not None, "without a budget something always fits"
         bound, excess = relaxed
@@ -244,18 +246,16 @@ class _Search:
                 found.all.append(evaluated)
             dual = problem.lp.solverModel.getInfo().mip_dual_bound
             self._prove(found, float("inf") if solved == "infeasible" else dual, offered)
-            complete = all(len(o) == self._within(found, unit) for unit, o in offered.items())
             goal = found.least_ms / (1 + self.request.gap)
-            if complete or self.bound_ms >= goal or time.monotonic() >= deadline:
+            # Only patterns whose excess keeps the bound below the goal need to be offered.
+            needed = max(int((values < goal - self.relaxed_ms).sum()) for values in self.excess.values())
+            if self.bound_ms >= goal or needed <= limit or time.monotonic() >= deadline:
                 return
-            limit *= 4
+            limit = min(needed, 16 * limit)
 
     def _reach(self, found: Candidates) -> float:
         """The excess beyond which a pattern cannot be part of a better plan."""
         return found.least_ms - self.relaxed_ms + TOLERANCE
-
-    def _within(self, found: Candidates, unit: str) -> int:
-        return int((self.excess[unit] <= self._reach(found)).sum())
 
     def _prove(self, found: Candidates, proven_ms: float, offered: Mapping[str, list[int]]) -> None:
         """Raise this search's bound; see the class."""

@@ -1,0 +1,144 @@
+"""Small random planning instances, and the answer by trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from hzplan.cost import CostModel, UnitCost, assign_slots, memory
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.layout import TensorSpec, bucketise
+from hzplan.simulate import objective_ns
+from hzplan.solver.evaluate import tensors_of
+from hzplan.solver.solve import Request
+
+MESHES = ("2", "2", "3", "4", "2|2", "2,2")
+
+
+def random_profile(rng: random.Random, *, micro_batches: tuple[int, ...] = (1, 2)) -> Profile:
+    """Two or three units of one or two tensors; tied, frozen and repeated ones among them."""
+    mesh = Mesh.parse(rng.choice(MESHES))
+    small = len(mesh.triples()) <= 5  # more triples allow fewer tensors, or trying everything takes too long
+    tensors_per_unit = [rng.choice([1, 2]), rng.choice([1, 2]), 1][: rng.choice([2, 3])] if small else [1, 1]
+    units: list[dict[str, Any]] = []
+    for index, count in enumerate(tensors_per_unit):
+        tensors = [
+            {
+                "name": f"u{index}.t{number}",
+                "shape": [rng.randint(50, 5000)],
+                "dtype": "float32",
+                "trainable": rng.random() < 0.9,
+            }
+            for number in range(count)
+        ]
+        tied = [f"u{rng.randrange(index)}"] if index and rng.random() < 0.3 else []
+        units.append(
+            {"name": f"u{index}", "module": "M", "tensors": tensors, "requires": [f"u{index}", *tied]}
+        )
+    order = [unit["name"] for unit in units]
+    if rng.random() < 0.3:
+        order.append(rng.choice(order))
+    uses = [
+        {"unit": name, "phase": phase, "costs": [_use_cost(rng, size) for size in micro_batches]}
+        for phase, names in (("forward", order), ("backward", order[::-1]))
+        for name in names
+    ]
+    return Profile.model_validate(
+        {
+            "provenance": {"created": "-", "hzplan": "-", "torch": "-", "python": "-", "cpus": 1},
+            "model": {"name": "random", "parameters": 1, "signature": "-", "dtype": "float32", "seq_len": 8},
+            "cluster": {
+                "mesh": str(mesh),
+                "tier_names": [f"tier {tier}" for tier in range(len(mesh.tiers))],
+                "backend": "gloo",
+                "device": "cpu",
+                "memory_bytes": 2**30,
+                "peak_flops": 1e9,
+                "scattered_by_exchange": rng.random() < 0.5,
+            },
+            "optimizer": {
+                "name": "adamw",
+                "state_per_element": 2,
+                "temporary_per_element": rng.choice([0.0, 2.0]),
+                "points": [
+                    {"elements": 100, "seconds": 1e-6, "spread": 0.0},
+                    {"elements": 5000, "seconds": rng.uniform(1, 100) * 1e-6, "spread": 0.0},
+                ],
+            },
+            "units": units,
+            "uses": uses,
+            "collectives": [
+                {"operation": operation, "low": stage.low, "high": stage.high, "points": _points(rng)}
+                for stage in mesh.stages()
+                for operation in ("all_gather", "reduce_scatter", "all_reduce")
+            ],
+        }
+    )
+
+
+def _use_cost(rng: random.Random, size: int) -> dict[str, Any]:
+    return {
+        "micro_batch": size,
+        "seconds": rng.uniform(1, 300) * 1e-6 * size,
+        "spread": 0.0,
+        "flops": 1,
+        "retained_bytes": rng.randint(-2000, 4000),
+        "peak_bytes": rng.randint(0, 9000) * size,
+    }
+
+
+def _points(rng: random.Random) -> list[dict[str, Any]]:
+    latency, bandwidth = rng.uniform(1, 50) * 1e-6, rng.choice([5e6, 5e7, 1e9])
+    seconds = sorted(latency + size / bandwidth * rng.uniform(0.8, 1.0) for size in (1024, 4096, 16384))
+    return [
+        {"bytes": size, "seconds": time, "spread": 0.0}
+        for size, time in zip((1024, 4096, 16384), seconds, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The least objective within the budget (None: nothing fits) and the least peak memory of all."""
+
+    objective_ns: float | None
+    smallest_bytes: int
+
+
+def try_everything(profile: Profile, request: Request) -> Truth:
+    """Every triple for every tensor, every micro-batch size and depth; no ILP, no pruning."""
+    model = CostModel(profile)
+    tensors = tensors_of(profile)
+    names = [unit for unit, specs in tensors.items() if specs]
+    options = [_options(tensors[name], model) for name in names]
+    nothing = UnitCost.zero(len(model.mesh.tiers))
+    best: float | None = None
+    smallest: int | None = None
+    for size, depth in itertools.product(profile.micro_batches, request.depths):
+        if request.global_batch % (model.mesh.world * size):
+            continue
+        accumulation = request.global_batch // (model.mesh.world * size)
+        schedule = model.schedule(prefetch=depth, accumulation=accumulation, clip=request.clip)
+        slots, peak = assign_slots(schedule, tensors), model.activation_peak_bytes(size)
+        for combination in itertools.product(*options):
+            units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
+            needed = memory(units, slots, len(model.mesh.tiers), peak).peak
+            smallest = needed if smallest is None else min(smallest, needed)
+            if needed <= request.memory_bytes:
+                objective = objective_ns(schedule, model.durations(schedule, units, size))
+                best = objective if best is None else min(best, objective)
+    assert smallest is not None
+    return Truth(best, smallest)
+
+
+def _options(specs: tuple[TensorSpec, ...], model: CostModel) -> list[UnitCost]:
+    found = {}
+    for triples in itertools.product(model.mesh.triples(), repeat=len(specs)):
+        levels = tuple(
+            triple if spec.trainable else Levels(triple.param, triple.param, triple.param)
+            for triple, spec in zip(triples, specs, strict=True)
+        )
+        found[levels] = model.unit(bucketise(zip(specs, levels, strict=True), model.mesh))
+    return list(found.values())

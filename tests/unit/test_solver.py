@@ -1,0 +1,120 @@
+"""The solver against trying everything, and properties of its answers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hzplan.cost import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.simulate import objective_ns
+from hzplan.solver.emit import emit
+from hzplan.solver.evaluate import evaluate, uniform
+from hzplan.solver.guard import replay
+from hzplan.solver.solve import Infeasible, Request, Solved, solve
+from tests.instances import random_profile, try_everything
+
+INSTANCES = 120
+BUDGETS = (0.9, 1.0, 1.05, 1.2, 1.5, 3.0)  # times the least memory of any choice
+
+
+def _instance(seed: int) -> tuple[object, Request]:
+    rng = random.Random(seed)
+    profile = random_profile(rng, micro_batches=rng.choice([(1,), (2,), (1, 2)]))
+    batch = profile.mesh.world * profile.micro_batches[-1]  # at most two micro-batches a step
+    request = Request(1, batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2), time_limit_s=600)
+    least = try_everything(profile, request).smallest_bytes
+    return profile, replace(request, memory_bytes=int(least * rng.choice(BUDGETS)))
+
+
+@pytest.mark.parametrize("seed", range(INSTANCES))
+def test_equals_trying_everything(seed: int) -> None:
+    profile, request = _instance(seed)
+    truth = try_everything(profile, request)
+    outcome = solve(profile, request)
+    if truth.objective_ns is None:
+        assert isinstance(outcome, Infeasible)
+        assert outcome.smallest.memory.peak == truth.smallest_bytes
+        # what it names as the smallest memory does fit
+        assert isinstance(solve(profile, replace(request, memory_bytes=truth.smallest_bytes)), Solved)
+        return
+    assert isinstance(outcome, Solved)
+    assert outcome.best.objective_ns == pytest.approx(truth.objective_ns, rel=1e-6)
+    assert outcome.bound_ns == pytest.approx(truth.objective_ns, rel=1e-6)
+    assert outcome.best.memory.peak <= request.memory_bytes
+    assert outcome.best.predicted.period_ns >= outcome.best.objective_ns * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1012))
+def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hzplan.solver.solve.MAX_POSITIONS", 1)
+    rng = random.Random(seed)
+    profile = random_profile(rng, micro_batches=(1,))
+    request = Request(2**30, profile.mesh.world * 5, gap=0.0, depths=(1, 2), time_limit_s=600)
+    truth = try_everything(profile, request).objective_ns
+    outcome = solve(profile, request)
+    assert truth is not None and isinstance(outcome, Solved)
+    assert outcome.bound_ns <= truth * (1 + 1e-9)
+    assert truth <= outcome.best.objective_ns * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(2000, 2008))
+def test_more_memory_is_never_slower(seed: int) -> None:
+    profile, request = _instance(seed)
+    least = try_everything(profile, request).smallest_bytes
+    objectives = []
+    for factor in (1.0, 1.3, 2.0, 4.0):
+        outcome = solve(profile, replace(request, memory_bytes=int(least * factor)))
+        assert isinstance(outcome, Solved)
+        objectives.append(outcome.best.objective_ns)
+    for tighter, looser in itertools.pairwise(objectives):
+        assert looser <= tighter * (1 + 1e-6)
+
+
+def test_beats_or_equals_every_known_scheme() -> None:
+    profile = random_profile(random.Random(7))
+    request = Request(2**30, profile.mesh.world * 4)
+    outcome = solve(profile, request)
+    assert isinstance(outcome, Solved)
+    model = CostModel(profile)
+    for levels in model.mesh.triples():
+        for depth in request.depths:
+            for size in profile.micro_batches:
+                schedule = model.schedule(prefetch=depth, accumulation=4 // size, clip=True)
+                known = evaluate(model, uniform(profile, levels), schedule, size)
+                assert outcome.best.predicted.period_ns <= known.predicted.period_ns * (1 + 1e-9)
+
+
+def test_plan_file_replays_to_what_it_records(tmp_path: Path) -> None:
+    profile = random_profile(random.Random(3))
+    request = Request(2**30, profile.mesh.world * 4)
+    outcome = solve(profile, request)
+    assert isinstance(outcome, Solved)
+    plan = emit(profile, request, outcome, profile_path=tmp_path / "p.json", plan_path=tmp_path / "plan.json")
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    again = replay(loaded, profile, tmp_path / "plan.json")
+    assert again.objective_ns / 1e9 == pytest.approx(plan.proof.objective_s, abs=1e-9)
+    assert again.memory.peak == plan.predicted.peak_memory_bytes
+    durations = CostModel(profile).durations(again.schedule, again.units, again.micro_batch)
+    assert objective_ns(again.schedule, durations) == again.objective_ns
+
+
+def test_same_question_same_text() -> None:
+    profile, request = _instance(5)
+    texts = {
+        repr(solve(profile, replace(request, memory_bytes=2**30, gap=0.01)).best.levels) for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+def test_batch_that_the_world_does_not_divide_is_refused() -> None:
+    profile = random_profile(random.Random(1))
+    with pytest.raises(UserError, match="--global-batch"):
+        solve(profile, Request(2**30, profile.mesh.world * 4 + 1))
