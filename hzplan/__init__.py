@@ -1,3 +1,31 @@
-"""hzplan plans and runs sharded data-parallel training."""
+"""hzplan plans and runs the fastest sharded data-parallel training that fits in memory.
+
+``hzplan.parallelize`` shards a model as a plan says; ``hzplan.Plan.load`` reads a plan. Everything else is the
+command line's (``hzplan --help``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hzplan.formats.plan import Plan as Plan
+    from hzplan.runtime.apply import full_parameters as full_parameters
+    from hzplan.runtime.apply import parallelize as parallelize
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Plan": "hzplan.formats.plan",
+    "full_parameters": "hzplan.runtime.apply",
+    "parallelize": "hzplan.runtime.apply",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the command line's help must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hzplan' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
