@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Operation
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, rising, sizes, spread
 from hzplan.runtime.collectives import all_gather, reduce_scatter
 from hzplan.runtime.groups import Communicators
@@ -21,9 +23,9 @@ from hzplan.runtime.groups import Communicators
 FIRST_BYTES = 4 << 10
 LAST_BYTES = 64 << 20
 FACTOR = 4
-STAGE_BUDGET_S = 4.0
 MIN_REPEATS = 3
-MAX_REPEATS = 15
+MAX_REPEATS = 20
+STAGE_BUDGET_S = 4.0
 BATCH_S = 0.004
 """Calls shorter than this are timed several at once, or the start of the ranks would be the measure."""
 MAX_CALLS = 16
@@ -37,11 +39,14 @@ OPERATIONS: Mapping[Operation, str] = {
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One size: seconds of a call per repeat, the slowest rank's; and seconds spent measuring."""
+class Case:
+    """A collective to time: ``run`` issues it on ``bytes`` bytes, ``calls`` times in a row per sample."""
 
-    seconds: tuple[float, ...]
-    spent_s: float
+    operation: Operation
+    stage: Stage
+    bytes: int
+    calls: int
+    run: Callable[[], None]
 
 
 def measure_links(
@@ -50,91 +55,96 @@ def measure_links(
     """A curve for every operation and stage, the same on every rank.
 
     Sizes are those of the coarser slice, from 4 KiB to the first at or above ``largest_bytes`` (of a whole
-    buffer; at most 64 MiB), fewer where links are so slow that a stage would take much more than its budget.
-    Curves rise: points where noise says otherwise share their mean.
+    buffer; at most 64 MiB), fewer where a link is so slow that the next would take more than the budget.
+    A sample is the slowest rank's time of a call, and a point their median. Curves rise: points where noise
+    says otherwise share their mean.
     """
     stages = mesh.stages()
+    if not stages:
+        return ()
     groups = Communicators(mesh, [(kind, stage) for stage in stages for kind in OPERATIONS.values()])
-    curves: list[CollectiveCurve] = []
-    for stage in stages:
-        size = mesh.group_size(stage)
-        place = mesh.group(ranks.rank, stage).index(ranks.rank)
-        last = min(largest_bytes, LAST_BYTES) // mesh.shards[stage.low]
-        wanted = sizes(FIRST_BYTES, last, FACTOR, size * dtype.itemsize)
-        whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
-        scratch = torch.empty_like(whole).zero_()
-        for operation, kind in OPERATIONS.items():
-            call = _call(operation, groups[kind, stage], size, place, scratch)
-            points: list[tuple[int, Sample]] = []
-            spent = 0.0
-            budget = STAGE_BUDGET_S / len(OPERATIONS)
-            for index, nbytes in enumerate(wanted):
-                if len(points) >= 2 and spent > budget:
-                    break
-                left = max(0.0, budget - spent) / (len(wanted) - index)
-                sample = _sample(ranks, call, whole[: nbytes // dtype.itemsize], left)
-                points.append((nbytes, sample))
-                spent += sample.spent_s
-                progress((len(curves) + (index + 1) / len(wanted)) / (len(stages) * len(OPERATIONS)))
-            curves.append(_curve(operation, stage, points))
-    return tuple(curves)
+    cases = [case for stage in stages for case in _cases(ranks, mesh, stage, groups, dtype, largest_bytes)]
+    results = rounds(
+        ranks,
+        [partial(_seconds, ranks, case.run, case.calls) for case in cases],
+        at_least=MIN_REPEATS,
+        at_most=MAX_REPEATS,
+        budget_s=STAGE_BUDGET_S * len(stages),
+        progress=progress,
+    )
+    samples = {
+        (case.operation, case.stage, case.bytes): [max(by_rank) for by_rank in result]
+        for case, result in zip(cases, results, strict=True)
+    }
+    return tuple(
+        _curve(
+            operation,
+            stage,
+            {nbytes: s for (other, at, nbytes), s in samples.items() if (other, at) == (operation, stage)},
+        )
+        for stage in stages
+        for operation in OPERATIONS
+    )
 
 
-def _call(
-    operation: Operation, group: dist.ProcessGroup, size: int, place: int, scratch: Tensor
-) -> Callable[[Tensor], None]:
-    """The collective exactly as the runtime issues it, in place."""
+def _cases(
+    ranks: Ranks, mesh: Mesh, stage: Stage, groups: Communicators, dtype: torch.dtype, largest_bytes: int
+) -> Iterator[Case]:
+    """What to time for a stage, each called before; every rank decides alike."""
+    size = mesh.group_size(stage)
+    place = mesh.group(ranks.rank, stage).index(ranks.rank)
+    last = min(largest_bytes, LAST_BYTES) // mesh.shards[stage.low]
+    wanted = sizes(FIRST_BYTES, last, FACTOR, size * dtype.itemsize)
+    whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
+    scratch = torch.empty_like(whole).zero_()
+    for operation, kind in OPERATIONS.items():
+        for index, nbytes in enumerate(wanted):
+            run = collective(
+                operation, groups[kind, stage], size, place, whole[: nbytes // dtype.itemsize], scratch
+            )
+            run()
+            once = max(ranks.gather(_seconds(ranks, run, 1)))
+            yield Case(operation, stage, nbytes, max(1, min(MAX_CALLS, int(BATCH_S / once))), run)
+            if index >= 1 and once * FACTOR * MIN_REPEATS > STAGE_BUDGET_S / len(OPERATIONS):
+                break
 
-    def part(whole: Tensor) -> Tensor:
-        length = whole.numel() // size
-        return whole[place * length : (place + 1) * length]
 
-    def gather(whole: Tensor) -> None:
-        all_gather(whole, part(whole), group)
-
-    def scatter(whole: Tensor) -> None:
-        reduce_scatter(part(whole), whole, group, scratch)
-
-    def reduce(whole: Tensor) -> None:
-        dist.all_reduce(whole, group=group)
-
-    calls: dict[Operation, Callable[[Tensor], None]] = {
-        "all_gather": gather,
-        "reduce_scatter": scatter,
-        "all_reduce": reduce,
+def collective(
+    operation: Operation, group: dist.ProcessGroup, size: int, place: int, whole: Tensor, scratch: Tensor
+) -> Callable[[], None]:
+    """A call as the runtime issues it: in place, with this rank's the ``place``-th of ``size`` parts."""
+    length = whole.numel() // size
+    part = whole[place * length : (place + 1) * length]
+    calls: dict[Operation, Callable[[], None]] = {
+        "all_gather": lambda: all_gather(whole, part, group),
+        "reduce_scatter": lambda: reduce_scatter(part, whole, group, scratch),
+        "all_reduce": lambda: _all_reduce(whole, group),
     }
     return calls[operation]
 
 
-def _sample(ranks: Ranks, call: Callable[[Tensor], None], whole: Tensor, budget_s: float) -> Sample:
-    """Repeat a call in batches that begin at a barrier of all ranks; every rank decides alike."""
-    started = time.perf_counter()
-    call(whole)
-    once = max(ranks.gather(_batch(ranks, call, whole, 1)))
-    calls = max(1, min(MAX_CALLS, int(BATCH_S / max(once, 1e-9))))
-    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(budget_s / (once * calls))))
-    by_rank = ranks.gather([_batch(ranks, call, whole, calls) for _ in range(repeats)])
-    seconds = tuple(max(batch) / calls for batch in zip(*by_rank, strict=True))
-    return Sample(seconds, max(ranks.gather(time.perf_counter() - started)))
+def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(whole, group=group)
 
 
-def _batch(ranks: Ranks, call: Callable[[Tensor], None], whole: Tensor, calls: int) -> float:
+def _seconds(ranks: Ranks, run: Callable[[], None], calls: int) -> float:
+    """This rank's time of a call, from a barrier of the whole world on."""
     ranks.barrier()
     started = time.perf_counter()
     for _ in range(calls):
-        call(whole)
+        run()
     ranks.finish_device()
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / calls
 
 
-def _curve(operation: Operation, stage: Stage, points: list[tuple[int, Sample]]) -> CollectiveCurve:
-    medians = rising([statistics.median(sample.seconds) for _, sample in points])
+def _curve(operation: Operation, stage: Stage, samples: Mapping[int, list[float]]) -> CollectiveCurve:
+    medians = rising([statistics.median(seconds) for seconds in samples.values()])
     return CollectiveCurve(
         operation=operation,
         low=stage.low,
         high=stage.high,
         points=tuple(
-            CollectivePoint(bytes=nbytes, seconds=nanoseconds(seconds), spread=spread(sample.seconds))
-            for (nbytes, sample), seconds in zip(points, medians, strict=True)
+            CollectivePoint(bytes=nbytes, seconds=nanoseconds(median), spread=spread(seconds))
+            for (nbytes, seconds), median in zip(samples.items(), medians, strict=True)
         ),
     )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hzplan.errors import UserError
@@ -18,7 +18,6 @@ from hzplan.formats.profile import (
     Profile,
     TensorEntry,
     UnitEntry,
-    UseEntry,
     signature,
 )
 from hzplan.hierarchy import Mesh
@@ -30,7 +29,7 @@ from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.turns import Turns
-from hzplan.profiler.uses import Pass, measure_pass
+from hzplan.profiler.uses import measure_uses
 from hzplan.runtime.collectives import scatters_by_exchange
 
 # About how many seconds each part takes at most, for the progress shown.
@@ -66,9 +65,18 @@ def measure(
     torch_dtype: torch.dtype = getattr(torch, dtype)
     parts = Progress(progress, PASS_S * len(batches) + OPTIMIZER_S + MACHINE_S + STAGE_S * len(mesh.stages()))
     model, units = _build(workload, seed, torch_dtype, ranks.device)
-    passes = _passes(ranks, workload, model, units, batches, seed, parts)
     entries = tuple(_entry(unit) for unit in units)
-    del model, units
+    parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
+    turns = Turns(units, ranks.size)
+    uses = measure_uses(
+        ranks,
+        turns,
+        _steps(ranks, workload, model, batches, seed),
+        label=workload.name,
+        progress=parts.at,
+    )
+    turns.detach()
+    del model, units, turns
     largest_bytes = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in entries)
     largest_elements = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
@@ -100,10 +108,7 @@ def measure(
             ),
             optimizer=update,
             units=entries,
-            uses=tuple(
-                UseEntry(unit=use.unit, phase=use.phase, costs=tuple(each.costs[index] for each in passes))
-                for index, use in enumerate(passes[0].uses)
-            ),
+            uses=uses,
             collectives=collectives,
         )
     )
@@ -154,38 +159,19 @@ def _build(
     return model, units
 
 
-def _passes(
-    ranks: Ranks,
-    workload: Workload,
-    model: nn.Module,
-    units: Sequence[Unit],
-    micro_batches: Sequence[int],
-    seed: int,
-    parts: Progress,
-) -> list[Pass]:
-    """A pass per micro-batch size; each rank computes on data of its own."""
+def _steps(
+    ranks: Ranks, workload: Workload, model: nn.Module, micro_batches: Sequence[int], seed: int
+) -> dict[int, Callable[[], Tensor]]:
+    """What computes the loss of a micro-batch, by its size; each rank on data of its own."""
     generator = torch.Generator().manual_seed(seed * ranks.size + ranks.rank)
-    turns = Turns(units, ranks.size)
-    passes: list[Pass] = []
-    for size in micro_batches:
-        parts.part(f"forward and backward, micro-batch {size}", PASS_S)
-        batch = tree_map_only(torch.Tensor, lambda t: t.to(ranks.device), workload.batch(size, generator))
-        found = measure_pass(
-            ranks,
-            turns,
-            partial(workload.loss, model, batch),
-            size,
-            label=workload.name,
-            progress=parts.at,
+    return {
+        size: partial(
+            workload.loss,
+            model,
+            tree_map_only(Tensor, lambda t: t.to(ranks.device), workload.batch(size, generator)),
         )
-        if passes and found.uses != passes[0].uses:
-            raise UserError(
-                f"{workload.name}: uses its modules in another order with micro-batch {size} than with "
-                f"{micro_batches[0]}; a plan needs one order"
-            )
-        passes.append(found)
-    turns.detach()
-    return passes
+        for size in micro_batches
+    }
 
 
 def _entry(unit: Unit) -> UnitEntry:

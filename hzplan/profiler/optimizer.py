@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from hzplan.formats.profile import OptimizerEntry, OptimizerPoint
 from hzplan.profiler.memory import memory_trace
-from hzplan.profiler.quiet import no_garbage_collection
 from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, rising, sizes, spread
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
@@ -27,11 +27,11 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
 FIRST_ELEMENTS = 1 << 10
 LAST_ELEMENTS = 16 << 20
 FACTOR = 4
-REPEATS = 7
-BUDGET_S = 0.5
-"""Per size, unless the fewest repeats take longer."""
 MIN_REPEATS = 3
+MAX_REPEATS = 10
+BUDGET_S = 2.0
 BATCH_S = 0.002
+"""Steps shorter than this are timed several at once."""
 MAX_CALLS = 16
 TRACED_ELEMENTS = 1 << 16
 
@@ -42,10 +42,15 @@ def measure_optimizer(
     """Steps of one flat tensor of 1 Ki elements up to ``largest_elements`` (at most 16 Mi), on all ranks."""
     state, temporary = _footprint(name, dtype, ranks.device)
     wanted = sizes(FIRST_ELEMENTS, min(largest_elements, LAST_ELEMENTS), FACTOR, 1)
-    samples: list[list[float]] = []
-    for index, elements in enumerate(wanted):
-        samples.append(_sample(ranks, _stepper(name, elements, dtype, ranks.device)[0]))
-        progress((index + 1) / len(wanted))
+    results = rounds(
+        ranks,
+        [_case(ranks, _stepper(name, elements, dtype, ranks.device)[0]) for elements in wanted],
+        at_least=MIN_REPEATS,
+        at_most=MAX_REPEATS,
+        budget_s=BUDGET_S,
+        progress=progress,
+    )
+    samples = [[seconds for by_rank in result for seconds in by_rank] for result in results]
     medians = rising([statistics.median(seconds) for seconds in samples])
     return OptimizerEntry(
         name=name,
@@ -80,20 +85,17 @@ def _footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int
     return state, round(trace.segments()[0].peak_bytes / parameter.nbytes, 2)
 
 
-def _sample(ranks: Ranks, optimizer: Optimizer) -> list[float]:
-    """Seconds of a step, by repeat and rank; all ranks step at the same time."""
-    with no_garbage_collection():
-        once = max(ranks.gather(_batch(ranks, optimizer, 1)))
-        calls = max(1, min(MAX_CALLS, int(BATCH_S / max(once, 1e-9))))
-        repeats = max(MIN_REPEATS, min(REPEATS, int(BUDGET_S / (once * calls))))
-        by_rank = ranks.gather([_batch(ranks, optimizer, calls) / calls for _ in range(repeats)])
-    return [seconds for rank in by_rank for seconds in rank]
+def _case(ranks: Ranks, optimizer: Optimizer) -> Callable[[], float]:
+    """What times a step; all ranks step at the same time."""
+    once = max(ranks.gather(_seconds(ranks, optimizer, 1)))
+    calls = max(1, min(MAX_CALLS, int(BATCH_S / once)))
+    return partial(_seconds, ranks, optimizer, calls)
 
 
-def _batch(ranks: Ranks, optimizer: Optimizer, calls: int) -> float:
+def _seconds(ranks: Ranks, optimizer: Optimizer, calls: int) -> float:
     ranks.barrier()
     started = time.perf_counter()
     for _ in range(calls):
         optimizer.step()
     ranks.finish_device()
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / calls

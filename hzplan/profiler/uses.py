@@ -1,126 +1,126 @@
-"""What each use of a unit costs at a micro-batch size: seconds, FLOPs, memory."""
+"""What each use of a unit costs at each micro-batch size: seconds, FLOPs, memory."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from hzplan.errors import UserError, one_line
-from hzplan.formats.profile import UseCost
+from hzplan.formats.profile import UseCost, UseEntry
 from hzplan.profiler.clock import clock
 from hzplan.profiler.flops import FlopProbe
 from hzplan.profiler.memory import Segment, memory_trace
-from hzplan.profiler.quiet import no_garbage_collection
 from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, spread
 from hzplan.profiler.turns import Turns
 from hzplan.schedule import Use
 
 WARM_UPS = 2
-MIN_REPEATS = 5
-MAX_REPEATS = 15
+BLOCK = 3
+"""Passes of one size in a row, before it is another's turn: the allocator is used to a size."""
+MIN_BLOCKS = 2
+MAX_BLOCKS = 5
 STEADY_SPREAD = 0.03
 """Repeats end early when the spread of a rank's whole passes is below this, at the median rank."""
-MIN_S = 1.0
-"""Repeats do not end before this, fewer than ``MAX_REPEATS``: a short calm is no proof."""
 TIME_LIMIT_S = 6.0
-"""Of the repeats at one micro-batch size, once there are enough."""
+"""Per micro-batch size, once there are enough repeats."""
+
+Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward at a micro-batch size: its uses in order, and what each costs."""
+    """One forward and backward at a micro-batch size, as far as it is the same every time."""
 
+    micro_batch: int
+    step: Step
     uses: tuple[Use, ...]
-    costs: tuple[UseCost, ...]
+    memory: tuple[Segment, ...]
+    flops: tuple[int, ...]
 
 
-def measure_pass(
+def measure_uses(
     ranks: Ranks,
     turns: Turns,
-    step: Callable[[], Tensor],
-    micro_batch: int,
+    steps: Mapping[int, Step],
     *,
     label: str,
     progress: Callable[[float], None],
-) -> Pass:
-    """Measure a forward and backward; the same result on every rank, all of which run at the same time.
+) -> tuple[UseEntry, ...]:
+    """Measure a forward and backward at every micro-batch size; the same result on every rank.
 
-    ``step`` computes the loss of a micro-batch; ``label`` names the model in messages. The uses' seconds are
-    medians over repeats and ranks, scaled so that they add up to the median of whole passes: where ranks take
-    turns on a core, medians of parts alone would miss the pauses.
+    ``steps``: by size, smallest first, what computes a micro-batch's loss; ``label`` names the model in
+    messages. All ranks run at the same time.
 
     Raises UserError when the model cannot run, or does not use its units in the same order every time.
     """
-    uses = _warm_up(turns, step, micro_batch, label)
-    _require_same(ranks, uses, label)
-    progress(0.1)
-    memory = _memory(ranks, turns, step)
-    # Counting has no noise, but costs seconds of imports: one rank does it.
-    flops = ranks.share(_flops(turns, step) if ranks.rank == 0 else [])
-    progress(0.2)
-    rows = _times(ranks, turns, step, uses, label, progress=lambda done: progress(0.2 + 0.8 * done))
-    by_use = [list(samples) for samples in zip(*rows, strict=True)]
-    medians = [statistics.median(samples) for samples in by_use]
-    scale = statistics.median(map(sum, rows)) / sum(medians)
-    return Pass(
-        uses,
-        tuple(
-            UseCost(
-                micro_batch=micro_batch,
-                seconds=nanoseconds(median * scale),
-                spread=spread(samples),
-                flops=count,
-                retained_bytes=segment.retained_bytes,
-                peak_bytes=segment.peak_bytes,
-            )
-            for median, samples, count, segment in zip(medians, by_use, flops, memory, strict=True)
-        ),
+    passes: list[Pass] = []
+    for size, step in steps.items():
+        passes.append(_prepare(ranks, turns, size, step, label))
+        progress(0.2 * len(passes) / len(steps))
+    if len({each.uses for each in passes}) > 1:
+        raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} the micro-batch size")
+    rows = _times(ranks, turns, passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
+    costs = [_costs(each, mine) for each, mine in zip(passes, rows, strict=True)]
+    return tuple(
+        UseEntry(unit=use.unit, phase=use.phase, costs=tuple(by_use[index] for by_use in costs))
+        for index, use in enumerate(passes[0].uses)
     )
 
 
-def _warm_up(turns: Turns, step: Callable[[], Tensor], micro_batch: int, label: str) -> tuple[Use, ...]:
-    try:
-        runs = [turns.run(step) for _ in range(WARM_UPS)]
-    except UserError:
-        raise
-    except Exception as error:  # the user's model, which may raise anything
-        raise UserError(
-            f"{label}: a forward and backward with micro-batch {micro_batch} failed: {one_line(error)}"
-        ) from error
-    if not runs[-1]:
-        raise UserError(f"{label}: the loss was computed without using any module that has parameters")
-    return runs[-1]
+_NOT_FIXED = "must be fixed for a plan; take branches out that depend on"
 
 
-def _require_same(ranks: Ranks, uses: tuple[Use, ...], label: str) -> None:
-    for rank, others in enumerate(ranks.gather(uses)):
-        if others != uses:
-            raise UserError(
-                f"{label}: ranks {ranks.rank} and {rank} used its modules in different orders; "
-                "a plan needs one order, so take branches that depend on data or rank out"
-            )
-
-
-def _memory(ranks: Ranks, turns: Turns, step: Callable[[], Tensor]) -> list[Segment]:
-    """The middle rank's figures; ranks differ only where the model's branches do."""
+def _prepare(ranks: Ranks, turns: Turns, micro_batch: int, step: Step, label: str) -> Pass:
+    """Everything but time."""
+    uses = _warm_up(ranks, turns, step, micro_batch, label)
     with memory_trace(ranks.device) as trace:
-        turns.run(step, trace)
+        again = turns.run(step, trace)
     by_rank = ranks.gather(trace.segments())
-    return [
+    if {uses} != {*ranks.gather(uses), *ranks.gather(again)}:
+        raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} rank, data or chance")
+    # Counting has no noise, but costs seconds of imports: one rank does it.
+    flops = ranks.share(_flops(turns, step) if ranks.rank == 0 else [])
+    return Pass(micro_batch, step, uses, _middle(by_rank), tuple(flops))
+
+
+def _warm_up(ranks: Ranks, turns: Turns, step: Step, micro_batch: int, label: str) -> tuple[Use, ...]:
+    """The uses; where a rank fails, all do."""
+    uses: tuple[Use, ...] = ()
+    failure = ""
+    try:
+        for _ in range(WARM_UPS):
+            uses = turns.run(step)
+        if not uses:
+            failure = "its loss uses no module that has parameters"
+    except Exception as error:  # the user's model, which may raise anything
+        failure = one_line(error)
+    for rank, text in enumerate(ranks.gather(failure)):
+        if text:
+            where = f" on rank {rank}" if ranks.size > 1 else ""
+            raise UserError(
+                f"{label}: a forward and backward with micro-batch {micro_batch} failed{where}: {text}"
+            )
+    return uses
+
+
+def _middle(by_rank: Sequence[Sequence[Segment]]) -> tuple[Segment, ...]:
+    """The middle rank's memory; ranks differ only where the model looks at its data."""
+    return tuple(
         Segment(
             statistics.median_high(segment.retained_bytes for segment in segments),
             statistics.median_high(segment.peak_bytes for segment in segments),
         )
         for segments in zip(*by_rank, strict=True)
-    ]
+    )
 
 
-def _flops(turns: Turns, step: Callable[[], Tensor]) -> list[int]:
+def _flops(turns: Turns, step: Step) -> list[int]:
     probe = FlopProbe()
     with probe.counter:
         turns.run(step, probe)
@@ -128,40 +128,60 @@ def _flops(turns: Turns, step: Callable[[], Tensor]) -> list[int]:
 
 
 def _times(
-    ranks: Ranks,
-    turns: Turns,
-    step: Callable[[], Tensor],
-    uses: Sequence[Use],
-    label: str,
-    *,
-    progress: Callable[[float], None],
-) -> list[list[float]]:
-    """Seconds of each use, by repeat and rank; the same list on every rank."""
+    ranks: Ranks, turns: Turns, passes: Sequence[Pass], label: str, *, progress: Callable[[float], None]
+) -> list[list[list[float]]]:
+    """Seconds of each use, by micro-batch size, then by repeat and rank."""
+    results = rounds(
+        ranks,
+        [partial(_block, ranks, turns, each) for each in passes],
+        at_least=MIN_BLOCKS,
+        at_most=MAX_BLOCKS,
+        budget_s=TIME_LIMIT_S * len(passes),
+        progress=progress,
+        enough=lambda so_far: all(map(_steady, so_far)),
+    )
+    blocks = [[block for by_rank in result for block in by_rank] for result in results]
+    if not all(block for by_size in blocks for block in by_size):
+        raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} chance or earlier calls")
+    return [[row for block in by_size for row in block] for by_size in blocks]
+
+
+def _block(ranks: Ranks, turns: Turns, each: Pass) -> list[list[float]]:
+    """A few passes' seconds of each use; nothing when the uses were others."""
     rows: list[list[float]] = []
-    totals: list[list[float]] = []  # by repeat, then rank
-    started = time.perf_counter()
-    with no_garbage_collection():
-        for repeat in range(MAX_REPEATS):
-            ranks.barrier()
-            timer = clock(ranks.device)
-            ran = turns.run(step, timer)
-            if ran != tuple(uses):
-                raise UserError(
-                    f"{label}: used its modules in another order when run again; "
-                    "a plan needs one order, so take random branches out"
-                )
-            seconds = timer.seconds()
-            gathered = ranks.gather((seconds, time.perf_counter() - started))
-            rows += [row for row, _ in gathered]
-            totals.append([sum(row) for row, _ in gathered])
-            elapsed = max(spent for _, spent in gathered)
-            progress(max((repeat + 1) / MAX_REPEATS, min(elapsed / TIME_LIMIT_S, 1.0)))
-            steady = elapsed > MIN_S and _steady(totals)
-            if repeat + 1 >= MIN_REPEATS and (elapsed > TIME_LIMIT_S or steady):
-                break
-    return rows
+    as_recorded = True
+    for _ in range(BLOCK):
+        ranks.barrier()
+        timer = clock(ranks.device)
+        as_recorded &= turns.run(each.step, timer) == each.uses
+        rows.append(timer.seconds())
+    return rows if as_recorded else []
 
 
-def _steady(totals: Sequence[Sequence[float]]) -> bool:
-    by_rank = [spread(samples) for samples in zip(*totals, strict=True)]
-    return statistics.median(by_rank) < STEADY_SPREAD
+def _steady(blocks: Sequence[Sequence[Sequence[Sequence[float]]]]) -> bool:
+    """Whether whole passes scatter little; ``blocks`` by round, then rank."""
+    by_rank = [
+        [sum(row) for block in mine for row in block] for mine in zip(*blocks, strict=True) if all(mine)
+    ]
+    return bool(by_rank) and statistics.median(map(spread, by_rank)) < STEADY_SPREAD
+
+
+def _costs(each: Pass, rows: Sequence[Sequence[float]]) -> list[UseCost]:
+    """Medians over repeats and ranks, scaled to add up to the median of whole passes.
+
+    Where ranks take turns on a core, medians of the parts alone would miss the pauses.
+    """
+    by_use = list(zip(*rows, strict=True))
+    medians = [statistics.median(samples) for samples in by_use]
+    scale = statistics.median(map(sum, rows)) / sum(medians)
+    return [
+        UseCost(
+            micro_batch=each.micro_batch,
+            seconds=nanoseconds(median * scale),
+            spread=spread(samples),
+            flops=flops,
+            retained_bytes=segment.retained_bytes,
+            peak_bytes=segment.peak_bytes,
+        )
+        for median, samples, flops, segment in zip(medians, by_use, each.flops, each.memory, strict=True)
+    ]

@@ -25,8 +25,7 @@ from hzplan.profiler import default_mesh, links, measure, optimizer, uses
 from hzplan.profiler.ranks import Ranks
 from hzplan.runtime.groups import Communicators
 
-links.STAGE_BUDGET_S, links.MAX_REPEATS, links.MAX_CALLS = 0.1, 3, 2
-optimizer.BUDGET_S, uses.MIN_S, uses.TIME_LIMIT_S = 0.05, 0.0, 0.2
+links.MAX_REPEATS = links.MAX_CALLS = optimizer.MAX_REPEATS = uses.MAX_BLOCKS = 3
 dist.init_process_group("gloo")
 ranks, mesh = Ranks.here(), Mesh.parse(sys.argv[2])
 assert default_mesh() == (Mesh.of_tiers(4), ("node",))
@@ -38,10 +37,10 @@ for stage in mesh.stages():
     place, size = members.index(ranks.rank), len(members)
     whole, scratch = torch.full((2 * size,), -1.0), torch.zeros(2 * size)
     whole[2 * place : 2 * place + 2] = ranks.rank
-    links._call("all_gather", groups["unshard", stage], size, place, scratch)(whole)
+    links.collective("all_gather", groups["unshard", stage], size, place, whole, scratch)()
     assert whole.view(size, 2)[:, 0].tolist() == [float(m) for m in members], (stage, whole)
     whole = torch.arange(2.0 * size) + ranks.rank
-    links._call("reduce_scatter", groups["reduce", stage], size, place, scratch)(whole)
+    links.collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)()
     assert whole[2 * place] == size * 2 * place + sum(members), (stage, whole)
 
 profile = measure(

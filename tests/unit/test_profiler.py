@@ -224,7 +224,7 @@ def test_temporaries_of_an_optimizer_are_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "MAX_REPEATS", 3)
+    monkeypatch.setattr(uses, "WARM_UPS", 1)
 
     def refused(workload: Workload, says: str, **changed: object) -> None:
         arguments: dict[str, object] = {
@@ -252,7 +252,7 @@ def test_what_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     unused = replace(
         workload_of(lambda: trained, 3), loss=lambda model, _: torch.zeros(1, requires_grad=True)
     )
-    refused(unused, "without using any module")
+    refused(unused, "uses no module")
 
     class Moody(nn.Module):
         """Takes one of two ways by chance."""
@@ -266,7 +266,7 @@ def test_what_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
             out: Tensor = self.ways[self.luck.randrange(2)](x)
             return out
 
-    refused(workload_of(Moody, 3), "another order")
+    refused(workload_of(Moody, 3), "the order in which modules are used must be fixed")
 
 
 def test_machine(monkeypatch: pytest.MonkeyPatch) -> None:
