@@ -99,18 +99,19 @@ def _mean(costs: Sequence[UseCost], units: int, field: str) -> float:
 
 
 def _links(profile: Profile) -> Table:
+    """Each collective over the groups between two levels, at its smallest and largest size."""
+    mesh, names = profile.mesh, profile.cluster.tier_names
     table = console.table(
         f"Links, {profile.cluster.backend}, all groups at once",
-        *("collective", "ranks", "smallest", "takes", "largest", "takes", "GB/s"),
+        *("collective", "levels", "ranks", "shortest", "largest", "takes", "GB/s"),
     )
-    mesh = profile.mesh
     for curve in profile.collectives:
         tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= curve.low < high)
         first, last = curve.points[0], curve.points[-1]
         table.add_row(
-            f"{curve.operation} in {profile.cluster.tier_names[tier]}",
+            curve.operation + (f", {names[tier]}" if len(names) > 1 else ""),
+            f"{curve.low}–{curve.high}",
             str(mesh.shards[curve.high] // mesh.shards[curve.low]),
-            console.size(first.bytes),
             console.duration(first.seconds),
             console.size(last.bytes),
             console.duration(last.seconds),

@@ -25,7 +25,7 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="The model; by default the plan's, which must then be built in."
+            metavar="MODEL", help="The model; by default the plan's, which must then be built in."
         ),
     ] = None,
     data: Annotated[

@@ -1,0 +1,58 @@
+"""Running the command line as a user does, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What would make a process a rank, or change how it reports.
+_NOT_INHERITED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "HZPLAN_",
+    "PYTHON",
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Of stderr."""
+        return self.stderr.splitlines()
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's, without what a job leaves in it, and with this checkout importable."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
+    return kept | {"PYTHONPATH": str(ROOT), "TERM": "dumb"} | extra
+
+
+def hzplan(*arguments: object, cwd: Path, timeout_s: float = 120.0, **extra: str) -> Done:
+    """Run ``hzplan`` in a folder; ``extra`` are environment variables."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hzplan", *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,285 @@
+"""A user's mistake is one line that says what is wrong, and an exit code: no traceback, no half file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzplan.formats.base import to_text
+from hzplan.formats.plan import Plan
+from tests.cli.command import Done, hzplan
+from tests.plans import make_plan
+
+FACTORIES = """
+import os, signal
+from hzplan.models.gpt import GPT, PRESETS
+
+def model():
+    return GPT(PRESETS["nano"])
+
+def second():
+    return os.environ.get("RANK") == "1"
+
+def raises():
+    if second():
+        raise RuntimeError("no weights on this host")
+    return model()
+
+def exits():
+    if second():
+        os._exit(7)
+    return model()
+
+def killed():
+    if second():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return model()
+
+class Late:
+    vocab, seq_len, calls = 256, 32, 0
+
+    def __init__(self):
+        self.model = model()
+
+    def loss(self, model, batch):
+        from hzplan.models.workload import next_token_loss
+        self.calls += 1
+        if second() and self.calls == 4:
+            raise ValueError("a strange\\nbatch")
+        return next_token_loss(model, batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def good() -> Plan:
+    """A plan for gpt:nano on 2 ranks."""
+    return make_plan("gpt:nano", mesh="2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, good: Plan) -> Path:
+    """An empty folder but for plan.json."""
+    good.save(tmp_path / "plan.json")
+    return tmp_path
+
+
+def refuse(folder: Path, *arguments: object, code: int = 2) -> str:
+    """Run a command that must fail with one line and leave no file; returns the line."""
+    before = set(folder.rglob("*"))
+    done = hzplan(*arguments, cwd=folder)
+    assert_one_line(done, code)
+    assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
+    return done.stderr
+
+
+def assert_one_line(done: Done, code: int) -> None:
+    assert done.code == code, done
+    assert len(done.lines) == 1, done.stderr
+    assert done.stderr.startswith("hzplan: ")
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stdout == ""
+
+
+def edited(plan: Plan, change: Callable[[dict[str, Any]], object]) -> str:
+    """The plan's text after a change to its JSON object."""
+    data = json.loads(to_text(plan))
+    change(data)
+    return json.dumps(data)
+
+
+# ---- files ---------------------------------------------------------------------------------------------
+
+
+def test_missing_plan(folder: Path) -> None:
+    assert "nowhere.json: no such file" in refuse(folder, "run", "nowhere.json")
+
+
+def test_folder_instead_of_plan(folder: Path) -> None:
+    assert "folder" in refuse(folder, "run", ".")
+
+
+def test_truncated_plan(folder: Path, good: Plan) -> None:
+    text = to_text(good)
+    (folder / "plan.json").write_text(text[: len(text) // 2])
+    line = refuse(folder, "run", "plan.json")
+    assert "plan.json: not valid JSON at line" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda data: data.update(version=99), "field 'version' is 99"),
+        (lambda data: data.update(format="hzplan.profile"), "not a hzplan.plan file"),
+        (lambda data: data.update(speed="high"), "field speed"),
+        (lambda data: data["batch"].update(extra=1), "field batch.extra"),
+        (lambda data: data["predicted"].update(step_s=float("nan")), "NaN"),
+        (lambda data: data["predicted"].update(step_s=-1.0), "field predicted.step_s"),
+        (lambda data: data["batch"].update(global_batch=5), "global_batch"),
+        (lambda data: data.update(optimizer="lion"), "field optimizer: 'lion'"),
+        (lambda data: data["units"][0]["buckets"][0]["shards"].update(optim=3), "3 shards"),
+        (lambda data: data["uses"].append("F nobody"), "F nobody"),
+    ],
+)
+def test_spoilt_plan(
+    folder: Path, good: Plan, change: Callable[[dict[str, Any]], object], expected: str
+) -> None:
+    (folder / "plan.json").write_text(edited(good, change))
+    line = refuse(folder, "run", "plan.json")
+    assert "plan.json" in line
+    assert expected in line
+
+
+def test_plan_that_is_not_text(folder: Path) -> None:
+    (folder / "plan.json").write_bytes(b"\xff\xfe\x00plan")
+    assert "not UTF-8 text" in refuse(folder, "run", "plan.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_plan(folder: Path) -> None:
+    (folder / "plan.json").chmod(0)
+    assert "cannot be read" in refuse(folder, "run", "plan.json")
+
+
+# ---- what does not fit the plan ------------------------------------------------------------------------
+
+
+def test_plan_for_another_world(folder: Path) -> None:
+    line = refuse(folder, "run", "plan.json", "--nproc", 3)
+    assert "plan.json: field cluster.mesh: the plan is for 2 ranks, this job has 3" in line
+
+
+def test_plan_for_another_world_inside_a_job(folder: Path) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert_one_line(hzplan("run", "plan.json", cwd=folder, **job), 2)
+
+
+def test_only_the_first_rank_says_what_all_know(folder: Path) -> None:
+    done = hzplan("run", "plan.json", cwd=folder, RANK="1", WORLD_SIZE="3")
+    assert (done.code, done.stderr) == (2, "")
+
+
+def test_plan_for_another_model(folder: Path) -> None:
+    line = refuse(folder, "run", "plan.json", "gpt:tiny")
+    assert "plan.json: the plan is for another model (gpt:nano): layers.2" in line
+
+
+def test_unknown_model(folder: Path) -> None:
+    assert "gpt:giant: no such preset" in refuse(folder, "run", "plan.json", "gpt:giant")
+
+
+def test_factory_is_not_run_because_a_plan_names_it(folder: Path, good: Plan) -> None:
+    (folder / "dangerous.py").write_text("open('ran', 'w')\n")
+    (folder / "plan.json").write_text(
+        edited(good, lambda data: data["model"].update(name="dangerous:factory"))
+    )
+    line = refuse(folder, "run", "plan.json")
+    assert "dangerous:factory is a Python factory" in line
+    assert "hzplan run plan.json dangerous:factory" in line
+
+
+def test_empty_data_folder(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    assert "texts: no text in it" in refuse(folder, "run", "plan.json", "--data", "texts")
+
+
+def test_missing_data(folder: Path) -> None:
+    assert "no such file or folder" in refuse(folder, "run", "plan.json", "--data", "texts")
+
+
+def test_too_little_data(folder: Path) -> None:
+    (folder / "short.txt").write_text("a few words")
+    assert "too little text" in refuse(folder, "run", "plan.json", "--data", "short.txt")
+
+
+# ---- options -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("run",), "Missing argument"),
+        (("run", "plan.json", "--fast"), "No such option: --fast"),
+        (("run", "plan.json", "--steps", "many"), "--steps"),
+        (("run", "plan.json", "--steps", "0"), "--steps 0"),
+        (("run", "plan.json", "--lr", "nan"), "--lr nan"),
+        (("run", "plan.json", "--lr", "-1"), "--lr -1"),
+        (("run", "plan.json", "--nproc", "0"), "--nproc 0"),
+        (("run", "plan.json", "--metrics", "."), ".: is a folder"),
+        (("run", "plan.json", "--metrics", "plan.json/m.jsonl"), "plan.json/m.jsonl: cannot be written"),
+        (("profile",), "Missing argument"),
+        (("profile", "gpt:nano", "--micro-batch", "x"), "--micro-batch x"),
+        (("profile", "gpt:nano", "--micro-batch", "0,1"), "--micro-batch 0,1"),
+        (("profile", "gpt:nano", "--micro-batch", ""), "--micro-batch"),
+        (("profile", "gpt:nano", "--dtype", "bf16"), "--dtype bf16 is not supported yet"),
+        (("profile", "gpt:nano", "--dtype", "int3"), "--dtype int3 is not known"),
+        (("profile", "gpt:nano", "--optimizer", "lion"), "--optimizer lion"),
+        (("profile", "gpt:nano", "--mesh", "2|x"), "--mesh"),
+        (("profile", "gpt:nano", "--mesh", "2|2"), "--mesh 2|2 has 4 ranks, this job has 1"),
+        (("profile", "gpt:nano", "--seq-len", "0"), "--seq-len 0"),
+        (("profile", "gpt:nano", "-o", "plan.json/p.json"), "plan.json/p.json: cannot be written"),
+        (("profile", "gpt:nano", "-o", "/proc/nowhere/p.json"), "/proc/nowhere/p.json: cannot be written"),
+        (("profile", "nano"), "nano: not a model"),
+        (("profile", "hf:gpt2"), "not yet supported"),
+        (("profile", "nowhere:factory"), "no module `nowhere`"),
+        (("plot",), "No such command 'plot'"),
+    ],
+)
+def test_bad_usage(folder: Path, arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in refuse(folder, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK is 'zero'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 in a job of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_half_a_job_in_the_environment(folder: Path, variables: dict[str, str], expected: str) -> None:
+    done = hzplan("run", "plan.json", cwd=folder, **variables)
+    assert_one_line(done, 2)
+    assert expected in done.stderr
+
+
+# ---- ranks that fail -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "expected"),
+    [
+        (
+            "raises",
+            "rank 1: plan.json: factories:raises: the factory raised RuntimeError: no weights on this",
+        ),
+        ("exits", "rank 1 ended with exit code 7"),
+        ("killed", "rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_rank_that_dies_at_start(folder: Path, factory: str, expected: str) -> None:
+    (folder / "factories.py").write_text(FACTORIES)
+    line = refuse(folder, "run", "plan.json", f"factories:{factory}", "--steps", 2, code=4)
+    assert expected in line
+
+
+def test_rank_that_fails_in_training(folder: Path) -> None:
+    (folder / "factories.py").write_text(FACTORIES)
+    done = hzplan("run", "plan.json", "factories:Late", "--steps", 50, "--json", cwd=folder)
+    assert done.code == 4
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    said = [line for line in done.lines if line.startswith("hzplan: ")]
+    assert said == ["hzplan: rank 1: ValueError: a strange batch (HZPLAN_DEBUG=1 shows where)"]
+
+
+def test_debugging_shows_the_traceback(folder: Path) -> None:
+    done = hzplan("run", "nowhere.json", cwd=folder, HZPLAN_DEBUG="1")
+    assert done.code == 2
+    assert "Traceback" in done.stderr
+    assert done.lines[-1] == "hzplan: nowhere.json: no such file"
