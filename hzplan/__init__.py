@@ -1,7 +1,7 @@
 """hzplan plans and runs the fastest sharded data-parallel training that fits in memory.
 
-``hzplan.parallelize`` shards a model as a plan says; ``hzplan.Plan.load`` reads a plan. Everything else is the
-command line's (``hzplan --help``).
+``hzplan.parallelize`` shards a model as a plan says; ``hzplan.Plan.load`` reads a plan. Everything else is
+the command line's (``hzplan --help``).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 MAX_LEVELS = 8
+SPLIT_LEVELS = 4  # finer splits multiply the solver's patterns and gain little
 
 
 class Stage(NamedTuple):
@@ -70,11 +71,17 @@ class Mesh:
 
     @classmethod
     def of_tiers(cls, *sizes: int) -> Mesh:
-        """A mesh with one tier per size, each split into its prime factors while 8 levels allow it."""
+        """A mesh with one tier per size, each split into factors as long as that gives at most 4 levels."""
         factors = [_prime_factors(size) for size in sizes]
-        while sum(map(len, factors)) > MAX_LEVELS:
-            longest = max(factors, key=len)
-            longest[-2:] = [longest[-2] * longest[-1]]
+        while sum(map(len, factors)) > SPLIT_LEVELS and any(len(tier) > 1 for tier in factors):
+            # Join the neighbours with the smallest product; of equals the slowest.
+            _, _, tier, place = min(
+                (factors[tier][place] * factors[tier][place + 1], -tier, tier, -place)
+                for tier in range(len(factors))
+                for place in range(len(factors[tier]) - 1)
+            )
+            pair = factors[tier][-place : -place + 2]
+            factors[tier][-place : -place + 2] = [prod(pair)]
         return cls(tuple(tuple(tier) for tier in factors))
 
     def __str__(self) -> str:

@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hzplan.errors import UserError
 
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveInt = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# The limits keep every product that is formed of them inside 64 bits; nothing real comes near them.
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**52)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**52)]
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 

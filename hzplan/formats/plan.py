@@ -12,6 +12,7 @@ from hzplan.formats.base import (
     Finite,
     NonNegativeInt,
     PositiveInt,
+    Rate,
     Seconds,
     Strict,
     read,
@@ -97,8 +98,8 @@ class Predicted(Strict):
     exposed_comm_s: dict[str, Seconds]
     peak_memory_bytes: NonNegativeInt
     memory_bytes: dict[str, NonNegativeInt]
-    tokens_per_s_per_gpu: Seconds
-    mfu: Seconds
+    tokens_per_s_per_gpu: Rate
+    mfu: Rate
 
 
 class Plan(Strict):

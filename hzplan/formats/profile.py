@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from hzplan.formats.base import (
     Fraction,
     NonNegativeInt,
     PositiveInt,
+    Rate,
     Seconds,
     Strict,
     read,
@@ -22,6 +23,8 @@ from hzplan.formats.base import (
 )
 from hzplan.hierarchy import Mesh
 from hzplan.layout import TensorSpec
+
+MAX_TENSOR_BYTES = 2**44
 
 Phase = Literal["forward", "backward"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -66,7 +69,7 @@ class UseCost(Strict):
     seconds: Seconds
     spread: Fraction
     flops: NonNegativeInt
-    retained_bytes: int
+    retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
     peak_bytes: NonNegativeInt
 
 
@@ -130,7 +133,7 @@ class ClusterEntry(Strict):
     backend: str
     device: str
     memory_bytes: PositiveInt
-    peak_flops: Seconds
+    peak_flops: Rate
     scattered_by_exchange: bool
 
 
@@ -173,6 +176,9 @@ class Profile(Strict):
         if len(set(tensors)) != len(tensors):
             raise ValueError("units: a tensor appears twice")
         known = set(names)
+        for tensor in (tensor for unit in self.units for tensor in unit.tensors):
+            if tensor.spec.nbytes > MAX_TENSOR_BYTES:
+                raise ValueError(f"units: tensor {tensor.name} is larger than {MAX_TENSOR_BYTES >> 40} TiB")
         for unit in self.units:
             if not set(unit.requires) <= known:
                 raise ValueError(f"units: {unit.name} requires a unit that is not listed")

@@ -114,6 +114,11 @@ def apply(
             "start that many, or solve for this world"
         )
     units = find_units(model)
+    for tensor in (tensor for unit in units for tensor in unit.tensors):
+        if tensor.trainable and tensor.dtype in ("bfloat16", "float16"):
+            raise UserError(
+                f"parameter {tensor.name} is {tensor.dtype}; this version trains float32 and float64 only"
+            )
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     schedule = schedule_of(units, choice)
     rank = dist.get_rank() if world > 1 else 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hzplan.hierarchy import MAX_LEVELS, Levels, Mesh, Stage
+from hzplan.hierarchy import SPLIT_LEVELS, Levels, Mesh, Stage
 from tests.unit.meshes import meshes
 
 Buffer = NDArray[np.int64]
@@ -235,17 +235,17 @@ def test_what_is_no_mesh_is_refused() -> None:
 def test_of_tiers_keeps_the_sizes_and_splits_them_as_far_as_levels_allow(sizes: list[int]) -> None:
     mesh = Mesh.of_tiers(*sizes)
     assert [prod(tier) for tier in mesh.tiers] == sizes
-    assert mesh.levels <= MAX_LEVELS
-    if mesh.levels < MAX_LEVELS:  # nothing had to be merged
+    assert mesh.levels <= SPLIT_LEVELS
+    if mesh.levels < SPLIT_LEVELS:  # nothing had to be merged
         for size in mesh.dims:
             assert all(size % divisor for divisor in range(2, int(size**0.5) + 1))
     assert all(size > 1 or tier == (1,) for tier in mesh.tiers for size in tier)
 
 
 def test_of_tiers_by_example() -> None:
-    assert str(Mesh.of_tiers(8, 16)) == "2,2,2|2,2,2,2"
+    assert str(Mesh.of_tiers(8, 16)) == "2,4|4,4"
     assert str(Mesh.of_tiers(1, 3)) == "1|3"
-    assert str(Mesh.of_tiers(8, 64)) == "2,2,2|2,2,2,2,4"
+    assert str(Mesh.of_tiers(8, 64)) == "8|4,4,4"
     with pytest.raises(ValueError, match="at least 1"):
         Mesh.of_tiers(8, 0)
     with pytest.raises(ValueError, match="at least one tier"):
