@@ -88,11 +88,12 @@ class Bar:
 
             self._progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=16),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[text]}"),
                 console=stderr(),
                 transient=True,
+                refresh_per_second=4,
             )
             self._task = self._progress.add_task(self._title, total=1.0, text="")
             self._progress.start()

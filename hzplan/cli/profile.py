@@ -39,16 +39,14 @@ def command(
     Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
     """
     from hzplan.cli import ranks
-    from hzplan.cli.paths import check_writable
 
     here = ranks.this_rank(nproc)
     world = here.world if here else nproc or 1
     request = _Request(
-        model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, _mesh(mesh, world)
+        model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, _mesh(mesh, world), output
     )
-    check_writable(output)
-    if here is None:
-        request.workload()  # what is wrong with it is said before ranks start
+    if here is None:  # what is wrong is said before ranks start
+        request.workload()
         ranks.start_here(world)
         return
 
@@ -57,7 +55,7 @@ def command(
     from hzplan.cli.profile_tables import show
 
     with job.join(here) as joined:
-        workload = joined.agree(request.workload)
+        workload = joined.agree(lambda: request.workload(writes=here.rank == 0))
         if here.rank == 0:
             ranks.say_how_on_a_cluster(here)
         with console.Bar("profile", shown=here.rank == 0) as bar:
@@ -77,12 +75,16 @@ class _Request:
     dtype: str
     optimizer: str
     mesh: Mesh | None
+    output: Path
 
-    def workload(self) -> Workload:
-        """The model on the command line; UserError when it cannot be had or measured."""
+    def workload(self, *, writes: bool = True) -> Workload:
+        """The model; UserError when it cannot be had or measured, or the profile not be written."""
+        from hzplan.cli.paths import check_writable
         from hzplan.models.workload import load
         from hzplan.profiler.optimizer import OPTIMIZERS
 
+        if writes:
+            check_writable(self.output)
         if self.optimizer not in OPTIMIZERS:
             raise UserError(f"--optimizer {self.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
         return load(self.model, seq_len=self.seq_len)

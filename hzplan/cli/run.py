@@ -49,17 +49,12 @@ def command(
     Example: hzplan run plan.json --steps 200 --metrics metrics.jsonl
     """
     from hzplan.cli import ranks
-    from hzplan.cli.paths import check_writable
 
     here = ranks.this_rank(nproc)
-    request = _Request(plan, model, data, steps, lr, seed)
+    request = _Request(plan, model, data, steps, lr, seed, metrics)
     request.check_options()
-    if metrics is not None:
-        check_writable(metrics)
-    loaded = request.load_plan(here.world if here else nproc)
-    if here is None:
-        request.prepare(loaded)  # what is wrong with it is said before ranks start
-        ranks.start_here(loaded.mesh.world)
+    if here is None:  # what is wrong is said before ranks start
+        ranks.start_here(request.prepare(nproc).plan.mesh.world)
         return
 
     from hzplan import job
@@ -67,18 +62,19 @@ def command(
     from hzplan.training.loop import RunOptions, train
 
     with job.join(here) as joined:
-        prepared = joined.agree(lambda: request.prepare(loaded))
+        ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
-            ranks.say_how_on_a_cluster(here, nodes=_nodes(loaded))
+            ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
         options = RunOptions(steps=steps, lr=lr, seed=seed)
-        with Report(loaded, steps, prepared.corpus, metrics, shown=here.rank == 0) as report:
-            result = train(loaded, prepared.workload, prepared.corpus, options, report.on_step)
+        with Report(ready.plan, steps, ready.corpus, metrics, shown=here.rank == 0) as report:
+            result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
         if here.rank == 0:
             report.show(result, as_json=as_json)
 
 
 @dataclass(frozen=True)
 class _Prepared:
+    plan: Plan
     workload: Workload
     corpus: Corpus | None
 
@@ -93,6 +89,7 @@ class _Request:
     steps: int
     lr: float
     seed: int
+    metrics: Path | None
 
     def check_options(self) -> None:
         """UserError for numbers that make no sense."""
@@ -101,8 +98,17 @@ class _Request:
         if not 0 < self.lr < float("inf"):
             raise UserError(f"--lr {self.lr}: must be a number above 0")
 
-    def load_plan(self, world: int | None) -> Plan:
-        """The plan; UserError when it is not one, is for another world, or names code."""
+    def prepare(self, world: int | None, *, writes: bool = True) -> _Prepared:
+        """Plan, model and data; UserError when one is missing or does not fit the others or the world."""
+        from hzplan.cli.paths import check_writable
+
+        if self.metrics is not None and writes:
+            check_writable(self.metrics)
+        plan = self._plan(world)
+        workload = self._workload(plan)
+        return _Prepared(plan, workload, self._corpus(workload))
+
+    def _plan(self, world: int | None) -> Plan:
         from hzplan.formats.plan import Plan
 
         plan = Plan.load(self.plan)
@@ -118,11 +124,8 @@ class _Request:
             )
         return plan
 
-    def prepare(self, plan: Plan) -> _Prepared:
-        """Model and data; UserError when they are missing, or not what the plan was made for."""
+    def _workload(self, plan: Plan) -> Workload:
         from hzplan.models.workload import load
-        from hzplan.training.batches import reads_bytes
-        from hzplan.training.data import load_corpus
         from hzplan.training.loop import check_optimizer
 
         try:
@@ -131,14 +134,20 @@ class _Request:
             _check_model(workload, plan)
         except UserError as error:
             raise UserError(f"{self.plan}: {error}") from None
+        return workload
+
+    def _corpus(self, workload: Workload) -> Corpus | None:
+        from hzplan.training.batches import reads_bytes
+        from hzplan.training.data import load_corpus
+
         if reads_bytes(workload):
-            return _Prepared(workload, load_corpus(self.data, seq_len=workload.seq_len))
+            return load_corpus(self.data, seq_len=workload.seq_len)
         if self.data is not None:
             raise UserError(
                 f"--data {self.data}: {workload.name} does not read bytes (its vocabulary is "
                 f"{workload.vocab or 'not known'}, 256 are needed); leave --data out"
             )
-        return _Prepared(workload, None)
+        return None
 
 
 def _nodes(plan: Plan) -> int:

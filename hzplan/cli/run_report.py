@@ -54,7 +54,7 @@ class Report:
         speed = stats.tokens / stats.step_s
         self._bar.update(
             f"step {stats.step + 1}/{self._steps}  loss {stats.loss:.3f}  "
-            f"{console.duration(stats.step_s)}  {speed:,.0f} tokens/s",
+            f"{console.duration(stats.step_s)}  {speed:,.0f} tok/s",
             (stats.step + 1) / self._steps,
         )
         if self._file is not None:

@@ -151,11 +151,11 @@ class _Trainer:
             if self._traces(step):
                 untimed |= {step, step + 1}
             if self._evaluates_after(step):
+                self.finish(pending)
+                pending = None
                 self.evaluate(step)
                 untimed.add(step + 1)
                 ended = time.perf_counter()
-        assert pending is not None
-        self.finish(pending)
         return self.result(untimed)
 
     def _traces(self, step: int) -> bool:

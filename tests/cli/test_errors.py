@@ -154,12 +154,14 @@ def test_plan_for_another_world(folder: Path) -> None:
 
 
 def test_plan_for_another_world_inside_a_job(folder: Path) -> None:
-    job = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    assert_one_line(hzplan("run", "plan.json", cwd=folder, **job), 2)
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = hzplan("run", "plan.json", cwd=folder, **job)
+    assert_one_line(done, 2)
+    assert "plan.json: field cluster.mesh: the plan is for 2 ranks, this job has 1" in done.stderr
 
 
 def test_only_the_first_rank_says_what_all_know(folder: Path) -> None:
-    done = hzplan("run", "plan.json", cwd=folder, RANK="1", WORLD_SIZE="3")
+    done = hzplan("run", "plan.json", "--steps", 0, cwd=folder, RANK="1", WORLD_SIZE="2")
     assert (done.code, done.stderr) == (2, "")
 
 

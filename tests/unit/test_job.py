@@ -1,0 +1,98 @@
+"""Where a process finds that it is a rank, and whose failure it was."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from hzplan.errors import CheckFailed, Infeasible, JobFailed, UserError
+from hzplan.job import Place, first_host, meeting_point, place, record_failure, with_exit_code
+from hzplan.launch import _explain, cluster_line
+
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
+
+
+def test_no_job() -> None:
+    assert place({}) is None
+    assert place({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # a batch script
+
+
+def test_torchrun() -> None:
+    env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert place(env | SRUN) == Place(3, 8, 1, 2)
+    assert place({"RANK": "3", "WORLD_SIZE": "8"}) == Place(3, 8, 0, 1)
+
+
+def test_srun() -> None:
+    assert place(SRUN) == Place(5, 8, 1, 4)
+    step = {"SLURM_JOB_ID": "20007", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6"}
+    assert place(SRUN | step) == Place(5, 6, 1, 3)
+    assert meeting_point(step | {"SLURM_STEP_NODELIST": "gpu[07-09]"}) == ("gpu07", 20007)
+    assert meeting_point(step | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}) == ("here", 1)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}],
+)
+def test_half_a_job(env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="RANK"):
+        place(env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("alone", "alone"),
+        ("a1,b2", "a1"),
+        ("gpu[003-010,012],login", "gpu003"),
+        ("rack-2-gpu[1,5]-ib", "rack-2-gpu1-ib"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_cluster_line_leaves_out_what_the_launcher_knows() -> None:
+    line = cluster_line(["run", "my plan.json", "--nproc", "4", "--nproc=4"], nodes=2, ranks_per_node=2)
+    assert line.startswith("torchrun --nnodes 2 ")
+    assert line.endswith("--nproc-per-node 2 -m hzplan run 'my plan.json'")
+
+
+@pytest.mark.parametrize("kind", [UserError, CheckFailed, Infeasible, JobFailed])
+def test_errors_are_made_again_from_their_exit_code(kind: type[UserError]) -> None:
+    assert type(with_exit_code("text", kind.exit_code)) is kind
+
+
+def failure(
+    folder: Path,
+    rank: int,
+    exit_code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str = "",
+    lost: bool = False,
+) -> ProcessFailure:
+    path = folder / f"{rank}.json"
+    if said:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        record_failure(said, exit_code, lost_peer=lost)
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=exit_code, error_file=str(path))
+
+
+def test_the_culprit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = failure(tmp_path, 0, 4, monkeypatch, "rank 0: Connection closed by peer", lost=True)
+    ended = failure(tmp_path, 1, -signal.SIGTERM, monkeypatch)
+    reported = failure(tmp_path, 2, 4, monkeypatch, "rank 2: ValueError: no")
+    abrupt = failure(tmp_path, 3, -signal.SIGSEGV, monkeypatch)
+    assert str(_explain({0: missed, 1: ended, 2: reported, 3: abrupt})) == "rank 3 was ended by SIGSEGV"
+    assert str(_explain({0: missed, 1: ended, 2: reported})) == "rank 2: ValueError: no"
+    assert str(_explain({0: missed, 1: ended})) == "rank 0: Connection closed by peer"
+    assert str(_explain({1: ended})) == "rank 1 was ended by SIGTERM"
+
+
+def test_a_users_mistake_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = _explain({0: failure(tmp_path, 0, 3, monkeypatch, "nothing fits")})
+    assert (str(error), error.exit_code) == ("nothing fits", 3)

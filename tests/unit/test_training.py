@@ -1,0 +1,97 @@
+"""What the training loop is made of: batches by place, the learning rate, a run of one rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hzplan.errors import UserError
+from hzplan.models.workload import load
+from hzplan.training.batches import SyntheticBatches, TextBatches, reads_bytes
+from hzplan.training.data import Corpus, heldout_windows
+from hzplan.training.loop import RunOptions, StepStats, learning_rate, train
+from tests.plans import make_plan
+
+
+def corpus() -> Corpus:
+    """A text that repeats the bytes 0 … 99."""
+    text = torch.arange(100, dtype=torch.uint8).repeat(50)
+    return Corpus(text, text[:1000], "counting", 4.6)
+
+
+def test_text_is_for_models_that_know_every_byte() -> None:
+    nano = load("gpt:nano")
+    assert reads_bytes(nano)
+    assert reads_bytes(replace(nano, vocab=50257))
+    assert not reads_bytes(replace(nano, vocab=255))
+    assert not reads_bytes(replace(nano, vocab=None))
+    assert not reads_bytes(replace(nano, batch=lambda n, generator: torch.zeros(n, 7)))
+
+
+def test_text_batches_depend_on_place_alone() -> None:
+    data = TextBatches(corpus(), micro_batch=2, seq_len=8, seed=1)
+    places = [(step, index, rank) for step in range(3) for index in range(2) for rank in range(2)]
+    batches = [data.train(*place) for place in places]
+    assert all(torch.equal(batch, data.train(*place)) for batch, place in zip(batches, places, strict=True))
+    assert len({tuple(batch.flatten().tolist()) for batch in batches}) == len(places)
+
+
+def test_ranks_share_the_heldout_windows() -> None:
+    data = TextBatches(corpus(), micro_batch=2, seq_len=8, seed=1)
+    mine = [data.heldout(3, rank, 2) for rank in range(2)]
+    assert [[tuple(batch.shape) for batch in share] for share in mine] == [[(2, 9)] * 3] * 2
+    taken = sorted(window.tolist() for share in mine for batch in share for window in batch)
+    assert taken == sorted(heldout_windows(corpus().heldout, 8, 12).tolist())
+
+
+def test_synthetic_batches_of_training_and_heldout_differ() -> None:
+    data = SyntheticBatches(load("gpt:nano"), micro_batch=2, seed=1)
+    first, again, other = data.train(0, 0, 0), data.train(0, 0, 0), data.heldout(1, 0, 2)[0]
+    assert isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor)
+    assert isinstance(other, torch.Tensor)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    options = RunOptions(steps=200, lr=1.0)
+    rates = [learning_rate(step, options) for step in range(200)]
+    assert rates[0] == pytest.approx(0.05)
+    assert max(rates) == rates[19] == pytest.approx(1.0)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert 0.1 <= rates[-1] < 0.11
+    assert learning_rate(0, RunOptions(steps=1, lr=1.0)) == 1.0
+
+
+def test_one_rank_learns_to_count() -> None:
+    plan = make_plan("gpt:nano", mesh="1", micro_batch=8, accumulation=2, clip=True)
+    heard: list[StepStats] = []
+    options = RunOptions(steps=60, lr=1e-2, evaluate_every=30, heldout_tokens=4096)
+    result = train(plan, load("gpt:nano"), corpus(), options, heard.append)
+    assert [stats.step for stats in heard] == list(range(60))
+    assert json.dumps([stats.exposed_comm_s for stats in heard])
+    assert result.losses == tuple(stats.loss for stats in heard)
+    assert [step for step, _ in result.heldout_losses] == [29, 59]
+    assert result.heldout_loss < 1.5 < 5 < result.loss_first + 1
+    assert result.tokens_per_s == pytest.approx(8 * 2 * 32 / result.step_s)
+    assert result.unplanned_steps == 0
+    parameters = plan.model.parameters * 4
+    assert result.peak_memory_bytes > 4 * parameters  # parameter, gradient, two moments; and activations
+    assert {stats.peak_memory_bytes for stats in heard} == {result.peak_memory_bytes}
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    plan = make_plan("gpt:nano", mesh="1")
+    runs = [train(plan, load("gpt:nano"), corpus(), RunOptions(steps=5, seed=3)).losses for _ in range(2)]
+    other = train(plan, load("gpt:nano"), corpus(), RunOptions(steps=5, seed=4)).losses
+    assert runs[0] == runs[1] != other
+
+
+def test_a_loss_that_is_no_number_ends_the_run() -> None:
+    nano = load("gpt:nano")
+    broken = replace(nano, loss=lambda model, batch: nano.loss(model, batch) * float("nan"))
+    with pytest.raises(UserError, match="loss of step 0 is nan"):
+        train(make_plan("gpt:nano", mesh="1"), broken, corpus(), RunOptions(steps=5))
