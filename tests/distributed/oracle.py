@@ -1,0 +1,239 @@
+"""Training in shards against one process: the cases, and what runs on the ranks."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.models.gpt import GPT, GPTConfig
+from hzplan.models.hooks import attach
+from hzplan.models.units import find_units
+from hzplan.runtime.apply import Choice, apply, full_parameters
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.schedule import Use
+
+VOCAB, LENGTH, ROWS = 32, 8, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``)."""
+
+    mesh: str
+    levels: tuple[int, int, int] | None = None
+    accumulation: int = 1
+    prefetch: int = 1
+    steps: int = 10
+    clip: bool = True
+    dtype: str = "float64"
+    optimizer: str = "AdamW"
+    frozen: bool = False
+    groups: bool = False
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """For pytest."""
+        levels = "".join(map(str, self.levels)) if self.levels else f"random{self.seed}"
+        return f"{self.mesh}-{levels}-acc{self.accumulation}-pre{self.prefetch}-{self.dtype}"
+
+
+def legal(mesh: str) -> list[tuple[int, int, int]]:
+    """Every legal triple, levels that add no shards included."""
+    levels = range(Mesh.parse(mesh).levels + 1)
+    return [(p, g, o) for o in levels for g in range(o + 1) for p in range(o + 1)]
+
+
+def run_cases(payload: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """On every rank: each case's largest error of a loss, and of a weight tensor's norm."""
+    return {case.name: list(compare(case)) for case in (Case(**fields) for fields in payload)}
+
+
+def as_payload(cases: list[Case]) -> list[dict[str, Any]]:
+    """Cases as JSON."""
+    return [asdict(case) for case in cases]
+
+
+def compare(case: Case) -> tuple[float, float]:
+    """Train in shards and compare with one process; the same on every rank."""
+    model, optimizer = sharded(case)
+    losses = train(case, model, optimizer)
+    weights = full_parameters(optimizer)
+    optimizer.engine.close()
+    expected_losses, expected = reference(case)
+    return (
+        max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
+        max(float((weights[name] - expected[name]).norm()) for name in expected),
+    )
+
+
+def batch(step: int, micro_batch: int, rank: int) -> Tensor:
+    """Different tokens for every step, micro-batch and rank."""
+    generator = torch.Generator().manual_seed(1 + step * 10_000 + micro_batch * 100 + rank)
+    return torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of the next token."""
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def fresh_model(case: Case) -> nn.Module:
+    """The same initial values everywhere."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=VOCAB, layers=2, width=16, heads=2, seq_len=LENGTH))
+    model = model.to(getattr(torch, case.dtype))
+    if case.frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = not (name.startswith("layers.0.") or name.endswith("norm1.weight"))
+    return model
+
+
+def param_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
+    """One group, or two with different weight decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not case.groups:
+        return [{"params": trained}]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def options(case: Case) -> dict[str, float]:
+    """What the optimizer is called with."""
+    return {"lr": 1e-2} if case.optimizer != "SGD" else {"lr": 1e-1, "momentum": 0.9}
+
+
+def uses_of(case: Case) -> tuple[Use, ...]:
+    """The recorded uses of one forward and backward."""
+    model, found = fresh_model(case), []
+
+    class Recorder:
+        def enter(self, unit: str, phase: Any) -> None:
+            found.append(Use(unit, phase))
+
+        def gradient(self, parameter: nn.Parameter) -> None:
+            pass
+
+        def backward_end(self) -> None:
+            pass
+
+    detach = attach(find_units(model), Recorder())
+    loss_of(model, batch(0, 0, 0)).backward()
+    detach()
+    return tuple(found)
+
+
+def choice(case: Case) -> Choice:
+    """The case as the runtime takes it."""
+    mesh, rng = Mesh.parse(case.mesh), random.Random(case.seed)
+    triples = [Levels(*triple) for triple in legal(case.mesh)]
+    names = [name for name, _ in fresh_model(case).named_parameters()]
+    levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
+    return Choice(mesh, levels, uses_of(case), case.prefetch, case.accumulation, case.clip)
+
+
+def sharded(case: Case) -> tuple[nn.Module, ShardedOptimizer]:
+    """The case's model and optimizer, parallelised."""
+    model = fresh_model(case)
+    return apply(
+        model,
+        choice(case),
+        getattr(torch.optim, case.optimizer),
+        params=param_groups(case, model),
+        **options(case),
+    )
+
+
+def train(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> list[float]:
+    """The mean loss over ranks and micro-batches of every step."""
+    losses = []
+    for step in range(case.steps):
+        total = 0.0
+        for micro_batch in range(case.accumulation):
+            loss = loss_of(model, batch(step, micro_batch, dist.get_rank())) / case.accumulation
+            loss.backward()
+            total += float(loss)
+        if case.clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(total)
+    mean = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return list(map(float, mean / dist.get_world_size()))
+
+
+def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """One process that sees every rank's data."""
+    world = Mesh.parse(case.mesh).world
+    same = (case.accumulation, case.steps, case.clip, case.dtype, case.optimizer, case.frozen, case.groups)
+    return _reference(world, *same)
+
+
+@cache
+def _reference(
+    world: int,
+    accumulation: int,
+    steps: int,
+    clip: bool,
+    dtype: str,
+    optimizer_name: str,
+    frozen: bool,
+    groups: bool,
+) -> tuple[list[float], dict[str, Tensor]]:
+    case = Case("1", None, accumulation, 1, steps, clip, dtype, optimizer_name, frozen, groups)
+    model = fresh_model(case)
+    optimizer = getattr(torch.optim, optimizer_name)(param_groups(case, model), **options(case))
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro_batch in range(accumulation):
+            for rank in range(world):
+                loss = loss_of(model, batch(step, micro_batch, rank)) / (accumulation * world)
+                loss.backward()
+                total += float(loss)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(total)
+    return losses, copy.deepcopy(dict(model.named_parameters()))
+
+
+def every_legal_case() -> Iterator[Case]:
+    """float64: every triple × accumulation × prefetch; float32: every triple once."""
+    for mesh in ("4", "2|2", "1|3"):
+        for levels in legal(mesh):
+            for accumulation in (1, 3):
+                for prefetch in (1, 2):
+                    yield Case(mesh, levels, accumulation, prefetch, clip=prefetch == 1)
+            yield Case(mesh, levels, accumulation=2, dtype="float32")
+
+
+def random_cases(number: int) -> Iterator[Case]:
+    """Different levels for every tensor, frozen tensors, groups, SGD among them."""
+    for seed in range(number):
+        rng = random.Random(seed)
+        yield Case(
+            rng.choice(("4", "2|2", "2,2")),
+            None,
+            accumulation=rng.choice((1, 2, 3)),
+            prefetch=rng.choice((1, 2, 3)),
+            steps=4,
+            clip=rng.random() < 0.5,
+            optimizer=rng.choice(("AdamW", "AdamW", "SGD", "Adam")),
+            frozen=rng.random() < 0.3,
+            groups=rng.random() < 0.3,
+            seed=seed,
+        )

@@ -1,0 +1,44 @@
+"""The runtime against one process: every legal triple, random plans, different data on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hzplan.hierarchy import Mesh
+from tests.distributed.oracle import Case, as_payload, every_legal_case, random_cases
+from tests.distributed.ranks import on_ranks
+
+pytestmark = pytest.mark.distributed
+
+LEGAL = list(every_legal_case())
+RANDOM = list(random_cases(100))
+TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-5, None)}  # fp32 weights differ by up to lr
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """All cases of one world in one job."""
+    found: dict[str, list[float]] = {}
+    for world in (3, 4):
+        cases = [case for case in LEGAL + RANDOM if Mesh.parse(case.mesh).world == world]
+        folder: Path = tmp_path_factory.mktemp(f"world{world}")
+        found |= on_ranks(world, "tests.distributed.oracle:run_cases", as_payload(cases), folder)
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", LEGAL + RANDOM, ids=lambda case: case.name)
+def test_equals_one_process(case: Case, errors: dict[str, list[float]]) -> None:
+    loss_error, weight_error = errors[case.name]
+    loss_bar, weight_bar = TOLERANCES[case.dtype]
+    assert loss_error <= loss_bar
+    if weight_bar is not None:
+        assert weight_error <= weight_bar
+
+
+def test_cases_are_what_they_claim() -> None:
+    assert len({case.name for case in LEGAL + RANDOM}) == len(LEGAL) + len(RANDOM)
+    assert sum(case.dtype == "float64" for case in LEGAL) == (5 + 14 + 14) * 4
+    assert len(RANDOM) == 100
