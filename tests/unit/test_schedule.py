@@ -126,6 +126,24 @@ def test_an_unshard_is_launched_when_its_window_opens(step: Step) -> None:
             assert current.kind is Kind.STEP or current.position == task.position
 
 
+@given(steps())
+def test_updates_go_as_gradients_arrive_and_parameters_travel_in_forward_order(step: Step) -> None:
+    schedule = step.build()
+    reduced = reduced_units(schedule, step.trainable)
+    arrival = [unit for index in sorted(reduced) for unit in reduced[index]]
+
+    def units(kind: Kind, tier: int) -> list[str]:
+        found = [task for task in schedule.tasks if (task.kind, task.tier) == (kind, tier)]
+        return [unit for task in found for unit in task.units]
+
+    assert units(Kind.UPDATE, -1) == arrival
+    for tier in range(step.tiers):
+        travelled = units(Kind.SYNC, tier)
+        assert sorted(travelled) == sorted(arrival)
+        first_uses = [runs(step, unit)[0] for unit in travelled]
+        assert first_uses == sorted(first_uses)
+
+
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 3))
 def test_a_chain_needs_a_buffer_for_each_unit_in_the_window(
     units: int, prefetch: int, accumulation: int
