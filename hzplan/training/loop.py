@@ -184,6 +184,7 @@ class _Trainer:
     def traced_step(self, step: int) -> Tensor:
         """The same, and note the most memory that it takes on any rank."""
         losses: list[Tensor] = []
+        self.optimizer.engine.executor.drain()  # so that the first update has made its state
         ignore = () if self.corpus is None else (self.corpus.train, self.corpus.heldout)
         peak = peak_memory_bytes(lambda: losses.append(self.step(step)), self.device, ignore=ignore)
         self.peak_memory_bytes = int(self.over_ranks([peak], dist.ReduceOp.MAX)[0])

@@ -75,15 +75,17 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_plans_differ_in_memory_not_in_losses(tmp_path: Path) -> None:
     results = []
-    for name, levels in (("ddp", Levels(0, 0, 0)), ("zero3", Levels(1, 1, 1))):
-        make_plan("gpt:nano", mesh="2", levels=levels).save(tmp_path / f"{name}.json")
+    for name, levels in (("ddp", Levels(0, 0, 0)), ("zero1", Levels(0, 0, 1))):
+        plan = make_plan("gpt:nano", mesh="2", levels=levels)
+        plan.save(tmp_path / f"{name}.json")
         done = hzplan("run", f"{name}.json", "--steps", 6, "--json", cwd=tmp_path)
         assert done.code == 0, done.stderr
         results.append(json.loads(done.stdout))
-    ddp, zero3 = results
-    assert zero3["loss_last"] == pytest.approx(ddp["loss_last"], rel=1e-5)
-    assert zero3["heldout_loss"] == pytest.approx(ddp["heldout_loss"], rel=1e-5)
-    assert zero3["peak_memory_bytes"]["measured"] < ddp["peak_memory_bytes"]["measured"]
+    ddp, zero1 = results
+    assert zero1["loss_last"] == pytest.approx(ddp["loss_last"], rel=1e-5)
+    assert zero1["heldout_loss"] == pytest.approx(ddp["heldout_loss"], rel=1e-5)
+    saved = ddp["peak_memory_bytes"]["measured"] - zero1["peak_memory_bytes"]["measured"]
+    assert saved == pytest.approx(plan.model.parameters * 4, rel=0.05)  # half of AdamW's two moments
 
 
 @pytest.mark.distributed
