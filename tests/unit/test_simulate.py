@@ -1,0 +1,250 @@
+"""The replay: by hand on tiny schedules, and against an independent answer on any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule
+from hzplan.simulate import objective_ns, replay, replay_shared, tier_loads_ns
+from tests.unit.steps import Step, chain, steps
+
+
+def durations(schedule: Schedule, by_name: Mapping[str, int]) -> list[int]:
+    """Nanoseconds by a task's text, or by its first word; else 0."""
+    known = {str(task) for task in schedule.tasks} | {
+        str(task).split(maxsplit=1)[0] for task in schedule.tasks
+    }
+    known |= {task.kind.value for task in schedule.tasks}
+    assert set(by_name) <= known
+    return [
+        next(
+            (by_name[key] for key in (str(t), str(t).split(maxsplit=1)[0], t.kind.value) if key in by_name), 0
+        )
+        for t in schedule.tasks
+    ]
+
+
+def starts(schedule: Schedule, start_ns: Sequence[float]) -> dict[str, float]:
+    return {str(task): start_ns[task.index] for task in schedule.tasks}
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------
+
+
+def test_compute_alone() -> None:
+    schedule = chain(2).build()
+    timeline = replay(schedule, durations(schedule, {"compute": 10}))
+    assert timeline.period_ns == 40
+    assert timeline.exposed_ns == {"tier 0": 0, "optim": 0}
+    assert [timeline.start_ns[task.index] for task in schedule.compute] == [0, 10, 20, 30]
+
+
+def test_the_first_unshard_waits_for_the_last_steps_parameters() -> None:
+    """F u0, F u1, B u1, B u0; u1 stays whole at the turn.
+
+    The last reduce ends 8 after compute; then u0 is gathered in 5, and only then its forward begins.
+    """
+    schedule = chain(2).build()
+    timeline = replay(schedule, durations(schedule, {"compute": 10, "unshard": 5, "final-reduce": 8}))
+    assert timeline.period_ns == 40 + 8 + 5
+    assert timeline.exposed_ns == {"tier 0": 13, "optim": 0}
+    at = starts(schedule, timeline.start_ns)
+    assert (at["unshard.0@0 u0"], at["compute@0 u0"], at["unshard.0@1 u1"]) == (8, 13, 13)
+    assert (at["compute@1 u1"], at["unshard.0@3 u0"]) == (23, 33)  # the window opens when compute@1 ends
+    assert (at["compute@2 u1"], at["final-reduce.0@2 u1"]) == (33, 43)
+    assert (at["compute@3 u0"], at["final-reduce.0@3 u0"]) == (43, 53)
+    assert timeline.end_ns[schedule.tasks[-1].index] == 61
+
+
+def test_streams_share_a_tier() -> None:
+    """Gathering u0 for backward takes 20 from 25 on; reducing u1 takes 8 from 35 on.
+
+    Alone they end at 45 and 43. Sharing the link from 35 on: the reduce at 51, then 2 are left of the other.
+    """
+    schedule = chain(2).build()
+    lengths = durations(schedule, {"compute": 10, "unshard": 5, "unshard.0@3": 20, "final-reduce": 8})
+    alone, shared = replay(schedule, lengths), replay_shared(schedule, lengths)
+    compute = schedule.compute[3].index
+    assert alone.start_ns[compute] - alone.start_ns[schedule.compute[0].index] == 45 - 5
+    assert shared.start_ns[compute] - shared.start_ns[schedule.compute[0].index] == pytest.approx(53 - 5)
+    assert alone.period_ns == 5 + 10 + 10 + 20 + 10 + 8
+    assert shared.period_ns == pytest.approx(5 + 10 + 10 + 28 + 10 + 8)
+    assert shared.exposed_ns == {"tier 0": pytest.approx(13 + 18), "optim": 0}
+    assert tier_loads_ns(schedule, lengths) == [5 + 5 + 20 + 8 + 8]
+    assert objective_ns(schedule, lengths) == alone.period_ns
+
+
+def test_waiting_is_booked_to_what_ended_last() -> None:
+    schedule = chain(1, tiers=2).build()
+    slow_network = durations(schedule, {"compute": 10, "unshard.1@0": 9})
+    assert replay(schedule, slow_network).exposed_ns == {"tier 0": 0, "tier 1": 9, "optim": 0}
+    both = durations(schedule, {"compute": 10, "unshard.1@0": 9, "unshard.0@0": 1})
+    assert replay(schedule, both).exposed_ns == {"tier 0": 10, "tier 1": 0, "optim": 0}
+    # What the step before did last on that stream ended long ago, although later in its own step.
+    longer = chain(2, tiers=2).build()
+    early = durations(longer, {"compute": 10, "unshard.1@0": 9, "unshard.0@3": 5})
+    assert replay(longer, early).exposed_ns == {"tier 0": 0, "tier 1": 9, "optim": 0}
+    optimizer = durations(schedule, {"compute": 10, "update": 7})
+    assert replay(schedule, optimizer).exposed_ns == {"tier 0": 0, "tier 1": 0, "optim": 7}
+    assert replay_shared(schedule, optimizer).exposed_ns == {"tier 0": 0, "tier 1": 0, "optim": 7}
+
+
+def test_tiers_pipeline() -> None:
+    """Three units to reduce over two tiers, 10 each, take 40 and not 60."""
+    schedule = chain(3, tiers=2, prefetch=3).build()
+    lengths = durations(schedule, {"final-reduce": 10})
+    assert replay(schedule, lengths).period_ns == 40
+    assert tier_loads_ns(schedule, lengths) == [30, 30]
+
+
+def test_clipping_keeps_the_update_behind_all_gradients() -> None:
+    lengths = {"compute": 10, "final-reduce": 8, "update": 6}
+    free, clipped = chain(2).build(), chain(2, clip=True).build()
+    # u1's gradient is there before compute ends: its update goes during u0's reduce.
+    assert replay(free, durations(free, lengths)).period_ns == 40 + 8 + 6
+    assert replay(clipped, durations(clipped, lengths)).period_ns == 40 + 8 + 6 + 6
+
+
+def test_a_tier_cannot_carry_more_than_its_load() -> None:
+    """Gathering for one micro-batch while reducing another: each stream alone is faster than the link."""
+    schedule = chain(6, prefetch=2, accumulation=4).build()
+    lengths = durations(schedule, {"unshard": 10, "reduce": 10, "compute": 10})
+    period = replay(schedule, lengths).period_ns
+    (load,) = tier_loads_ns(schedule, lengths)
+    assert (
+        period < load == objective_ns(schedule, lengths) <= replay_shared(schedule, lengths).period_ns + 1e-6
+    )
+
+
+def test_durations_must_be_of_this_schedule() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        replay(chain(2).build(), [1, 2, 3])
+
+
+# ---- any schedule ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def timed(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
+    """Durations by kind and tier, by unit too, or each its own; many of them zero, some far longer."""
+    schedule = draw(st.one_of(steps(max_accumulation=3), chains())).build()
+    rng = random.Random(draw(st.integers(0, 10**9)))
+    key = draw(
+        st.sampled_from(
+            [lambda t: (t.kind, t.tier), lambda t: (t.kind, t.tier, t.units), lambda t: t.index],
+        )
+    )
+    zeros = draw(st.sampled_from([0.0, 0.3, 0.6]))
+    length: dict[object, int] = {}
+    for task in schedule.tasks:
+        length.setdefault(key(task), 0 if rng.random() < zeros else int(10 ** rng.uniform(0, 3)))
+    nothing = (Kind.BEGIN, Kind.STEP)
+    return schedule, [0 if task.kind in nothing else length[key(task)] for task in schedule.tasks]
+
+
+def chains() -> st.SearchStrategy[Step]:
+    return st.builds(
+        chain,
+        st.integers(1, 6),
+        tiers=st.integers(1, 3),
+        prefetch=st.integers(1, 3),
+        accumulation=st.integers(1, 3),
+        clip=st.booleans(),
+    )
+
+
+def can_repeat_every(period: Fraction, schedule: Schedule, lengths: Sequence[int]) -> bool:
+    """Whether start times exist that repeat at this period: no cycle is longer (Bellman-Ford)."""
+    start = [Fraction(0)] * len(lengths)
+    for _ in range(len(lengths) + 1):
+        changed = False
+        for task in schedule.tasks:
+            earliest = max(
+                [start[task.index]]
+                + [start[u] + lengths[u] for u in task.after]
+                + [start[u] + lengths[u] - period for u in task.after_previous]
+            )
+            changed |= earliest > start[task.index]
+            start[task.index] = earliest
+        if not changed:
+            return True
+        if start[0] > 4 * sum(lengths):
+            return False
+    return False
+
+
+@given(timed())
+@settings(max_examples=60)
+def test_the_period_is_the_least_that_the_dag_allows(drawn: tuple[Schedule, list[int]]) -> None:
+    schedule, lengths = drawn
+    period = Fraction(replay(schedule, lengths).period_ns).limit_denominator(24)
+    assert can_repeat_every(period, schedule, lengths)
+    assert period == 0 or not can_repeat_every(period * Fraction(99, 100), schedule, lengths)
+
+
+@given(timed())
+def test_no_stream_and_no_tier_carries_more_than_a_period(drawn: tuple[Schedule, list[int]]) -> None:
+    schedule, lengths = drawn
+    alone, shared = replay(schedule, lengths), replay_shared(schedule, lengths)
+    for tasks in schedule.streams.values():
+        assert sum(lengths[task.index] for task in tasks) <= alone.period_ns
+    loads = tier_loads_ns(schedule, lengths)
+    assert loads == [
+        sum(length for task, length in zip(schedule.tasks, lengths, strict=True) if task.tier == tier)
+        for tier in range(schedule.tiers)
+    ]
+    assert objective_ns(schedule, lengths) == max(alone.period_ns, *loads)
+    assert shared.period_ns >= objective_ns(schedule, lengths) - 1e-6
+
+
+@given(timed(), st.data())
+def test_nothing_gets_faster_when_a_task_gets_longer(
+    drawn: tuple[Schedule, list[int]], data: st.DataObject
+) -> None:
+    schedule, lengths = drawn
+    longer = list(lengths)
+    longer[data.draw(st.integers(0, len(lengths) - 1))] += data.draw(st.integers(1, 1000))
+    assert replay(schedule, longer).period_ns >= replay(schedule, lengths).period_ns
+    assert objective_ns(schedule, longer) >= objective_ns(schedule, lengths)
+
+
+@given(timed())
+def test_a_timeline_keeps_the_order_of_the_dag(drawn: tuple[Schedule, list[int]]) -> None:
+    schedule, lengths = drawn
+    for timeline in (replay(schedule, lengths), replay_shared(schedule, lengths)):
+        start, end, period = timeline.start_ns, timeline.end_ns, timeline.period_ns
+        assert start[0] == 0
+        for task, length in zip(schedule.tasks, lengths, strict=True):
+            assert end[task.index] - start[task.index] >= length - 1e-3
+            assert all(start[task.index] >= end[u] - 1e-3 for u in task.after)
+            assert all(start[task.index] >= end[u] - period - 1e-3 for u in task.after_previous)
+    alone = replay(schedule, lengths)
+    assert all(
+        alone.end_ns[i] - alone.start_ns[i] == pytest.approx(length) for i, length in enumerate(lengths)
+    )
+
+
+@given(timed())
+def test_a_period_is_compute_and_exposed_time(drawn: tuple[Schedule, list[int]]) -> None:
+    schedule, lengths = drawn
+    compute = sum(lengths[task.index] for task in schedule.streams[COMPUTE_STREAM])
+    for timeline in (replay(schedule, lengths), replay_shared(schedule, lengths)):
+        assert set(timeline.exposed_ns) == {f"tier {t}" for t in range(schedule.tiers)} | {"optim"}
+        assert all(seconds >= 0 for seconds in timeline.exposed_ns.values())
+        assert compute + sum(timeline.exposed_ns.values()) == pytest.approx(timeline.period_ns, abs=1e-3)
+
+
+@given(timed(), st.integers(2, 9))
+def test_time_has_no_unit(drawn: tuple[Schedule, list[int]], factor: int) -> None:
+    schedule, lengths = drawn
+    scaled = [length * factor for length in lengths]
+    assert replay(schedule, scaled).period_ns == factor * replay(schedule, lengths).period_ns
+    assert replay_shared(schedule, scaled).period_ns == pytest.approx(
+        factor * replay_shared(schedule, lengths).period_ns, abs=1e-2
+    )
