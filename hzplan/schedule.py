@@ -146,7 +146,7 @@ def build(
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
-    reduced after a unit's last backward use in a micro-batch, and compute runs at most ``prefetch + 1``
+    reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``prefetch + 1``
     reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
     hierarchy.
     """
@@ -332,8 +332,10 @@ def _last_backward(
 ) -> dict[int, tuple[str, ...]]:
     """For every use after which gradients are complete: the units concerned."""
     last: dict[str, int] = {}
+    backward = False
     for index, use in enumerate(uses):
-        if use.phase == "backward":
+        backward |= use.phase == "backward"
+        if backward:  # a forward from here on computes again, and what its unit's backward needed comes after
             last |= dict.fromkeys(requires[use.unit], index)
     # A trained unit that no backward use needs has no gradient to wait for: it goes with the last use.
     seen = {unit for use in uses for unit in requires[use.unit]}

@@ -42,17 +42,17 @@ class Hazard(NamedTuple):
 
 
 def reduced_units(schedule: Schedule, trainable: Sequence[str]) -> dict[int, list[str]]:
-    """For every use: the units whose gradients are complete after it; without a backward that is the last."""
-    used = {unit for use in schedule.uses for unit in schedule.requires[use.unit]}
+    """For every use: the units whose gradients are complete after it; without a backward that is the last.
+
+    What computes again in backward comes before the gradients of the unit that it belongs to.
+    """
+    needed = [set(schedule.requires[use.unit]) for use in schedule.uses]
+    first = next((i for i, use in enumerate(schedule.uses) if use.phase == "backward"), len(needed))
     found: dict[int, list[str]] = {}
     for unit in trainable:
-        if unit in used:
-            backward = [
-                index
-                for index, use in enumerate(schedule.uses)
-                if use.phase == "backward" and unit in schedule.requires[use.unit]
-            ]
-            found.setdefault(backward[-1] if backward else len(schedule.uses) - 1, []).append(unit)
+        if any(unit in units for units in needed):
+            ends = [index for index in range(first, len(needed)) if unit in needed[index]]
+            found.setdefault(max(ends, default=len(needed) - 1), []).append(unit)
     return found
 
 

@@ -60,9 +60,9 @@ def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulat
     for name in reversed(forward):
         if draw(st.integers(0, 5)) == 0:
             continue  # no gradient comes by here
-        if recompute and draw(st.booleans()):
-            uses.append(Use(name, "forward"))
         uses.append(Use(name, "backward"))
+        if recompute and draw(st.booleans()):  # its backward begins, finds nothing saved, and computes again
+            uses.append(Use(name, "forward"))
     trainable = tuple(name for name in names if draw(st.integers(0, 4)))
     return Step(
         tuple(uses),
