@@ -148,9 +148,20 @@ class Engine:
         self._enter_on_demand(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete: in scheduled mode it goes to its bucket at once."""
-        if self.mode is Mode.SCHEDULED:
-            self._unit_of[id(parameter)].take_gradient(parameter, accumulate=self._micro_batch > 0)
+        """A gradient is complete: it goes to its bucket in the turn after which the unit is reduced.
+
+        Before that turn the gradient slot may be another unit's; an early gradient stays where autograd put it.
+        """
+        if self.mode is not Mode.SCHEDULED:
+            return
+        unit = self._unit_of[id(parameter)]
+        if unit.name in self._reduced:
+            raise RuntimeError(
+                f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "
+                "recorded; profile and solve again"
+            )
+        if unit.name in self._reduced_at.get(self._position, ()):
+            unit.take_gradient(parameter, accumulate=self._micro_batch > 0)
 
     def backward_end(self) -> None:
         """A micro-batch is over."""
