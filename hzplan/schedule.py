@@ -296,19 +296,26 @@ class _Builder:
         )
 
     def unshard_lives(self) -> dict[str, tuple[Interval, ...]]:
-        runs = _runs(self.uses, self.requires, self.prefetch, min(self.accumulation, 3))
-        return {
+        accumulation = min(self.accumulation, 3)
+        runs = _runs(self.uses, self.requires, self.prefetch, accumulation)
+        lives = {
             unit: tuple((max(0, first - self.prefetch), last) for first, last in intervals)
             for unit, intervals in runs.items()
         }
+        # What no recorded use needs, an evaluation may: it shares with nobody.
+        always = ((0, len(self.uses) * accumulation - 1),)
+        return lives | {unit: always for unit in self.requires if unit not in lives}
 
     def staging_lives(self) -> dict[str, tuple[Interval, ...]]:
         order = sorted(self.reduced_at)
+        micro_batches = min(self.accumulation, 3)
         lives: dict[str, list[Interval]] = {}
-        for micro_batch in range(min(self.accumulation, 3)):
+        for micro_batch in range(micro_batches):
             for ordinal, position in enumerate(order, start=micro_batch * len(order)):
                 for unit in self.reduced_at[position]:
                     lives.setdefault(unit, []).append((ordinal, ordinal + self.prefetch))
+        always = [(0, len(order) * micro_batches + self.prefetch)]
+        lives |= {unit: always for unit in self.trainable if unit not in lives}
         return {unit: tuple(intervals) for unit, intervals in lives.items()}
 
 

@@ -150,11 +150,16 @@ class Engine:
     def gradient(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: it goes to its bucket in the turn after which the unit is reduced.
 
-        Before that turn the gradient slot may be another unit's; an early gradient stays where autograd put it.
+        Before that turn the gradient slot may be another unit's: an early gradient stays in ``parameter.grad``.
         """
+        unit = self._unit_of[id(parameter)]
+        if unit.name not in self._trainable:
+            raise RuntimeError(
+                f"unit {unit.name!r} has a gradient, but took no part when the model was recorded; "
+                "profile and solve with a step that uses it, or set requires_grad=False"
+            )
         if self.mode is not Mode.SCHEDULED:
             return
-        unit = self._unit_of[id(parameter)]
         if unit.name in self._reduced:
             raise RuntimeError(
                 f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "

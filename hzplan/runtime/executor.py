@@ -61,7 +61,7 @@ class Executor:
         self._error: BaseException | None = None
         self.step = -1
         self.record = StepRecord()
-        self.last_record: StepRecord | None = None
+        self._records = [self.record] * len(self.tasks)  # of the step in which a task was last launched
         busy = {
             task.stream for task in self.tasks if task.stream != COMPUTE_STREAM and not self._idle[task.index]
         }
@@ -85,7 +85,7 @@ class Executor:
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
         self.step += 1
-        self.last_record, self.record = self.record, StepRecord()
+        self.record = StepRecord()
         self.start(self.tasks[0])
         self.end(self.tasks[0])
 
@@ -139,6 +139,7 @@ class Executor:
         """Note a task as launched; True when nothing before it is still open. Lock held."""
         task = self.tasks[index]
         self._launched[index] = self.step
+        self._records[index] = self.record
         self._open += task.stream != COMPUTE_STREAM
         self._waiting[index] = sum(self._done[u] < self.step for u in task.after) + sum(
             self._done[u] < self.step - 1 for u in task.after_previous
@@ -180,11 +181,10 @@ class Executor:
             except BaseException as error:
                 self._fail(index, error)
                 return
-            record = self.record if self._launched[index] == self.step else self.last_record
-            if record is not None:
-                record.start_s[index] = started
-                record.end_s[index] = time.perf_counter()
-                record.finished.setdefault(stream, []).append(index)
+            record = self._records[index]
+            record.start_s[index] = started
+            record.end_s[index] = time.perf_counter()
+            record.finished.setdefault(stream, []).append(index)
             with self._lock:
                 self._complete(index)
 

@@ -155,6 +155,18 @@ def test_a_chain_needs_a_buffer_for_each_unit_in_the_window(
         assert len(set(slots.staging.values())) == min(units, prefetch + 1)
 
 
+@given(steps(), st.lists(st.integers(1, 1000), min_size=5, max_size=5))
+def test_a_unit_that_the_step_does_not_use_has_buffers_of_its_own(step: Step, sizes: list[int]) -> None:
+    """An evaluation may use it, beside any other."""
+    slots = slots_of(step, step.build(), sizes)
+    used = {unit for use in step.uses for unit in step.requires[use.unit]}
+    assert set(slots.unshard) == set(step.requires)
+    assert set(slots.staging) == set(step.trainable)
+    for assigned in (slots.unshard, slots.staging):
+        for unit in assigned:
+            assert unit in used or list(assigned.values()).count(assigned[unit]) == 1
+
+
 @given(st.text(alphabet="abc.019_ ", min_size=1), st.sampled_from(["forward", "backward"]))
 def test_a_use_and_its_text_are_inverse(unit: str, phase: str) -> None:
     use = Use(unit, phase)  # type: ignore[arg-type]
