@@ -59,6 +59,8 @@ class Engine:
         self.mode = Mode.BETWEEN
         self._position = -1  # the use whose turn it is, in scheduled mode
         self._running = False
+        self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
+        self._step_started = False
         self._micro_batch = 0
         self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
 
@@ -187,6 +189,8 @@ class Engine:
         """Return when every gradient of this step is reduced."""
         self._require_complete()
         if self.mode is Mode.SCHEDULED:
+            self._start_step()
+            # Where the plan does not foresee clipping, the step waits for nothing.
             self.executor.wait(t.index for t in self.schedule.tasks if t.kind is Kind.REGATHER)
 
     def step(self) -> None:
@@ -195,13 +199,18 @@ class Engine:
         self._require_complete()
         self.optimizer.take_over_options()
         if self.mode is Mode.SCHEDULED:
-            step = next(task for task in self.schedule.tasks if task.kind is Kind.STEP)
-            self.executor.start(step)
-            self.executor.end(step)
+            self._start_step()
+            self.executor.end(self._step_task)
+            self._step_started = False
         else:
             self._update_on_demand()
         self.mode = Mode.BETWEEN
         self._micro_batch = 0
+
+    def _start_step(self) -> None:
+        if not self._step_started:
+            self.executor.start(self._step_task)
+            self._step_started = True
 
     def _require_complete(self) -> None:
         wanted = self.schedule.accumulation

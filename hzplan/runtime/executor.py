@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
@@ -76,7 +77,9 @@ class Executor:
             thread.start()
 
     def close(self) -> None:
-        """End the threads, after what was launched is done."""
+        """End the threads, after what was launched is done (or has failed)."""
+        with suppress(StreamError):
+            self.drain()
         for stream_queue in self._queues.values():
             stream_queue.put(None)
         for thread in self._threads:
@@ -138,6 +141,9 @@ class Executor:
     def _admit(self, index: int) -> bool:
         """Note a task as launched; True when nothing before it is still open. Lock held."""
         task = self.tasks[index]
+        assert self._done[index] == self._launched[index] or self._done[index] == self.step - 1, (
+            f"{task} is launched while it still runs for the step before: the schedule lacks an edge"
+        )
         self._launched[index] = self.step
         self._records[index] = self.record
         self._open += task.stream != COMPUTE_STREAM

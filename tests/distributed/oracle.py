@@ -164,7 +164,7 @@ def train(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> list[flo
         for micro_batch in range(case.accumulation):
             loss = loss_of(model, batch(step, micro_batch, dist.get_rank())) / case.accumulation
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         if case.clip:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -203,7 +203,7 @@ def _reference(
             for rank in range(world):
                 loss = loss_of(model, batch(step, micro_batch, rank)) / (accumulation * world)
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,0 +1,282 @@
+"""What runs on the ranks for the tests of order, timing, mutations and demand mode."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
+from hzplan.runtime.engine import Engine, Mode
+from hzplan.schedule import Kind, Schedule, Task, Use
+from tests.distributed.oracle import Case, batch, loss_of, reference, sharded, train
+
+SHARDED = Case("2|2", (2, 2, 2), accumulation=2, prefetch=1, steps=4)
+MIXED = Case("2|2", None, accumulation=2, prefetch=2, steps=4, seed=11)
+SYNCED = Case("2|2", (1, 1, 2), accumulation=1, prefetch=1, steps=4)
+ZERO1 = Case("2|2", (0, 0, 2), accumulation=1, prefetch=1, steps=4)
+
+
+def errors(case: Case) -> tuple[float, float]:
+    """Like ``oracle.compare``; a mutant may also end in NaN, which counts as infinitely wrong."""
+    model, optimizer = sharded(case)
+    losses = train(case, model, optimizer)
+    weights = full_parameters(optimizer)
+    optimizer.engine.close()
+    expected_losses, expected = reference(case)
+    loss_error = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    weight_error = max(float((weights[name] - expected[name]).norm()) for name in expected)
+    return tuple(e if e == e else 1e300 for e in (loss_error, weight_error))  # type: ignore[return-value]
+
+
+# ---- order ---------------------------------------------------------------------------------------------
+
+
+def launch_order(_: Any) -> dict[str, Any]:
+    """What was launched and what ran, beside the schedule, on rank 0 and compared over ranks."""
+    found = {}
+    for case in (SHARDED, MIXED, SYNCED):
+        model, optimizer = sharded(case)
+        train(case, model, optimizer)
+        executor = optimizer.engine.executor
+        executor.drain()
+        record, schedule = executor.record, executor.schedule
+        launches = [record.launched] * dist.get_world_size()
+        dist.all_gather_object(launches, record.launched)
+        found[case.name] = {
+            "scheduled": [task.index for task in schedule.tasks if task.stream != "compute"],
+            "launched": launches,
+            "scheduled_by_stream": {
+                stream: busy
+                for stream, tasks in schedule.streams.items()
+                if stream != "compute"
+                and (busy := [task.index for task in tasks if not optimizer.engine.idle(task)])
+            },
+            "ran_by_stream": record.finished,
+        }
+        optimizer.engine.close()
+    return found
+
+
+# ---- timing --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def delays(choose: Callable[[Task], float]) -> Iterator[None]:
+    """Every background task first sleeps for the seconds that ``choose`` gives it."""
+    run = Engine.run
+
+    def late(self: Engine, task: Task) -> None:
+        time.sleep(choose(task))
+        run(self, task)
+
+    with patch.object(Engine, "run", late):
+        yield
+
+
+def random_delays(_: Any) -> list[list[float]]:
+    """The losses of runs in which threads are delayed at random, differently on every rank."""
+    found = []
+    for seed in range(6):
+        rng = random.Random(100 * seed + dist.get_rank())
+        with delays(lambda task, rng=rng, most=0.003 if seed else 0.0: rng.uniform(0, most)):  # type: ignore[misc]
+            model, optimizer = sharded(MIXED)
+            found.append(train(MIXED, model, optimizer))
+            optimizer.engine.close()
+    return found
+
+
+# ---- mutations -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_edges(drop: Callable[[Schedule, Task, Task], bool]) -> Iterator[None]:
+    """Schedules lack the edges (before, task) that ``drop`` names."""
+
+    def mutated(units: Any, choice: Choice) -> Schedule:
+        schedule = schedule_of(units, choice)
+        tasks = schedule.tasks
+
+        def kept(edges: tuple[int, ...], task: Task) -> tuple[int, ...]:
+            return tuple(u for u in edges if not drop(schedule, tasks[u], task))
+
+        return replace(
+            schedule,
+            tasks=tuple(
+                replace(t, after=kept(t.after, t), after_previous=kept(t.after_previous, t)) for t in tasks
+            ),
+        )
+
+    with patch("hzplan.runtime.apply.schedule_of", mutated):
+        yield
+
+
+@contextmanager
+def shuffled_buffers() -> Iterator[None]:
+    """Backward gathers parameters to another address than forward did."""
+    enter = Engine.enter
+
+    def moved(self: Engine, unit: str, phase: Any) -> None:
+        backward = phase == "backward"
+        if getattr(self, "moved", None) != backward:
+            self.executor.drain()
+            for state in self.units.values():
+                for bucket in state.buckets:
+                    if bucket.sharded:
+                        homes = bucket.__dict__.setdefault("homes", [bucket.whole, bucket.whole.clone()])
+                        bucket.whole = homes[backward]
+                        bucket.param_views = bucket.views(bucket.whole)
+            self.moved = backward  # type: ignore[attr-defined]
+            if backward:  # what was prefetched for backward went to the old address
+                for state in self.units.values():
+                    state.release()
+        enter(self, unit, phase)
+
+    with patch.object(Engine, "enter", moved):
+        yield
+
+
+def mutations(_: Any) -> dict[str, tuple[float, float]]:
+    """The errors of each mutant, and of the same delays without the mutation."""
+
+    def slow(*kinds: Kind) -> Any:
+        return delays(lambda task: 0.01 if task.kind in kinds else 0.0)
+
+    found = {}
+    with slow(Kind.SYNC, Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE):
+        for case in (SHARDED, SYNCED, ZERO1):
+            found[f"unmutated {case.name}"] = errors(case)
+    with shuffled_buffers():
+        found["shuffled unshard buffers"] = errors(SHARDED)
+    with slow(Kind.SYNC), without_edges(lambda s, u, v: u.kind is Kind.SYNC and v.kind is Kind.UNSHARD):
+        found["slice gathered before its param sync"] = errors(SYNCED)
+        found["parameter read before its param sync"] = errors(ZERO1)
+
+    def once(schedule: Schedule, before: Task, task: Task) -> bool:
+        """The first block's forward; later uses still wait, or steps would overtake each other."""
+        return before.kind is Kind.UNSHARD and task.kind is Kind.COMPUTE and task.position == 2
+
+    with slow(Kind.UNSHARD), without_edges(once):
+        found["compute does not wait for unshard"] = errors(SHARDED)
+    return found
+
+
+# ---- demand mode ---------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Three blocks, of which one may be left out; a weight that the last block shares with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.layers[0][0].weight  # type: ignore[union-attr,index,assignment]
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != skip:
+                x = layer(x)
+        return self.last(x)
+
+
+def _branching_step(model: nn.Module, kind: str, rank: int, step: int) -> Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    if kind == "skip":
+        return model(x, skip=1).square().mean()
+    if kind == "twice":
+        return model(x).square().mean() + model(x * 2).square().mean()
+    return model(x).square().mean()
+
+
+def demand(_: Any) -> dict[str, list[float]]:
+    """Errors of weights (and of evaluations) after steps that leave the recorded sequence."""
+    kinds = ["plain", "skip", "plain", "twice", "evaluate", "plain", "evaluate inside", "skip", "plain"]
+    found: dict[str, list[float]] = {}
+    mesh, world, rank = Mesh.parse("2|2"), dist.get_world_size(), dist.get_rank()
+    for levels in (Levels(2, 2, 2), Levels(1, 1, 2), Levels(0, 0, 0), Levels(2, 0, 2), Levels(0, 2, 2)):
+        torch.manual_seed(0)
+        single = Branching().double()
+        torch.manual_seed(0)
+        model = Branching().double()
+        uses = [Use(u, p) for u, p in _sequence(model)]
+        names = {name: levels for name, _ in model.named_parameters()}
+        model, optimizer = apply(
+            model, Choice(mesh, names, tuple(uses), 1, 2, False), torch.optim.SGD, lr=0.1, momentum=0.5
+        )
+        plain = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
+        off, modes = [], []
+        for step, kind in enumerate(kinds):
+            if kind == "evaluate":
+                off.append(_evaluate(model, single, step))
+            plain.zero_grad()
+            for micro in range(2):
+                if kind == "evaluate inside" and micro == 1:
+                    off.append(_evaluate(model, single, step))
+                (_branching_step(model, kind, rank, 2 * step + micro) / 2).backward()
+                for other in range(world):
+                    (_branching_step(single, kind, other, 2 * step + micro) / 2 / world).backward()
+            for parameter in single.parameters():  # what took no part has a gradient of zero
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            modes.append(optimizer.engine.mode is Mode.SCHEDULED)
+            optimizer.step()
+            plain.step()
+        weights = full_parameters(optimizer)
+        off += [float((weights[name] - value).norm()) for name, value in single.named_parameters()]
+        found[f"{tuple(levels)}"] = off
+        found[f"{tuple(levels)} scheduled"] = [float(mode) for mode in modes]
+        optimizer.engine.close()
+    return found
+
+
+def _sequence(model: nn.Module) -> list[tuple[str, Any]]:
+    from hzplan.models.hooks import attach
+    from hzplan.models.units import find_units
+
+    found: list[tuple[str, Any]] = []
+
+    class Recorder:
+        def enter(self, unit: str, phase: Any) -> None:
+            found.append((unit, phase))
+
+        def gradient(self, parameter: nn.Parameter) -> None:
+            parameter.grad = None
+
+        def backward_end(self) -> None:
+            pass
+
+    detach = attach(find_units(model), Recorder())
+    _branching_step(model, "plain", 0, 0).backward()
+    detach()
+    return found
+
+
+def _evaluate(model: nn.Module, single: nn.Module, step: int) -> float:
+    with torch.no_grad():
+        values = [_branching_step(m, "skip" if step % 2 else "plain", 9, step) for m in (model, single)]
+    return abs(float(values[0] - values[1]))
+
+
+def misuse(_: Any) -> dict[str, str]:
+    """What is refused, and how a sharded parameter reads outside its turn."""
+    found = {}
+    model, optimizer = sharded(SHARDED)
+    loss_of(model, batch(0, 0, 0)).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        found["step too early"] = str(error)
+    weight = dict(model.named_parameters())["layers.0.attention.qkv.weight"]
+    found["outside its turn"] = str(bool(weight.isnan().all()))
+    optimizer.engine.close()
+    return found
