@@ -201,9 +201,9 @@ class Engine:
         if self.mode is Mode.SCHEDULED:
             self._start_step()
             self.executor.end(self._step_task)
-            self._step_started = False
         else:
             self._update_on_demand()
+        self._step_started = False
         self.mode = Mode.BETWEEN
         self._micro_batch = 0
 

@@ -229,6 +229,9 @@ def demand(_: Any) -> dict[str, list[float]]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             modes.append(optimizer.engine.mode is Mode.SCHEDULED)
+            if step == 3:  # after a wait for the gradients too
+                optimizer.engine.wait_gradients()
+                off.append(_evaluate(model, single, step))
             optimizer.step()
             plain.step()
         weights = full_parameters(optimizer)
