@@ -80,7 +80,7 @@ class Bar:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._began_at = self._said_at = time.monotonic()
-        self._unsaid = ""
+        self._unsaid, self._spoke = "", False
 
     def __enter__(self) -> Bar:
         if self._shown and sys.stderr.isatty():
@@ -112,6 +112,7 @@ class Bar:
     def _say(self) -> None:
         if self._unsaid:
             print(self._unsaid, file=sys.stderr, flush=True)
+            self._spoke = True
         self._said_at, self._unsaid = time.monotonic(), ""
 
     def __exit__(
@@ -119,5 +120,5 @@ class Bar:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if kind is None:
+        if kind is None and self._spoke:  # what was over at once needs no last word
             self._say()

@@ -10,7 +10,7 @@ from hzplan.errors import UserError
 
 def check_writable(path: Path) -> None:
     """UserError when a file cannot be written there. Leaves nothing behind, and what is there untouched."""
-    if path.is_dir():
+    if path.resolve().is_dir():
         raise UserError(f"{path}: is a folder; name a file to write")
     folder = path.absolute().parent
     while not folder.exists():  # a missing folder is made when the file is written

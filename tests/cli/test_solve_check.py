@@ -1,0 +1,144 @@
+"""``hzplan solve`` and ``hzplan check`` as commands."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from hzplan.formats.base import fingerprint
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from tests.cli.command import hzplan
+from tests.instances import random_profile
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    """A small profile in ``tmp_path/profile.json``."""
+    made = random_profile(random.Random(4))
+    made.save(tmp_path / "profile.json")
+    return made
+
+
+def _solve(folder: Path, profile: Profile, *options: object) -> object:
+    batch = profile.mesh.world * 2
+    return hzplan("solve", "profile.json", "--global-batch", batch, "-o", "plan.json", *options, cwd=folder)
+
+
+def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Profile) -> None:
+    done = _solve(tmp_path, profile, "--json")
+    assert done.code == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert set(answer) == {
+        "status",
+        "gap",
+        "objective_s",
+        "bound_s",
+        "solve_s",
+        "predicted",
+        "baselines",
+        "plan",
+    }
+    assert {"step_s", "exposed_comm_s", "peak_memory_bytes", "tokens_per_s_per_gpu", "mfu"} == set(
+        answer["predicted"]
+    )
+    assert {"ZeRO-3", "ZeRO-1", "DDP"} <= {baseline["name"] for baseline in answer["baselines"]}
+    assert answer["gap"] == pytest.approx(answer["objective_s"] / answer["bound_s"] - 1, abs=1e-5)
+    for baseline in answer["baselines"]:
+        assert set(baseline) == {"name", "step_s", "peak_memory_bytes", "fits"}
+        if baseline["fits"]:
+            assert answer["predicted"]["step_s"] <= baseline["step_s"] * (1 + 1e-6)
+    plan = Plan.load(tmp_path / answer["plan"])
+    assert plan.source.profile_sha256 == fingerprint(profile)
+
+
+def test_solve_prints_the_comparison_in_80_columns(tmp_path: Path, profile: Profile) -> None:
+    done = _solve(tmp_path, profile)
+    assert done.code == 0
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert "this plan" in done.stdout and "next: hzplan run plan.json" in done.stdout
+
+
+def test_nothing_fits_exits_3_and_names_the_smallest_memory(tmp_path: Path, profile: Profile) -> None:
+    done = _solve(tmp_path, profile, "--memory", "1KiB")
+    assert done.code == 3
+    (line,) = done.stderr.splitlines()
+    smallest = int(line.partition("the smallest memory that would is ")[2].partition(" B")[0])
+    assert not (tmp_path / "plan.json").exists()
+    assert _solve(tmp_path, profile, "--memory", f"{smallest - 1}B").code == 3
+    assert _solve(tmp_path, profile, "--memory", f"{smallest}B").code == 0
+    assert Plan.load(tmp_path / "plan.json").predicted.peak_memory_bytes == smallest
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--memory", "64XB"), "--memory 64XB"),
+        (("--memory", "0GiB"), "--memory 0GiB"),
+        (("--gap", "-1"), "--gap"),
+        (("--time-limit", "0"), "--time-limit"),
+        (("-o", "missing/../"), "folder"),
+    ],
+)
+def test_bad_options_are_one_line(
+    tmp_path: Path, profile: Profile, options: tuple[str, ...], named: str
+) -> None:
+    done = _solve(tmp_path, profile, *options)
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert named in line
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_batch_that_the_world_does_not_divide(tmp_path: Path, profile: Profile) -> None:
+    batch = profile.mesh.world * 2 + 1
+    done = hzplan("solve", "profile.json", "--global-batch", batch, cwd=tmp_path)
+    assert done.code == 2
+    assert f"--global-batch {batch}" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_check_holds_a_plan(tmp_path: Path, profile: Profile) -> None:
+    assert _solve(tmp_path, profile).code == 0
+    plan = tmp_path / "plan.json"
+    text = plan.read_text()
+    assert hzplan("check", "plan.json", cwd=tmp_path).code == 0
+    assert hzplan("check", "plan.json", "--replay-only", cwd=tmp_path).code == 0
+
+    # As if the formulas had given a faster step when the plan was recorded.
+    data = json.loads(text)
+    data["proof"]["objective_s"] *= 0.98
+    plan.write_text(json.dumps(data))
+    done = hzplan("check", "plan.json", "--json", cwd=tmp_path)
+    assert done.code == 1
+    answer = json.loads(done.stdout)
+    assert not answer["ok"]
+    (verdict,) = answer["plans"]
+    assert set(verdict) == {"plan", "ok", "reason", "objective_s", "peak_memory_bytes"}
+    assert "objective" in verdict["reason"]
+    assert verdict["objective_s"]["now"] > verdict["objective_s"]["golden"] * 1.005
+    assert json.loads(plan.read_text()) == data  # nothing is written unasked
+
+    assert hzplan("check", "plan.json", "--update", cwd=tmp_path).code == 0
+    assert plan.read_text() == text
+
+
+def test_check_notices_another_profile(tmp_path: Path, profile: Profile) -> None:
+    assert _solve(tmp_path, profile).code == 0
+    data = json.loads((tmp_path / "profile.json").read_text())
+    for use in data["uses"]:
+        for cost in use["costs"]:
+            cost["seconds"] *= 1.02
+    (tmp_path / "profile.json").write_text(json.dumps(data))
+    done = hzplan("check", "plan.json", cwd=tmp_path)
+    assert done.code == 1
+    assert "cost data" in done.stdout and "plan.json" in done.stderr
+
+
+def test_check_of_nothing_is_bad_input(tmp_path: Path) -> None:
+    for name in (".", "missing"):
+        done = hzplan("check", name, cwd=tmp_path)
+        assert done.code == 2
+        assert len(done.stderr.splitlines()) == 1
