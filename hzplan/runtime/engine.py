@@ -152,7 +152,7 @@ class Engine:
     def gradient(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: it goes to its bucket in the turn after which the unit is reduced.
 
-        Before that turn the gradient slot may be another unit's: an early gradient stays in ``parameter.grad``.
+        Before that turn the slot may be another unit's: an early gradient stays in ``parameter.grad``.
         """
         unit = self._unit_of[id(parameter)]
         if unit.name not in self._trainable:
