@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from hzplan.models.hooks import attach
 from hzplan.models.units import find_units
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.engine import Engine, Mode
+from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.schedule import Kind, Task, Use
 
 STEPS, ACCUMULATION, WIDTH = 4, 3, 6
@@ -117,7 +118,7 @@ class Unused(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Branches side by side: which is first in backward is autograd's choice."""
+    """Branches side by side, of which autograd chooses one; the model's output is its head's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +131,22 @@ class Parallel(nn.Module):
         return self.last(self.left(x) + self.mix[0] * self.right(x) + self.mix[1] * x)
 
 
+class Aside(nn.Module):
+    """A head that training does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.aside = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, aside: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.aside(x) if aside else x
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__.lower(): model for model in (Scaled, Twice, Checkpointed, Single, Unused)
+    model.__name__.lower(): model for model in (Scaled, Twice, Checkpointed, Single, Unused, Aside, Parallel)
 }
 LEVELS = [(1, 1, 1), (0, 1, 1), (1, 0, 1), (0, 0, 0)]
 
@@ -168,9 +183,13 @@ def uses_of(name: str) -> tuple[Use, ...]:
 
 
 def one_process(name: str, world: int) -> dict[str, Tensor]:
-    """The weights after training on every rank's data; parameters without a gradient have one of zero."""
+    """The weights after training on every rank's data.
+
+    A parameter without a gradient has one of zero, unless the whole unit takes no part.
+    """
     model = fresh(name)
     trained = [p for p in model.parameters() if p.requires_grad]
+    aside = list(model.aside.parameters()) if isinstance(model, Aside) else []
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5, weight_decay=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -178,44 +197,155 @@ def one_process(name: str, world: int) -> dict[str, Tensor]:
             for rank in range(world):
                 (loss_of(model, step, micro_batch, rank) / (ACCUMULATION * world)).backward()
         for parameter in trained:
-            if parameter.grad is None:
+            if parameter.grad is None and all(parameter is not other for other in aside):
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    return copy.deepcopy(dict(model.named_parameters()))
+    return {n: value.detach() for n, value in model.named_parameters()}
 
 
-def train(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[float, bool]:
-    """Largest error of a weight, and whether every step followed the schedule; background tasks dawdle."""
-    model, rng = fresh(name), random.Random(0)
-    mesh, run = Mesh.parse(str(dist.get_world_size())), Engine.run
+def start(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[nn.Module, ShardedOptimizer]:
+    """The model in shards over all ranks, and its optimizer."""
+    model = fresh(name)
     names = {n: Levels(*levels) for n, _ in model.named_parameters()}
+    mesh = Mesh.parse(str(dist.get_world_size()))
     choice = Choice(mesh, names, uses_of(name), prefetch, ACCUMULATION, False)
-    model, optimizer = apply(model, choice, torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1)
+    return apply(model, choice, torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1)
+
+
+def error(optimizer: ShardedOptimizer, expected: dict[str, Tensor]) -> float:
+    """The largest error of a weight; not a number is infinitely wrong."""
+    weights = full_parameters(optimizer)
+    errors = [float((weights[name] - value).norm()) for name, value in expected.items()]
+    return max(errors) if all(e == e for e in errors) else 1e300
+
+
+@contextmanager
+def dawdling() -> Iterator[None]:
+    """Every collective of a background task begins late, at random."""
+    rng, run = random.Random(0), Engine.run
 
     def late(self: Engine, task: Task) -> None:
-        if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.SYNC, Kind.UNSHARD):
+        if task.kind is not Kind.UPDATE:
             time.sleep(rng.uniform(0, 0.003))
         run(self, task)
 
-    scheduled = True
     with patch.object(Engine, "run", late):
-        for step in range(STEPS):
-            for micro_batch in range(ACCUMULATION):
-                (loss_of(model, step, micro_batch, dist.get_rank()) / ACCUMULATION).backward()
-            scheduled &= optimizer.engine.mode is Mode.SCHEDULED
-            optimizer.step()
-        weights = full_parameters(optimizer)
+        yield
+
+
+def train(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[float, bool]:
+    """The error after training, and whether every step followed the schedule."""
+    model, optimizer = start(name, levels, prefetch)
+    scheduled = True
+    try:
+        with dawdling():
+            for step in range(STEPS):
+                for micro_batch in range(ACCUMULATION):
+                    (loss_of(model, step, micro_batch, dist.get_rank()) / ACCUMULATION).backward()
+                scheduled &= optimizer.engine.mode is Mode.SCHEDULED
+                optimizer.step()
+        return error(optimizer, one_process(name, dist.get_world_size())), scheduled
+    finally:
+        optimizer.engine.close()
+
+
+def run_models(cases: list[tuple[str, tuple[int, int, int], int]]) -> list[Any]:
+    """For every case what ``train`` returns, or what it raised."""
+    found: list[Any] = []
+    for name, levels, prefetch in cases:
+        try:
+            found.append(train(name, levels, prefetch))
+        except RuntimeError as raised:  # on every rank alike
+            found.append(str(raised))
+    return found
+
+
+# ---- loops that do more than step after step ---------------------------------------------------------------
+
+
+def run_loops(_: Any) -> dict[str, Any]:
+    """Each loop's error, sharded all the way; what it raised where that is the point."""
+    with dawdling():
+        return {
+            loop.__name__: loop() for loop in (evaluates_before_step, schedules_rate, forgets_backward, aside)
+        }
+
+
+def steps_of(model: nn.Module, optimizer: Any, step: int, ranks: range) -> None:
+    """All micro-batches of a step."""
+    for micro_batch in range(ACCUMULATION):
+        for rank in ranks:
+            (loss_of(model, step, micro_batch, rank) / (ACCUMULATION * len(ranks))).backward()
+
+
+def compare(name: str, between: Callable[[nn.Module, Any, int], None]) -> float:
+    """Train in shards and in one process, ``between`` following the last backward of every step."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    single = fresh(name)
+    plain = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+    model, optimizer = start(name, (1, 1, 1), 1)
+    for step in range(STEPS):
+        plain.zero_grad()
+        steps_of(single, plain, step, range(world))
+        between(single, plain, step)
+        steps_of(model, optimizer, step, range(rank, rank + 1))
+        between(model, optimizer, step)
+    found = error(optimizer, {n: value.detach() for n, value in single.named_parameters()})
     optimizer.engine.close()
-    expected = one_process(name, dist.get_world_size())
-    errors = [float((weights[n] - value).detach().norm()) for n, value in expected.items()]
-    return (max(errors) if all(e == e for e in errors) else 1e300), scheduled
+    return found
 
 
-def run_all(_: Any) -> dict[str, tuple[float, bool]]:
-    """Every model at every level and prefetch depth."""
-    return {
-        f"{name} {levels} {prefetch}": train(name, levels, prefetch)
-        for name in MODELS
-        for levels in LEVELS
-        for prefetch in (1, 3)
-    }
+def evaluates_before_step() -> float:
+    """Clips, then evaluates, then steps; every other time."""
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.clip_grad_norm_(0.5)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if step % 2 == 0:
+            with torch.no_grad():
+                loss_of(model, 99, 0, 0)
+        optimizer.step()
+
+    return compare("checkpointed", between)
+
+
+def schedules_rate() -> float:
+    """A learning rate that changes with every step."""
+    schedulers: dict[int, Any] = {}
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if id(optimizer) not in schedulers:
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.step()
+        schedulers[id(optimizer)].step()
+
+    return compare("checkpointed", between)
+
+
+def forgets_backward() -> float:
+    """A forward with gradients enabled that nothing follows, between steps."""
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.step()
+        if step % 2 == 0:
+            loss_of(model, 99, 0, 0)
+
+    return compare("checkpointed", between)
+
+
+def aside() -> dict[str, Any]:
+    """A unit that training does not use is evaluated; then it has a gradient, which is refused."""
+    single = fresh("aside")
+    model, optimizer = start("aside", (1, 1, 1), 1)
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        off = float((model(x, aside=True) - single(x, aside=True)).norm())
+    try:
+        model(x, aside=True).sum().backward()
+        raised = ""
+    except RuntimeError as refused:
+        raised = str(refused)
+    optimizer.engine.close()
+    return {"error": off, "raised": raised}
