@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -163,6 +164,7 @@ def fresh(name: str) -> nn.Module:
     return MODELS[name]().double()
 
 
+@cache
 def uses_of(name: str) -> tuple[Use, ...]:
     """The recorded uses of one forward and backward."""
     model, found = fresh(name), []
@@ -182,6 +184,7 @@ def uses_of(name: str) -> tuple[Use, ...]:
     return tuple(found)
 
 
+@cache
 def one_process(name: str, world: int) -> dict[str, Tensor]:
     """The weights after training on every rank's data.
 
