@@ -47,6 +47,12 @@ def command(
                 verdict.fresh.save(verdict.path)
     print(json.dumps(_as_json(verdicts))) if as_json else _show(verdicts)
     failed = [verdict for verdict in verdicts if not verdict.ok]
+    beyond = [verdict for verdict in failed if verdict.fresh is None]
+    if beyond and update:
+        raise CheckFailed(
+            f"{', '.join(str(v.path) for v in beyond)}: not updated, no plan was found within the budget; "
+            "solve again with more --memory"
+        )
     if failed and not update:
         raise CheckFailed(
             f"{len(failed)} of {len(verdicts)} plans got worse: {', '.join(str(v.path) for v in failed)}; "

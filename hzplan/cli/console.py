@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -18,15 +18,18 @@ WIDTH = 80
 FIRST_LINE_S, LAST_LINE_S = 5.0, 600.0
 """Where nobody watches a bar move, a line of progress this often: at first, and at most."""
 
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+"""Names and paths are the user's: ``[bold]`` in them is text."""
+
 
 def stdout() -> Console:
     """Results go here; 80 columns unless a terminal says otherwise."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else WIDTH, **_PLAIN)
 
 
 def stderr() -> Console:
     """Progress and remarks go here."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH, highlight=False)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH, **_PLAIN)
 
 
 def remark(text: str) -> None:
@@ -90,7 +93,7 @@ class Bar:
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=16),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 console=stderr(),
                 transient=True,
                 refresh_per_second=4,

@@ -30,6 +30,8 @@ def command(
 
     Example: hzplan demo
     """
+    if steps < 1:
+        raise UserError(f"--steps {steps}: a run has at least 1 step")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,11 +8,18 @@ from pathlib import Path
 from hzplan.errors import UserError
 
 
-def check_writable(path: Path) -> None:
-    """UserError when a file cannot be written there. Leaves nothing behind, and what is there untouched."""
+def check_writable(path: Path, *, keep: Path | None = None) -> None:
+    """UserError when a file cannot be written there, or would replace ``keep``.
+
+    Leaves nothing behind, and what is there untouched.
+    """
+    if keep is not None and path.exists() and keep.exists() and path.samefile(keep):
+        raise UserError(f"{path}: is what is read; name another file to write")
     if path.resolve().is_dir():
         raise UserError(f"{path}: is a folder; name a file to write")
-    folder = path.absolute().parent
+    if path.exists() and not path.is_file():
+        return  # a device or a pipe
+    folder = path.resolve().parent
     while not folder.exists():  # a missing folder is made when the file is written
         folder = folder.parent
     try:

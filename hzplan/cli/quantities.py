@@ -6,6 +6,8 @@ import re
 
 from hzplan.errors import UserError
 
+MAX_BYTES = 2**52  # what a plan can record
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -13,6 +15,9 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def parse_bytes(text: str, option: str) -> int:
     """``72GiB``, ``500 MB`` or ``1048576B`` in bytes; UserError naming the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if not match or match[2].upper() not in _UNITS or float(match[1]) == 0:
+    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
+    if size < 1:
         raise UserError(f"{option} {text}: write a size above 0 with its unit, as in 72GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    if size > MAX_BYTES:
+        raise UserError(f"{option} {text[:20]}: more than any machine has; write a size as in 72GiB or 500MB")
+    return int(size)

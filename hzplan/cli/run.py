@@ -103,7 +103,7 @@ class _Request:
         from hzplan.cli.paths import check_writable
 
         if self.metrics is not None and writes:
-            check_writable(self.metrics)
+            check_writable(self.metrics, keep=self.plan)
         plan = self._plan(world)
         workload = self._workload(plan)
         return _Prepared(plan, workload, self._corpus(workload))

@@ -47,8 +47,12 @@ def command(
     if not 0 <= gap < float("inf") or not 0 < time_limit < float("inf"):
         raise UserError("--gap must be a number of at least 0, --time-limit one above 0")
     loaded = Profile.load(profile)
-    budget = parse_bytes(memory, "--memory") if memory else int(loaded.cluster.memory_bytes * (1 - RESERVED))
-    check_writable(output)
+    budget = (
+        parse_bytes(memory, "--memory")
+        if memory is not None
+        else int(loaded.cluster.memory_bytes * (1 - RESERVED))
+    )
+    check_writable(output, keep=profile)
     request = Request(budget, global_batch, gap=gap, time_limit_s=time_limit, clip=clip)
     with console.Bar("solve") as bar:
         outcome = solve(loaded, request, bar.update)

@@ -55,9 +55,11 @@ def read(path: Path, kind: type[Document], *, form: str, version: int) -> Docume
 def read_json(path: Path) -> Any:
     """Parse a JSON file (NaN and infinity refused); UserError naming the file and the place."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:  # a pipe or device has no size to ask for
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a file of hzplan")
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -85,8 +87,16 @@ def fingerprint(document: Strict) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside, then rename: the file is whole or untouched. UserError when it cannot be written."""
+    """Write beside, then rename: the file is whole or untouched. UserError when it cannot be written.
+
+    A link is followed, and a device or pipe (``/dev/null``) is written to, never replaced.
+    """
+    named = path
     try:
+        path = path.resolve()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -100,7 +110,7 @@ def write_text(path: Path, text: str) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{named}: cannot be written ({error.strerror})") from None
 
 
 def _umask() -> int:

@@ -88,7 +88,9 @@ def predict(profile: Profile, chosen: Evaluation) -> Predicted:
         },
         peak_memory_bytes=chosen.memory.peak,
         memory_bytes=chosen.memory.by_category(),
-        tokens_per_s_per_gpu=round(sequences * profile.model.seq_len / chosen.step_s, 3),
+        tokens_per_s_per_gpu=round(sequences * profile.model.seq_len / chosen.step_s, 3)
+        if chosen.step_s
+        else 0.0,
         mfu=round(flops * chosen.schedule.accumulation / peak, 6) if peak else 0.0,
     )
 

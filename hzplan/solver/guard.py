@@ -44,7 +44,10 @@ def guard(path: Path, *, replay_only: bool = False) -> Verdict:
     """Check one plan file against its profile. UserError when either cannot be read."""
     plan = Plan.load(path)
     profile_path = path.parent / plan.source.profile
-    profile = Profile.load(profile_path)
+    try:
+        profile = Profile.load(profile_path)
+    except UserError as error:
+        raise UserError(f"{path}: field source.profile: {error}") from None
     replayed = replay(plan, profile, path)
     now = replayed
     fresh = None
@@ -107,7 +110,11 @@ def _worse(what: str, plan: Plan, now: Evaluation) -> list[str]:
         "peak memory": (plan.predicted.peak_memory_bytes, now.memory.peak, "B"),
     }
     return [
-        f"{what} gives {name} {after:.6g} {unit}, recorded {before:.6g} {unit} ({after / before - 1:+.2%})"
+        f"{what} gives {name} {after:.6g} {unit}, recorded {before:.6g} {unit}{_growth(before, after)}"
         for name, (before, after, unit) in pairs.items()
         if after > before * (1 + TOLERANCE)
     ]
+
+
+def _growth(before: float, after: float) -> str:
+    return f" ({after / before - 1:+.2%})" if before else ""

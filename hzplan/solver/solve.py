@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -20,6 +22,7 @@ from hzplan.solver.problem import MS, Coefficients, Problem, Question, build_fas
 PREFETCH_DEPTHS = (1, 2, 3)
 SEED = 1
 FIRST_OFFER = 24  # patterns per unit in the first ILP
+MAX_ACCUMULATION = 1024  # forward passes in a step
 MAX_POSITIONS = 128  # uses with rows of their own; what a longer step leaves out costs tightness, not truth
 TOLERANCE = 1e-7
 SMALLEST_S = 10.0  # for each ILP that looks for the least memory
@@ -82,11 +85,11 @@ def solve(profile: Profile, request: Request, progress: Progress = lambda text, 
     feasible = []
     for number, search in enumerate(searches):
         progress(f"relaxing {search}", 0.4 * number / len(searches))
-        if search.relax():
+        if search.relax(found):
             feasible.append(search)
             search.add_known_schemes(found)
     if not feasible:
-        smallest = min((search.smallest() for search in searches), key=lambda least: least.memory.peak)
+        smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
         return Infeasible(smallest, time.monotonic() - started)
     feasible.sort(key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
@@ -140,6 +143,12 @@ def _searches(profile: Profile, request: Request) -> list[_Search]:
             f"--global-batch {request.global_batch} is no multiple of {world} ranks × a measured micro-batch "
             f"size ({', '.join(map(str, profile.micro_batches))}); choose one, or profile more sizes"
         )
+    sizes = [size for size in sizes if request.global_batch // (world * size) <= MAX_ACCUMULATION]
+    if not sizes:
+        raise UserError(
+            f"--global-batch {request.global_batch} needs more than {MAX_ACCUMULATION} forward passes "
+            "of each rank in a step; choose a smaller one, or profile larger micro-batch sizes"
+        )
     model = CostModel(profile)
     families: dict[str, Family] = {}
     alike: dict[object, Family] = {}
@@ -183,14 +192,15 @@ class _Search:
         levels = {unit: self.families[unit].levels[index] for unit, index in choice.items()}
         return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots)
 
-    def relax(self) -> bool:
+    def relax(self, found: Candidates) -> bool:
         """Solve the relaxation; False when no choice fits the budget."""
         offered = {unit: family.plainest for unit, family in self.families.items()}
         relaxed = _relax(self.question, offered, build_fastest)
         if relaxed is None:  # perhaps only a mixed choice fits
-            smallest = self.smallest()
+            smallest = self.smallest
             if smallest.memory.peak > self.request.memory_bytes:
                 return False
+            found.all.append(smallest)
             for unit, levels in smallest.levels.items():
                 offered[unit] = [*offered[unit], self.families[unit].levels.index(levels)]
             relaxed = _relax(self.question, offered, build_fastest)
@@ -199,13 +209,17 @@ class _Search:
         self.bound_ms = self.relaxed_ms
         return True
 
+    @cached_property
     def smallest(self) -> Evaluation:
         """The choice with the least peak memory (time is ignored); by the same argument as ``run``."""
         offered = {unit: family.plainest for unit, family in self.families.items()}
         relaxed = _relax(self.question, offered, build_smallest)
         assert relaxed is not None, "without a budget something always fits"
-        bound, excess = relaxed
-        reach, limit, known = float("inf"), FIRST_OFFER, -1
+        bound = relaxed[0]
+        excess = {unit: np.full(len(values), np.inf) for unit, values in relaxed[1].items()}
+        for unit, family in self.families.items():
+            excess[unit][family.leanest] = relaxed[1][unit][family.leanest]
+        reach, limit, known = sys.float_info.max, FIRST_OFFER, -1
         while True:
             offered = _cheapest(excess, reach, limit)
             problem = build_smallest(self.question, offered)
