@@ -16,7 +16,8 @@ from hzplan.errors import UserError
 # The limits keep every product that is formed of them inside 64 bits; nothing real comes near them.
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**52)]
 PositiveInt = Annotated[int, Field(ge=1, le=2**52)]
-Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Measured = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]  # seconds
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 
 from hzplan.formats.base import (
     Fraction,
+    Measured,
     NonNegativeInt,
     PositiveInt,
     Rate,
-    Seconds,
     Strict,
     read,
     to_text,
@@ -66,7 +66,7 @@ class UseCost(Strict):
     """
 
     micro_batch: PositiveInt
-    seconds: Seconds
+    seconds: Measured
     spread: Fraction
     flops: NonNegativeInt
     retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
@@ -85,7 +85,7 @@ class CollectivePoint(Strict):
     """Seconds of a collective on a whole buffer of ``bytes`` (what it gathers to, or scatters from)."""
 
     bytes: NonNegativeInt
-    seconds: Seconds
+    seconds: Measured
     spread: Fraction
 
 
@@ -102,7 +102,7 @@ class OptimizerPoint(Strict):
     """Seconds of one optimizer step on this many elements."""
 
     elements: NonNegativeInt
-    seconds: Seconds
+    seconds: Measured
     spread: Fraction
 
 
@@ -110,8 +110,8 @@ class OptimizerEntry(Strict):
     """The optimizer: state tensors per parameter element, temporaries, and the time of a step."""
 
     name: str
-    state_per_element: NonNegativeInt
-    temporary_per_element: Fraction
+    state_per_element: Annotated[int, Field(ge=0, le=64)]
+    temporary_per_element: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)]
     points: tuple[OptimizerPoint, ...] = Field(min_length=1)
 
 

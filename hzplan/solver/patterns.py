@@ -21,12 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hzplan.cost import CostModel, UnitCost
+from hzplan.errors import UserError
 from hzplan.hierarchy import Levels
 from hzplan.layout import TensorSpec, bucketise
 from hzplan.schedule import Kind
 
 MAX_BUCKETS = 3
 MAX_PATTERNS = 20_000
+MAX_NS = 24 * 3600 * 10**9
 
 
 def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
@@ -78,7 +80,13 @@ def enumerate_patterns(
     known: dict[tuple[tuple[int, ...], Levels], UnitCost] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
     keys = duration_keys(len(model.mesh.tiers))
-    durations = np.array([[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs])
+    lengths = [[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]
+    if max(map(max, lengths)) > MAX_NS:
+        raise UserError(
+            "collectives or optimizer.points: at the sizes of this model the times measured come to "
+            "more than a day; profile again"
+        )
+    durations = np.array(lengths)
     sizes = np.array([_sizes(cost) for cost in costs])
     kept = _undominated(durations, sizes)
     sizes = sizes[kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import threading
@@ -10,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from hzplan.cli import check, console
 from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.errors import CheckFailed, UserError
 from hzplan.formats.base import read_json, write_text
+from hzplan.formats.profile import Profile
 from hzplan.solver.emit import emit
 from hzplan.solver.guard import guard
 from hzplan.solver.solve import Infeasible, Request, Solved, solve
@@ -114,3 +117,15 @@ def test_the_smallest_memory_named_is_enough_however_little_time_there_is(seed: 
     again = solve(profile, replace(request, memory_bytes=named.smallest.memory.peak))
     assert isinstance(again, Solved)
     assert again.best.memory.peak <= named.smallest.memory.peak
+
+
+def test_measurements_that_nothing_real_comes_near() -> None:
+    data = random_profile(random.Random(0)).model_dump(mode="json")
+    for field in ("state_per_element", "temporary_per_element"):
+        with pytest.raises(ValidationError, match=field):
+            Profile.model_validate_json(json.dumps(data | {"optimizer": data["optimizer"] | {field: 1e15}}))
+    for curve in data["collectives"]:
+        curve["points"] = [{"bytes": n, "seconds": 1e3 * n, "spread": 0.0} for n in (0, 1)]
+    profile = Profile.model_validate_json(json.dumps(data))
+    with pytest.raises(UserError, match="more than a day"):
+        solve(profile, Request(2**40, profile.mesh.world * profile.micro_batches[-1]))
