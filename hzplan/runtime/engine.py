@@ -295,6 +295,7 @@ class Engine:
                     self.run(Task(-1, Kind.REGATHER, "", (name,), tier, position))
 
     def _update_on_demand(self) -> None:
+        self._make_whole(())  # what an evaluation left whole has old values from here on
         for name in self._trainable:
             self.run(Task(-1, Kind.UPDATE, "", (name,)))
             for tier in reversed(range(len(self.mesh.tiers))):
