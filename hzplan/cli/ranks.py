@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from hzplan.errors import UserError
 from hzplan.job import Place, place
+
+RANKS_PER_CPU = 16
 
 
 def this_rank(nproc: int | None) -> Place | None:
@@ -21,8 +24,15 @@ def this_rank(nproc: int | None) -> Place | None:
 
 
 def start_here(world: int) -> None:
-    """Run this very command line as ``world`` ranks on this machine."""
+    """Run this command line as ``world`` ranks here; UserError where the machine is plainly too small."""
     from hzplan.launch import start
+
+    most = RANKS_PER_CPU * (os.cpu_count() or 1)
+    if world > most:
+        raise UserError(
+            f"{world} ranks are too many to start on this machine ({most} at most); "
+            "start them with torchrun or srun on the nodes that they are for"
+        )
 
     start(sys.argv[1:], world)
 

@@ -27,7 +27,7 @@ from hzplan.layout import TensorSpec, bucketise
 from hzplan.schedule import Kind
 
 MAX_BUCKETS = 3
-MAX_PATTERNS = 20_000
+MAX_PATTERNS = 6_000
 MAX_NS = 24 * 3600 * 10**9
 
 

@@ -223,7 +223,10 @@ class _Search:
         while True:
             offered = _cheapest(excess, reach, limit)
             problem = build_smallest(self.question, offered)
-            _optimise(problem, 0.0, SMALLEST_S)
+            if _optimise(problem, 0.0, SMALLEST_S) != "solution":  # large, and out of time: a plain answer
+                return self.evaluate(
+                    {unit: int(np.argmin(f.resident + f.unshard)) for unit, f in self.families.items()}
+                )
             reach = problem.lp.objective.value() - bound + TOLERANCE
             needed = sum(int((values <= reach).sum()) for values in excess.values())
             if sum(map(len, offered.values())) >= needed or needed == known:
