@@ -60,14 +60,17 @@ class _Hooks:
         return hook
 
     def after_forward(self, unit: str) -> Callable[..., None]:
-        """The first gradient that reaches any of the outputs begins the unit's backward."""
+        """The first gradient that reaches any of the outputs begins the unit's backward.
+
+        Of units that return the same tensor, such as a model and its head, the outer one begins first.
+        """
 
         def hook(module: nn.Module, arguments: object, output: object) -> None:
             if not torch.is_grad_enabled():
                 return
             begun_in = -1
 
-            def begin(gradient: Tensor) -> None:
+            def begin() -> None:
                 nonlocal begun_in
                 self.enter_backward()
                 if begun_in != self.graph_task:
@@ -76,7 +79,7 @@ class _Hooks:
 
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(begin)
+                    _before_gradient(tensor, begin)
 
         return hook
 
@@ -90,6 +93,21 @@ class _Hooks:
         self.enter_backward()
         assert isinstance(parameter, nn.Parameter)
         self.listener.gradient(parameter)
+
+
+def _before_gradient(tensor: Tensor, begin: Callable[[], None]) -> None:
+    """Call ``begin`` when the tensor's gradient is there, before what was asked for earlier."""
+    of, begins = getattr(tensor, "_hzplan_begins", (None, None))
+    if begins is None or of is not tensor.grad_fn:  # an operation in place makes another gradient of it
+        begins = []
+        tensor._hzplan_begins = tensor.grad_fn, begins  # type: ignore[attr-defined]
+
+        def all_begin(gradient: Tensor, begins: list[Callable[[], None]] = begins) -> None:
+            for one in reversed(begins):
+                one()
+
+        tensor.register_hook(all_begin)
+    begins.append(begin)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

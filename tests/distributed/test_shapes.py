@@ -20,18 +20,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     return dict(zip(CASES, found, strict=True))
 
 
-SAME_TENSOR = pytest.mark.xfail(
-    reason="of two units that return one tensor the outer one's backward begins last"
-)
-
-
 def listed() -> list[Any]:
     """The cases, named."""
     return [
         pytest.param(
             case,
             id=f"{case[0]}-{''.join(map(str, case[1]))}-pre{case[2]}",
-            marks=[SAME_TENSOR] if case[0] == "parallel" else [],
         )
         for case in CASES
     ]
