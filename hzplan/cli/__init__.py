@@ -14,7 +14,7 @@ import typer
 from hzplan import __version__, job
 from hzplan.errors import JobFailed, UserError, one_line
 
-COMMANDS = ("profile", "solve", "run", "check", "demo")
+COMMANDS = ("profile", "solve", "run", "check", "demo", "emulate")
 INTERRUPTED = 130
 
 app = typer.Typer(

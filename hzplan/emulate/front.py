@@ -1,0 +1,158 @@
+"""What the user starts: checks what is there, has the job run, tells what became of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hzplan.emulate import advice
+from hzplan.emulate.box import Outcome, World, environment
+from hzplan.emulate.cluster import Cluster
+from hzplan.emulate.outcome import Ended, culprit
+from hzplan.emulate.spec import Spec, log_name
+from hzplan.errors import UserError
+
+LAST_LINES = 15
+_WORLD = ("--net", "--mount", "--pid", "--fork", "--kill-child")
+_AS_USER = ("--user", "--map-root-user")
+
+
+def available() -> str | None:
+    """Why this machine cannot emulate a cluster and what to do about it; None where it can, after a try."""
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        run(
+            Cluster.parse("1x2", "none,1gbit"), ["true"], verify=False, stdout=null, stderr=null, say=_nothing
+        )
+    except UserError as error:
+        return str(error)
+    finally:
+        os.close(null)
+    return None
+
+
+def run(
+    cluster: Cluster,
+    command: Sequence[str],
+    *,
+    logs: Path | None = None,
+    verify: bool = True,
+    say: Callable[[str], None] | None = None,
+    stdout: int = 1,
+    stderr: int = 2,
+) -> int:
+    """Run a command as one job on an emulated cluster; the job's exit code, see ``execute`` and ``Outcome``.
+
+    ``logs``: where every rank's output is written, as ``node0-rank0.log``; by default a temporary folder that
+    is kept when the job fails. ``verify``: measure the rates first. ``say`` is called with lines for the
+    user, by default they go to stderr. ``stdout``, ``stderr``: descriptors that rank 0's output goes to.
+
+    Raises UserError where the machine or the command is not up to it, JobFailed when the world is lost.
+    """
+    say = say or _to_stderr
+    with _folder(logs) as (folder, keep):
+        outcome = execute(cluster, command, folder, verify=verify, say=say, stdout=stdout, stderr=stderr)
+        worst = culprit(outcome.ended)
+        if outcome.received is not None:
+            say(f"hzplan: ended by {outcome.received.name}")
+        elif worst is not None:
+            _explain(outcome.ended, worst, folder, say)
+        if outcome.code != 0 and any(folder.iterdir()):
+            keep()
+            say(f"logs of all ranks: {folder}")
+        return outcome.code
+
+
+def execute(
+    cluster: Cluster,
+    command: Sequence[str],
+    logs: Path,
+    *,
+    verify: bool,
+    say: Callable[[str], None],
+    stdout: int,
+    stderr: int,
+) -> Outcome:
+    """Run a job and return what became of it, without a word on failures; arguments and errors as ``run``."""
+    missing = [tool for tool in ("ip", "tc", "unshare") if _tool(tool) is None]
+    lacking = advice.lacks(sys.platform, missing)
+    if lacking:
+        raise UserError(lacking)
+    spec = Spec(
+        tiers=cluster.tiers,
+        rates=cluster.rates,
+        executable=_executable(command),
+        command=tuple(command),
+        ip=str(_tool("ip")),
+        tc=str(_tool("tc")),
+        logs=str(logs.resolve()),
+        verify=verify,
+        stdout=stdout,
+        stderr=stderr,
+    )
+    root = os.geteuid() == 0
+    # A container's root may have to be root of user namespaces only.
+    for flags in ((), _AS_USER) if root else (_AS_USER,):
+        world = World(cluster, say)
+        said = world.run([str(_tool("unshare")), *_WORLD, *flags], spec, environment())
+        if world.began or world.outcome.received is not None:
+            return world.outcome
+    raise advice.not_begun(said, root=root)
+
+
+@contextmanager
+def _folder(logs: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """The folder for logs and what keeps it: one that we made goes unless there is something to look up."""
+    if logs is not None:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--logs {logs}: {error.strerror}; name a folder that can be made") from None
+        yield logs, _nothing
+        return
+    made = Path(tempfile.mkdtemp(prefix="hzplan-emulate-"))
+    kept: list[bool] = []
+    try:
+        yield made, lambda: kept.append(True)
+    finally:
+        if not kept:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _explain(ended: Sequence[Ended], worst: Ended, logs: Path, say: Callable[[str], None]) -> None:
+    """Who failed how, the culprit last with the end of its log."""
+    for end in sorted(ended, key=lambda end: end.rank):
+        if end.code != 0 and end is not worst:
+            say(end.describe() + (" after we asked it to" if end.by_us else ""))
+    with suppress(OSError):
+        text = (logs / log_name(worst.node, worst.rank)).read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines()[-LAST_LINES:]:
+            say(f"  | {line}")
+    say(f"hzplan: {worst.describe()}")
+
+
+def _executable(command: Sequence[str]) -> str:
+    if not command:
+        raise UserError("no COMMAND to run; write it after --, as in: -- python train.py")
+    found = shutil.which(command[0], path=environment()["PATH"])
+    if found is None:
+        raise UserError(f"{command[0]} is no command that can be run here; check its name and PATH")
+    return found
+
+
+def _tool(name: str) -> str | None:
+    """A tool's path; administrators' folders are not on everyone's PATH."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin")
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _nothing(*_: object) -> None:
+    pass
