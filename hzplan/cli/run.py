@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hzplan.errors import UserError
+from hzplan.peers import check_peers
 
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
@@ -40,6 +41,15 @@ def command(
     metrics: Annotated[
         Path | None, typer.Option(help="Write a JSON line for every step to this file.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEERS",
+            help="Measure the plan beside others, in turns of a few steps: ddp, zero1, fsdp2, fsdp2-keep, "
+            "hsdp, tp-dp, deepspeed1, deepspeed3, with commas between.",
+        ),
+    ] = None,
+    round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Train a model as a plan says, and compare what was predicted with what is measured.
@@ -47,11 +57,12 @@ def command(
     Inside a job that torchrun or srun started it trains there, else it starts the plan's ranks here.
 
     Example: hzplan run plan.json --steps 200 --metrics metrics.jsonl
+    Example: hzplan run plan.json --against ddp,fsdp2,hsdp --steps 60
     """
     from hzplan.cli import ranks
 
     here = ranks.this_rank(nproc)
-    request = _Request(plan, model, data, steps, lr, seed, metrics)
+    request = _Request(plan, model, data, steps, lr, seed, metrics, against, round_steps)
     request.check_options()
     if here is None:  # what is wrong is said before ranks start
         ranks.start_here(request.prepare(nproc).plan.mesh.world)
@@ -65,6 +76,9 @@ def command(
         ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
+        if against is not None:
+            request.compare(ready, shown=here.rank == 0, as_json=as_json)
+            return
         options = RunOptions(steps=steps, lr=lr, seed=seed)
         with Report(ready.plan, steps, ready.corpus, metrics, shown=here.rank == 0) as report:
             result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
@@ -90,6 +104,8 @@ class _Request:
     lr: float
     seed: int
     metrics: Path | None
+    against: str | None
+    round_steps: int
 
     def check_options(self) -> None:
         """UserError for numbers that make no sense."""
@@ -97,6 +113,12 @@ class _Request:
             raise UserError(f"--steps {self.steps}: a run has at least 1 step")
         if not 0 < self.lr < float("inf"):
             raise UserError(f"--lr {self.lr}: must be a number above 0")
+        if self.round_steps < 1:
+            raise UserError(f"--round-steps {self.round_steps}: a turn has at least 1 step")
+        if self.against is not None:
+            check_peers(self.against)
+            if self.metrics is not None:
+                raise UserError("--metrics is for a run of the plan alone; leave it or --against out")
 
     def prepare(self, world: int | None, *, writes: bool = True) -> _Prepared:
         """Plan, model and data; UserError when one is missing or does not fit the others or the world."""
@@ -107,6 +129,31 @@ class _Request:
         plan = self._plan(world)
         workload = self._workload(plan)
         return _Prepared(plan, workload, self._corpus(workload))
+
+    def compare(self, ready: _Prepared, *, shown: bool, as_json: bool) -> None:
+        """Let the plan and its peers take turns; on every rank of the job."""
+        from hzplan.cli import console
+        from hzplan.cli.against_report import show
+        from hzplan.peers import LOCAL, makers
+        from hzplan.peers.compare import compare
+        from hzplan.peers.contender import Setting
+        from hzplan.peers.paired import MIN_ROUNDS
+        from hzplan.training.batches import batches
+
+        plan = ready.plan
+        data = batches(ready.workload, ready.corpus, micro_batch=plan.batch.micro_batch, seed=self.seed)
+        setting = Setting(plan, ready.workload, data, lr=self.lr, seed=self.seed, text=self.data)
+        with console.Bar("compare", shown=shown) as bar:
+            found = compare(
+                makers(setting, check_peers(self.against or "")),
+                rounds=max(MIN_ROUNDS, self.steps // self.round_steps),
+                steps_per_round=self.round_steps,
+                alone=(LOCAL,),
+                seed=self.seed,
+                progress=bar.update,
+            )
+        if shown:
+            show(setting, found, as_json=as_json)
 
     def _plan(self, world: int | None) -> Plan:
         from hzplan.formats.plan import Plan

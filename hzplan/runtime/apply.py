@@ -21,6 +21,7 @@ from hzplan.models.hooks import attach
 from hzplan.models.units import Unit, find_units
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
+from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
 from hzplan.runtime.unit import UnitState
 from hzplan.schedule import Schedule, Use, build
@@ -61,12 +62,14 @@ def parallelize(
     optimizer_class: Callable[..., Optimizer] = torch.optim.AdamW,
     *,
     params: Iterable[Any] | None = None,
+    streams: Streams = Streams.TIERS,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Shard a model in place as a plan says, and make its optimizer.
 
     ``params``: parameters or parameter groups as torch's optimizers take them (default: all trained
     parameters in one group); ``arguments`` go to ``optimizer_class``, which must work element by element.
+    ``streams``: what communication runs on; leave it, except to measure what the others cost.
     Every rank calls it, with torch.distributed initialised and the plan's world. Initial values are rank 0's.
 
     The loop stays yours: forward, ``backward()`` as often as the plan accumulates, then
@@ -77,7 +80,7 @@ def parallelize(
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
     check_model(model, plan)
-    return apply(model, Choice.of(plan), optimizer_class, params=params, **arguments)
+    return apply(model, Choice.of(plan), optimizer_class, params=params, streams=streams, **arguments)
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -103,6 +106,7 @@ def apply(
     optimizer_class: Callable[..., Optimizer] = torch.optim.AdamW,
     *,
     params: Iterable[Any] | None = None,
+    streams: Streams = Streams.TIERS,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """``parallelize`` from a bare choice of levels."""
@@ -125,7 +129,7 @@ def apply(
     states = [_state(unit, choice, rank) for unit in units]
     slots = assign_slots(schedule, {unit.name: unit.tensors for unit in units})
     device = next(model.parameters()).device
-    engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device)
+    engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, streams)
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
     engine.optimizer = optimizer
     engine.detach = attach(units, engine)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
-from hzplan.runtime.executor import Executor
+from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.groups import Communicators
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
@@ -38,6 +38,7 @@ class Engine:
         staging_slots: Mapping[str, int],
         mesh: Mesh,
         device: torch.device,
+        streams: Streams = Streams.TIERS,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.schedule = schedule
@@ -46,7 +47,7 @@ class Engine:
         self.detach: Callable[[], None] = lambda: None
         self.groups = Communicators(mesh, _wanted(units, len(mesh.tiers)))
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
-        self.executor = Executor(schedule, self.run, self.idle)
+        self.executor = Executor(schedule, self.run, self.idle, streams)
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }

@@ -1,5 +1,8 @@
 """Executes a schedule: launches tasks in its order, runs each stream on a thread of its own.
 
+Two poorer ways to run it are there to be compared with (``Streams``): they follow the total launch order,
+which is the same on every rank and a topological order of the DAG, so they cannot deadlock either.
+
 The compute stream is the caller's thread. When it ends a compute task, the tasks that follow in the total
 launch order, up to the next compute task, are launched; a launched task runs once everything before it in
 the DAG is done. Since each stream's order is part of the DAG, a thread takes what is ready. Tasks with
@@ -8,12 +11,14 @@ nothing to do end at once, on whatever thread ended the last task before them.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
@@ -31,6 +36,14 @@ class StepRecord:
     exposed_s: dict[str, float] = field(default_factory=dict)
 
 
+class Streams(Enum):
+    """On what communication and optimizer tasks run."""
+
+    TIERS = "a thread per stream"
+    ONE = "one thread for all"
+    NONE = "the compute thread"
+
+
 class StreamError(RuntimeError):
     """A task on a background thread failed; ``__cause__`` says how."""
 
@@ -38,18 +51,29 @@ class StreamError(RuntimeError):
 class Executor:
     """Runs steps of one schedule. All methods are called on the compute thread."""
 
-    def __init__(self, schedule: Schedule, run: Callable[[Task], None], idle: Callable[[Task], bool]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        run: Callable[[Task], None],
+        idle: Callable[[Task], bool],
+        streams: Streams = Streams.TIERS,
+    ) -> None:
         """``run`` does a task's work on its stream's thread; ``idle`` says that a task has none."""
         self.schedule = schedule
         self.tasks = schedule.tasks
         self._run = run
+        self._streams = streams
         self._idle = [task.stream != COMPUTE_STREAM and idle(task) for task in self.tasks]
         self._next = _launches(schedule)
+        self._after = [task.after for task in self.tasks]
+        self._after_previous = [task.after_previous for task in self.tasks]
+        if streams is not Streams.TIERS:
+            self._chain()
         self._followers: list[list[tuple[int, int]]] = [[] for _ in self.tasks]  # (task, steps ahead)
         for task in self.tasks:
-            for before in task.after:
+            for before in self._after[task.index]:
                 self._followers[before].append((task.index, 0))
-            for before in task.after_previous:
+            for before in self._after_previous[task.index]:
                 self._followers[before].append((task.index, 1))
         self._lock = threading.Lock()
         self._done = [-1] * len(self.tasks)  # the last step in which a task ended
@@ -63,18 +87,29 @@ class Executor:
         self.step = -1
         self.record = StepRecord()
         self._records = [self.record] * len(self.tasks)  # of the step in which a task was last launched
-        busy = {
-            task.stream for task in self.tasks if task.stream != COMPUTE_STREAM and not self._idle[task.index]
+        self._lanes = {
+            task.stream: task.stream if streams is Streams.TIERS else "all"
+            for task in self.tasks
+            if task.stream != COMPUTE_STREAM and not self._idle[task.index]
         }
         self._queues: dict[str, queue.SimpleQueue[int | None]] = {
-            s: queue.SimpleQueue() for s in sorted(busy)
+            lane: queue.SimpleQueue() for lane in sorted(set(self._lanes.values()))
         }
         self._threads = [
-            threading.Thread(target=self._work, args=(stream,), name=f"hzplan {stream}", daemon=True)
-            for stream in self._queues
+            threading.Thread(target=self._work, args=(lane,), name=f"hzplan {lane}", daemon=True)
+            for lane in self._queues
+            if streams is not Streams.NONE
         ]
         for thread in self._threads:
             thread.start()
+
+    def _chain(self) -> None:
+        """Make one stream of all: every task with something to do after the one before it in launch order."""
+        busy = [t.index for t in self.tasks if t.stream != COMPUTE_STREAM and not self._idle[t.index]]
+        for before, index in itertools.pairwise(busy):
+            self._after[index] = tuple(sorted({*self._after[index], before}))
+        if busy:
+            self._after_previous[busy[0]] = tuple(sorted({*self._after_previous[busy[0]], busy[-1]}))
 
     def close(self) -> None:
         """End the threads, after what was launched is done (or has failed)."""
@@ -116,6 +151,8 @@ class Executor:
                 self.record.launched.append(index)
                 if self._admit(index):
                     self._release(index, "")
+        if self._streams is Streams.NONE:
+            self._work_here()
 
     def wait(self, tasks: Iterable[int]) -> None:
         """Wait until tasks of this step are done."""
@@ -147,8 +184,8 @@ class Executor:
         self._launched[index] = self.step
         self._records[index] = self.record
         self._open += task.stream != COMPUTE_STREAM
-        self._waiting[index] = sum(self._done[u] < self.step for u in task.after) + sum(
-            self._done[u] < self.step - 1 for u in task.after_previous
+        self._waiting[index] = sum(self._done[u] < self.step for u in self._after[index]) + sum(
+            self._done[u] < self.step - 1 for u in self._after_previous[index]
         )
         return self._waiting[index] == 0
 
@@ -161,7 +198,7 @@ class Executor:
         elif self._idle[index]:
             self._complete(index)
         else:
-            self._queues[task.stream].put(index)
+            self._queues[self._lanes[task.stream]].put(index)
 
     def _complete(self, index: int) -> None:
         """A task is done: release what waited for it alone. Lock held."""
@@ -177,22 +214,39 @@ class Executor:
                     self._release(follower, cause)
         self._all_done.notify_all()
 
-    def _work(self, stream: str) -> None:
-        """A stream's thread: run what is ready, in order."""
-        stream_queue = self._queues[stream]
-        while (index := stream_queue.get()) is not None:
-            started = time.perf_counter()
-            try:
-                self._run(self.tasks[index])
-            except BaseException as error:
-                self._fail(index, error)
+    def _work(self, lane: str) -> None:
+        """A thread: run what is ready, in order."""
+        while (index := self._queues[lane].get()) is not None:
+            if not self._execute(index):
                 return
-            record = self._records[index]
-            record.start_s[index] = started
-            record.end_s[index] = time.perf_counter()
-            record.finished.setdefault(stream, []).append(index)
-            with self._lock:
-                self._complete(index)
+
+    def _work_here(self) -> None:
+        """Run what is ready on the compute thread, which waits for nothing else meanwhile."""
+        for waiting in self._queues.values():
+            while not waiting.empty():
+                index = waiting.get()
+                if index is None or not self._execute(index):
+                    self._raise_error()
+                    return
+                record, cause = self._records[index], _booking(self.tasks[index])
+                seconds = record.end_s[index] - record.start_s[index]
+                record.exposed_s[cause] = record.exposed_s.get(cause, 0.0) + seconds
+
+    def _execute(self, index: int) -> bool:
+        """Run a task and release what waited for it; False when it failed."""
+        started = time.perf_counter()
+        try:
+            self._run(self.tasks[index])
+        except BaseException as error:
+            self._fail(index, error)
+            return False
+        record = self._records[index]
+        record.start_s[index] = started
+        record.end_s[index] = time.perf_counter()
+        record.finished.setdefault(self.tasks[index].stream, []).append(index)
+        with self._lock:
+            self._complete(index)
+        return True
 
     def _fail(self, index: int, error: BaseException) -> None:
         failure = StreamError(f"{self.tasks[index].stream}: task {self.tasks[index]} failed: {error}")

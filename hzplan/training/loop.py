@@ -23,6 +23,7 @@ from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
 from hzplan.training.measure import peak_memory_bytes
+from hzplan.training.step import forward_backward
 
 WARM_UP_STEPS = 3
 """Steps at the beginning whose times do not count."""
@@ -169,17 +170,18 @@ class _Trainer:
         """Run one step; returns its mean loss on this rank."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.options)
-        accumulation = self.plan.batch.accumulation
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index in range(accumulation):
-            batch = self.data.train(step, index, self.rank)
-            loss = self.workload.loss(self.model, batch) / accumulation
-            loss.backward()
-            total += loss.detach()
+        total = forward_backward(
+            self.model,
+            self.workload,
+            self.data,
+            step=step,
+            accumulation=self.plan.batch.accumulation,
+            rank=self.rank,
+        )
         if self.plan.clip:
             self.optimizer.clip_grad_norm_(self.options.clip_norm)
         self.optimizer.step()
-        return total
+        return total.to(self.device)
 
     def traced_step(self, step: int) -> Tensor:
         """The same, and note the most memory that it takes on any rank."""

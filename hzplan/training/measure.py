@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hzplan.profiler.memory import memory_trace
 
@@ -21,20 +22,25 @@ def peak_memory_bytes(
     without those of ``ignore`` (data sets); a tensor that only C++ holds is missed, as are buffers inside the
     communication library.
     """
-    alive = torch.cuda.memory_allocated(device) if device.type == "cuda" else _alive_bytes(device, ignore)
+    alive = torch.cuda.memory_allocated(device) if device.type == "cuda" else alive_bytes(device, ignore)
     with memory_trace(device) as trace:
         trace.cut()
         step()
     return alive + trace.segments()[0].peak_bytes
 
 
-def _alive_bytes(device: torch.device, ignore: Iterable[Tensor]) -> int:
+def alive_bytes(device: torch.device, ignore: Iterable[Tensor] = ()) -> int:
+    """Bytes of the distinct storages of all tensors that Python knows on a device, without ``ignore``."""
     gc.collect()
     ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
         # Not isinstance: it would ask proxies what they pretend to be.
         if not issubclass(type(found), Tensor) or found.device != device or found.layout != torch.strided:
+            continue
+        if is_traceable_wrapper_subclass(
+            found
+        ):  # a DTensor has no storage; its local tensor is found by itself
             continue
         storage = found.untyped_storage()
         if storage.data_ptr() not in ignored:

@@ -1,0 +1,100 @@
+"""The plan beside its peers: a table, or one JSON object."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from hzplan.cli import console
+from hzplan.peers import CONTROL, LOCAL, OURS
+
+if TYPE_CHECKING:
+    from hzplan.peers.compare import Comparison, Entry
+    from hzplan.peers.contender import Setting
+
+
+def show(setting: Setting, comparison: Comparison, *, as_json: bool) -> None:
+    """Print it."""
+    found = summary(setting, comparison)
+    if as_json:
+        print(json.dumps(found, allow_nan=False))
+    else:
+        _print(found)
+
+
+def summary(setting: Setting, comparison: Comparison) -> dict[str, Any]:
+    """All figures; ``ratio``: how many times as long as the plan's a contender's step is, paired by round."""
+    free = comparison.entries[LOCAL].step_s
+    return {
+        "model": setting.plan.model.name,
+        "dtype": setting.plan.model.dtype,
+        "mesh": setting.plan.cluster.mesh,
+        "budget_bytes": setting.plan.source.memory_budget_bytes,
+        "tokens_per_step": setting.tokens,
+        "accumulation": setting.accumulation,
+        "rounds": comparison.rounds,
+        "steps_per_round": comparison.steps_per_round,
+        "control": _ratio(comparison, CONTROL, "ddp"),
+        "contenders": [_contender(setting, comparison, entry, free) for entry in comparison.entries.values()],
+        "absent": dict(comparison.absent),
+    }
+
+
+def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: float) -> dict[str, Any]:
+    from hzplan.peers.compare import AGREE
+
+    error = entry.loss_error
+    return {
+        "name": entry.name,
+        "step_s": {"median": entry.step_s, "min": entry.spread[0], "max": entry.spread[1]},
+        "tokens_per_s": setting.tokens / entry.step_s,
+        "ratio": _ratio(comparison, entry.name, OURS),
+        "peak_memory_bytes": entry.peak_memory_bytes,
+        "fits": entry.peak_memory_bytes <= setting.plan.source.memory_budget_bytes,
+        "sent_bytes": {"in_node": entry.sent_bytes[0], "network": entry.sent_bytes[1]},
+        "exposed_comm_s": max(0.0, entry.step_s - free),
+        "loss_error": error,
+        "losses_agree": error is None or error <= AGREE,
+        "round_s": list(entry.round_s),
+    }
+
+
+def _ratio(comparison: Comparison, slower: str, faster: str) -> dict[str, float]:
+    ratio = comparison.ratio(slower, faster)
+    return {"value": ratio.value, "low": ratio.low, "high": ratio.high}
+
+
+def _print(found: dict[str, Any]) -> None:
+    table = console.table(
+        f"{found['model']} on {found['mesh']}, {found['rounds']} rounds of {found['steps_per_round']} steps",
+        *("", "step", "ratio", "95%", "memory", "sent", "waits"),
+    )
+    for entry in found["contenders"]:
+        ratio, sent = entry["ratio"], entry["sent_bytes"]
+        marks = ("" if entry["losses_agree"] else " ≠") + ("" if entry["fits"] else " !")
+        table.add_row(
+            entry["name"] + marks,
+            console.duration(entry["step_s"]["median"]),
+            f"{ratio['value']:.2f}",
+            f"{ratio['low']:.2f} … {ratio['high']:.2f}",
+            console.size(entry["peak_memory_bytes"]),
+            console.size(sent["network"] or sent["in_node"]),
+            console.duration(entry["exposed_comm_s"]) if entry["name"] != LOCAL else "",
+        )
+    out = console.stdout()
+    out.print(table)
+    control = found["control"]
+    out.print(
+        "ratio: step time over the plan's, paired by round. Its control, DDP against itself: "
+        f"{control['value']:.2f} ({control['low']:.2f} … {control['high']:.2f})."
+    )
+    out.print(
+        "sent: by the busiest node in a step. waits: the step less one without communication. "
+        f"{found['tokens_per_step']:,} tokens a step."
+    )
+    if not all(entry["fits"] for entry in found["contenders"]):
+        out.print(f"! needs more than the plan's budget of {console.size(found['budget_bytes'])} per rank.")
+    if not all(entry["losses_agree"] for entry in found["contenders"]):
+        out.print("≠ losses differ from the plan's: not the same training.")
+    for name, reason in found["absent"].items():
+        out.print(f"{name} took no part: {reason}.")

@@ -1,0 +1,133 @@
+"""Contenders in turns: rounds in which each trains a few steps, so that all see the same machine."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hzplan.peers.contender import WARM_UP_STEPS, Contender, NotHere
+from hzplan.peers.paired import Ratio, paired_ratio
+from hzplan.peers.traffic import sent_bytes
+from hzplan.profiler.ranks import Ranks
+
+TRAINED = WARM_UP_STEPS + 1
+"""Steps that a contender has behind it when the first round begins."""
+
+AGREE = 1e-3
+"""Losses agree when they differ by no more than this share at each of the first ten steps."""
+AGREEING_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender's figures; seconds are of a step, the slowest rank's, by round.
+
+    ``peak_memory_bytes``: of the rank that needs most; ``sent_bytes``: per step, the node that sends most:
+    (over loopback, over other interfaces); ``loss_error``: the largest relative difference to the first
+    contender's losses in the first ten steps, None for who does not train together.
+    """
+
+    name: str
+    round_s: tuple[float, ...]
+    peak_memory_bytes: int
+    sent_bytes: tuple[int, int]
+    losses: tuple[float, ...]
+    loss_error: float | None
+
+    @property
+    def step_s(self) -> float:
+        """The median round's."""
+        return statistics.median(self.round_s)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The fastest and the slowest round's seconds of a step."""
+        return min(self.round_s), max(self.round_s)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All figures of one comparison. ``absent``: who could not take part, and why."""
+
+    entries: Mapping[str, Entry]
+    absent: Mapping[str, str]
+    rounds: int
+    steps_per_round: int
+
+    def ratio(self, slower: str, faster: str) -> Ratio:
+        """How many times the first one's step is as long as the second one's, paired by round."""
+        return paired_ratio(self.entries[slower].round_s, self.entries[faster].round_s)
+
+
+def compare(
+    makers: Mapping[str, Callable[[], Contender]],
+    *,
+    rounds: int,
+    steps_per_round: int,
+    alone: Sequence[str] = (),
+    seed: int = 0,
+    progress: Callable[[str, float], None] = lambda text, fraction: None,
+) -> Comparison:
+    """Make all contenders, then let them take turns in an order that is drawn anew each round.
+
+    Every rank calls it with the same arguments. A turn is timed from a barrier to the moment when all that it
+    started is done, on the slowest rank. ``alone``: contenders whose losses are their own business.
+    """
+    ranks = Ranks.here()
+    contenders: dict[str, Contender] = {}
+    absent: dict[str, str] = {}
+    for number, (name, make) in enumerate(makers.items()):
+        progress(f"preparing {name}", 0.2 * number / len(makers))
+        try:
+            contenders[name] = make()
+        except NotHere as reason:
+            absent[name] = str(reason)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    sent: dict[str, list[tuple[int, int]]] = {name: [] for name in contenders}
+    order = random.Random(seed)
+    for number in range(rounds):
+        for name in order.sample(list(contenders), len(contenders)):
+            progress(f"round {number + 1} of {rounds}: {name}", 0.2 + 0.8 * number / rounds)
+            ranks.barrier()
+            before, began = sent_bytes(), time.perf_counter()
+            trained = contenders[name].turn(TRAINED + number * steps_per_round, steps_per_round)
+            elapsed = time.perf_counter() - began
+            ranks.barrier()  # what a node sends counts all of its ranks
+            after = sent_bytes()
+            everyone = ranks.gather((elapsed, trained, (after[0] - before[0], after[1] - before[1])))
+            seconds[name].append(max(took for took, _, _ in everyone) / steps_per_round)
+            losses[name] += [
+                statistics.fmean(step) for step in zip(*(t for _, t, _ in everyone), strict=True)
+            ]
+            busiest = max((counted for _, _, counted in everyone), key=lambda pair: (pair[1], pair[0]))
+            sent[name].append((busiest[0] // steps_per_round, busiest[1] // steps_per_round))
+    peaks = {name: max(ranks.gather(contender.peak_memory_bytes)) for name, contender in contenders.items()}
+    for contender in contenders.values():
+        contender.close()
+    first = next(name for name in contenders if name not in alone)
+    entries = {
+        name: Entry(
+            name,
+            tuple(seconds[name]),
+            peaks[name],
+            (_middle([s[0] for s in sent[name]]), _middle([s[1] for s in sent[name]])),
+            tuple(losses[name]),
+            None if name in alone else _deviation(losses[name], losses[first]),
+        )
+        for name in contenders
+    }
+    progress("measured", 1.0)
+    return Comparison(entries, absent, rounds, steps_per_round)
+
+
+def _middle(counts: Sequence[int]) -> int:
+    return round(statistics.median(counts))
+
+
+def _deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
+    pairs = list(zip(losses, reference, strict=True))[:AGREEING_STEPS]
+    return max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)

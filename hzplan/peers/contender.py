@@ -1,0 +1,165 @@
+"""A contender: one way to train the same model, on the same batches, from the same weights."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hzplan.formats.plan import Plan
+from hzplan.models.workload import Workload
+from hzplan.profiler.optimizer import OPTIMIZERS
+from hzplan.training.batches import Batches
+from hzplan.training.measure import alive_bytes, peak_memory_bytes
+from hzplan.training.step import forward_backward
+
+CPU = torch.device("cpu")
+WARM_UP_STEPS = 2
+"""Steps before memory is looked at: in the first one optimizers make their state."""
+
+
+class NotHere(Exception):
+    """A contender cannot take part in this setting; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What all contenders have in common.
+
+    ``lr`` stays as it is from the first step to the last; ``text`` is where ``data`` comes from, None where
+    the batches are the workload's own or the default text.
+    """
+
+    plan: Plan
+    workload: Workload
+    data: Batches
+    lr: float
+    seed: int
+    clip_norm: float = 1.0
+    text: Path | None = None
+
+    @property
+    def world(self) -> int:
+        """Ranks that train."""
+        return self.plan.mesh.world
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's rank."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches in a step."""
+        return self.plan.batch.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, over all ranks."""
+        return self.plan.batch.global_batch * self.workload.seq_len
+
+    @property
+    def bf16(self) -> bool:
+        """Whether the model computes in bfloat16, its master weights being float32."""
+        return self.plan.model.dtype == "bfloat16"
+
+    def build_model(self) -> nn.Module:
+        """The model with its initial weights, the same for everyone; float32 where it computes in bf16."""
+        torch.manual_seed(self.seed)
+        return self.workload.build().to(torch.float32 if self.bf16 else getattr(torch, self.plan.model.dtype))
+
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """The plan's optimizer and its arguments."""
+        made = OPTIMIZERS[self.plan.optimizer]
+        if isinstance(made, partial):
+            return cast(type[Optimizer], made.func), {"lr": self.lr, **made.keywords}
+        return cast(type[Optimizer], made), {"lr": self.lr}
+
+
+class Contender(Protocol):
+    """What the comparison asks of everyone. All ranks call the methods together."""
+
+    name: str
+    peak_memory_bytes: int
+    """Of this rank, within a step, without what other contenders in this process hold."""
+
+    def turn(self, first: int, steps: int) -> list[float]:
+        """Train steps ``first``, ``first + 1``, … and return, everything done, this rank's losses."""
+
+    def close(self) -> None:
+        """Take part no more."""
+
+
+class Trainer:
+    """A contender in this process: a model, an optimizer, and what of the step is its own.
+
+    Subclasses set ``model`` and ``optimizer`` in ``prepare`` and override the rest where they differ. After
+    construction two steps have been trained, numbers 0 and 1.
+    """
+
+    name = ""
+    model: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        before = alive_bytes(CPU)
+        self.prepare()
+        self.losses = self.turn(0, WARM_UP_STEPS)
+        self.peak_memory_bytes = (
+            peak_memory_bytes(lambda: self.losses.extend(self.turn(WARM_UP_STEPS, 1)), CPU) - before
+        )
+
+    def prepare(self) -> None:
+        """Make ``model`` and ``optimizer``."""
+        raise NotImplementedError
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        """What a micro-batch runs in; ``last``: whether gradients must be complete after it."""
+        return nullcontext()
+
+    def data(self) -> Batches:
+        """Where micro-batches come from."""
+        return self.setting.data
+
+    def clip(self) -> None:
+        """Bound the norm of all gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.setting.clip_norm, foreach=True)
+
+    def finish(self) -> None:
+        """Return when nothing is under way."""
+
+    def micro_batches(self, step: int) -> Tensor:
+        """Forward and backward of a whole step; this rank's mean loss."""
+        setting = self.setting
+        return forward_backward(
+            self.model,
+            setting.workload,
+            self.data(),
+            step=step,
+            accumulation=setting.accumulation,
+            rank=setting.rank,
+            around=self.around,
+        )
+
+    def turn(self, first: int, steps: int) -> list[float]:
+        """See ``Contender``."""
+        losses = []
+        for step in range(first, first + steps):
+            losses.append(float(self.micro_batches(step)))
+            if self.setting.plan.clip:
+                self.clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.finish()
+        return losses
+
+    def close(self) -> None:
+        """See ``Contender``."""

@@ -1,0 +1,76 @@
+"""Whole replicas: torch's DistributedDataParallel, with plain and with sharded optimizer state (ZeRO-1)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from hzplan.peers.contender import Setting, Trainer
+
+BUCKETS = 6
+"""A model smaller than a few of DDP's default buckets is cut into this many, or it would overlap nothing."""
+DEFAULT_BUCKET_MB = 25.0
+
+
+class Local(Trainer):
+    """Every rank for itself, without communication: what a step costs when it is free."""
+
+    name = "no communication"
+
+    def prepare(self) -> None:
+        made, arguments = self.setting.optimizer_class()
+        self.model = self.setting.build_model()
+        self.optimizer = made(self.model.parameters(), **arguments)
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        return autocast(self.setting)
+
+
+class DDP(Trainer):
+    """Gradients are all-reduced in buckets while backward runs."""
+
+    def __init__(self, setting: Setting, *, name: str = "ddp") -> None:
+        self.name = name
+        super().__init__(setting)
+
+    def prepare(self) -> None:
+        model = self.setting.build_model()
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        self.model = self._replicas = DistributedDataParallel(
+            model,
+            bucket_cap_mb=min(DEFAULT_BUCKET_MB, max(0.5, size / 2**20 / BUCKETS)),
+            gradient_as_bucket_view=True,
+        )
+        self.make_optimizer()
+
+    def make_optimizer(self) -> None:
+        made, arguments = self.setting.optimizer_class()
+        self.optimizer = made(self.model.parameters(), **arguments)
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(autocast(self.setting))
+        if not last:
+            stack.enter_context(self._replicas.no_sync())
+        return stack
+
+
+class Zero1(DDP):
+    """DDP, each rank updating a part of the parameters and broadcasting it."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, name="zero1")
+
+    def make_optimizer(self) -> None:
+        made, arguments = self.setting.optimizer_class()
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class=made, parameters_as_bucket_view=True, **arguments
+        )
+
+
+def autocast(setting: Setting) -> AbstractContextManager[object]:
+    """bf16 as users of replicas have it: float32 weights, matrix products in bfloat16."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16)

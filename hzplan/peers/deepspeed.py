@@ -1,0 +1,188 @@
+"""DeepSpeed's ZeRO, in processes of its own: it changes much of the process it lives in.
+
+Every rank starts a child, and the children form a job of their own; rank and child talk in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from hzplan.errors import JobFailed
+from hzplan.job import meeting_point
+from hzplan.models.workload import load
+from hzplan.peers.contender import NotHere, Setting, Trainer
+from hzplan.profiler.ranks import Ranks
+from hzplan.training.batches import batches, reads_bytes
+from hzplan.training.data import load_corpus
+
+REDUCE_BUCKET_ELEMENTS = 1_000_000
+"""Small enough that backward overlaps with communication in small models too."""
+
+
+class DeepSpeed:
+    """A contender in a child process."""
+
+    def __init__(self, setting: Setting, stage: int) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise NotHere("DeepSpeed is not installed; pip install 'hzplan[deepspeed]'")
+        self.name = f"deepspeed{stage}"
+        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="hzplan-deepspeed-", suffix=".log")  # noqa: SIM115
+        environment = os.environ | _place(setting)
+        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        ours, theirs = os.pipe(), os.pipe()
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hzplan.peers.deepspeed", str(ours[0]), str(theirs[1])],
+            env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(ours[0], theirs[1]),
+        )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self._to, self._back = os.fdopen(ours[1], "w"), os.fdopen(theirs[0])
+        answer = self._ask(
+            {
+                "stage": stage,
+                "plan": setting.plan.model_dump_json(),
+                "model": setting.workload.name,
+                "data": None if setting.text is None else str(setting.text),
+                "lr": setting.lr,
+                "seed": setting.seed,
+            }
+        )
+        self.peak_memory_bytes = int(answer["peak_memory_bytes"])
+
+    def turn(self, first: int, steps: int) -> list[float]:
+        """See ``Contender``."""
+        return [float(loss) for loss in self._ask({"first": first, "steps": steps})["losses"]]
+
+    def close(self) -> None:
+        """The child ends when nobody will ask any more."""
+        self._to.close()
+        self._child.wait(timeout=60)
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._to.write(json.dumps(question) + "\n")
+            self._to.flush()
+            answer = self._back.readline()
+        except OSError:
+            answer = ""
+        if not answer:
+            self._log.seek(0)
+            said = [line.strip() for line in self._log if line.strip()] or ["nothing"]
+            raise JobFailed(f"{self.name} ended; its last words: {said[-1][:300]}")
+        return dict(json.loads(answer))
+
+
+def _place(setting: Setting) -> dict[str, str]:
+    """Where the children meet: a port that is free on rank 0's host."""
+    host, _ = meeting_point()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = Ranks.here().share(free.getsockname()[1])
+    return {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": str(setting.world),
+    }
+
+
+class _Engine(Trainer):
+    """The child's side: DeepSpeed's engine as a trainer."""
+
+    def __init__(self, setting: Setting, stage: int) -> None:
+        self.stage = stage
+        super().__init__(setting)
+
+    def prepare(self) -> None:
+        import deepspeed
+
+        setting = self.setting
+        model = setting.build_model()
+        made, arguments = setting.optimizer_class()
+        arguments.pop("fused", None)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=made(model.parameters(), **arguments), config=self.configuration()
+        )
+        self.model = self.engine
+
+    def configuration(self) -> dict[str, Any]:
+        """What DeepSpeed reads from its file."""
+        setting = self.setting
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        }
+        if self.stage == 3:
+            zero |= {
+                "stage3_param_persistence_threshold": 0,
+                "stage3_prefetch_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            }
+        return {
+            "train_micro_batch_size_per_gpu": setting.plan.batch.micro_batch,
+            "gradient_accumulation_steps": setting.accumulation,
+            "gradient_clipping": setting.clip_norm if setting.plan.clip else 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": setting.bf16},
+            "steps_per_print": sys.maxsize,
+            "wall_clock_breakdown": False,
+        }
+
+    def turn(self, first: int, steps: int) -> list[float]:
+        losses = []
+        setting = self.setting
+        for step in range(first, first + steps):
+            total = 0.0
+            for index in range(setting.accumulation):
+                loss = setting.workload.loss(self.engine, setting.data.train(step, index, setting.rank))
+                self.engine.backward(loss)  # which divides by the accumulation itself
+                self.engine.step()
+                total += float(loss.detach())
+            losses.append(total / setting.accumulation)
+        return losses
+
+
+def _child(questions: IO[str], answers: IO[str]) -> None:
+    """Make the engine from the first line, then answer one turn per line until there are no more."""
+    from hzplan.formats.plan import Plan
+
+    asked = json.loads(questions.readline())
+    dist.init_process_group("gloo")
+    plan = Plan.model_validate_json(asked["plan"])
+    workload = load(asked["model"], seq_len=plan.model.seq_len)
+    text = None if asked["data"] is None else Path(asked["data"])
+    corpus = load_corpus(text, seq_len=workload.seq_len) if reads_bytes(workload) else None
+    data = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=asked["seed"])
+    engine = _Engine(
+        Setting(plan, workload, data, lr=asked["lr"], seed=asked["seed"], text=text), asked["stage"]
+    )
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    answer({"peak_memory_bytes": engine.peak_memory_bytes})
+    for line in questions:
+        wanted = json.loads(line)
+        answer({"losses": engine.turn(wanted["first"], wanted["steps"])})
+
+
+if __name__ == "__main__":
+    _child(os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w"))

@@ -1,0 +1,113 @@
+"""torch's ``fully_shard`` (FSDP2), over the whole world or inside groups with replicas across (HSDP)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hzplan.hierarchy import Mesh
+from hzplan.models.units import find_units
+from hzplan.peers.contender import NotHere, Setting, Trainer
+
+
+class ExchangeReduceScatter:
+    """Reduce-scatter as an all-to-all and a local sum: half the bytes of gloo's own.
+
+    What FSDP2 asks of ``set_custom_reduce_scatter``.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+class FSDP2(Trainer):
+    """Everything sharded over the world, blocks gathered one ahead of their use.
+
+    ``keep``: parameters stay whole between forward and backward, and gradients while accumulating.
+    """
+
+    def __init__(self, setting: Setting, *, name: str = "fsdp2", keep: bool = False) -> None:
+        self.name, self.keep = name, keep
+        super().__init__(setting)
+
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that ``fully_shard`` gets."""
+        return init_device_mesh("cpu", (self.setting.world,))
+
+    def prepare(self) -> None:
+        model = self.setting.build_model()
+        mesh = self.device_mesh()
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self.keep}
+        if self.setting.bf16:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+            )
+        # As users wrap: every repeated block, and the root with what is left.
+        blocks = [unit.module for unit in find_units(model) if next(unit.module.children(), None) is not None]
+        sharded = [fully_shard(block, **options) for block in blocks if block is not model]
+        self.root: FSDPModule = fully_shard(model, **options)
+        self.model = model
+        _prefetch(sharded)
+        for module in [*sharded, self.root]:
+            # On gloo there is no stream to run ahead on, so gathers must be asynchronous by themselves.
+            module._set_unshard_async_op(True)
+            module.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
+        made, arguments = self.setting.optimizer_class()
+        self.optimizer = made(model.parameters(), **arguments)
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        if self.keep:
+            self.root.set_is_last_backward(last)
+            self.root.set_requires_gradient_sync(last)
+            self.root.set_reshard_after_backward(last)
+        return nullcontext()
+
+
+class HSDP(FSDP2):
+    """Sharded inside a group of neighbours, replicated across; replicas meet on the last micro-batch."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.inner = inner_shards(setting.plan.mesh)
+        super().__init__(setting, name="hsdp")
+
+    def device_mesh(self) -> DeviceMesh:
+        shape = (self.setting.world // self.inner, self.inner)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        self.root.set_requires_all_reduce(last)
+        return super().around(last)
+
+
+def inner_shards(mesh: Mesh) -> int:
+    """Ranks in a sharding group: those inside the fastest tier, or the level nearest to it; see NotHere."""
+    wanted = mesh.shards[mesh.tier_bounds[0][1]]
+    between = [count for count in mesh.shards if 1 < count < mesh.world]
+    if not between:
+        raise NotHere(f"mesh {mesh} has no level between one rank and all")
+    return min(between, key=lambda count: (abs(count - wanted), count))
+
+
+def _prefetch(blocks: Sequence[FSDPModule | nn.Module]) -> None:
+    """Gather the next block while one computes, in forward and in backward."""
+    for block, following in itertools.pairwise(blocks):
+        assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])

@@ -1,0 +1,39 @@
+"""This project's own runtime as a contender, under the plan or under any other choice."""
+
+from __future__ import annotations
+
+from hzplan.formats.plan import Plan
+from hzplan.peers.contender import Setting, Trainer
+from hzplan.runtime.apply import parallelize
+from hzplan.runtime.executor import Streams
+
+
+class Hzplan(Trainer):
+    """A plan, executed."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        name: str = "hzplan",
+        plan: Plan | None = None,
+        streams: Streams = Streams.TIERS,
+    ) -> None:
+        """``plan``: instead of the setting's, for the same model and batch; ``streams``: how it overlaps."""
+        self.name, self.plan, self.streams = name, plan or setting.plan, streams
+        super().__init__(setting)
+
+    def prepare(self) -> None:
+        made, arguments = self.setting.optimizer_class()
+        self.model, self.optimizer = self._sharded = parallelize(
+            self.setting.build_model(), self.plan, made, streams=self.streams, **arguments
+        )
+
+    def clip(self) -> None:
+        self._sharded[1].clip_grad_norm_(self.setting.clip_norm)
+
+    def finish(self) -> None:
+        self._sharded[1].engine.executor.drain()
+
+    def close(self) -> None:
+        self._sharded[1].engine.close()
