@@ -14,7 +14,7 @@ from hzplan.errors import UserError
 def command(
     run: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND…", help="What every rank runs."),
+        typer.Argument(metavar="-- COMMAND", help="What every rank runs."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks per node; by default 1.")] = None,

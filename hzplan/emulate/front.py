@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from hzplan.emulate import advice
@@ -18,6 +18,7 @@ from hzplan.emulate.spec import Spec, log_name
 from hzplan.errors import UserError
 
 LAST_LINES = 15
+OTHERS = 4
 _WORLD = ("--net", "--mount", "--pid", "--fork", "--kill-child")
 _AS_USER = ("--user", "--map-root-user")
 
@@ -125,15 +126,25 @@ def _folder(logs: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
 
 
 def _explain(ended: Sequence[Ended], worst: Ended, logs: Path, say: Callable[[str], None]) -> None:
-    """Who failed how, the culprit last with the end of its log."""
-    for end in sorted(ended, key=lambda end: end.rank):
-        if end.code != 0 and end is not worst:
-            say(end.describe() + (" after we asked it to" if end.by_us else ""))
-    with suppress(OSError):
-        text = (logs / log_name(worst.node, worst.rank)).read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines()[-LAST_LINES:]:
+    """Who failed how, the culprit last, with the end of its log unless that was shown already."""
+    others = [end for end in ended if end.code != 0 and end is not worst]
+    for end in others[:OTHERS]:
+        say(end.describe() + (" when the others had failed" if end.by_us else ""))
+    if others[OTHERS:]:
+        say(f"… and so on: {len(others) - OTHERS} more")
+    if worst.rank != 0:
+        for line in _last_lines(logs / log_name(worst.node, worst.rank)):
             say(f"  | {line}")
     say(f"hzplan: {worst.describe()}")
+
+
+def _last_lines(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 2**16))
+            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    except OSError:
+        return []
 
 
 def _executable(command: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import time
@@ -20,6 +21,8 @@ FAILURE_GRACE_S = 10.0
 
 SIGNAL_GRACE_S = 3.0
 """A rank that was sent a signal is killed so much later."""
+
+DRAIN_S = 2.0
 
 
 class Ranks:
@@ -130,8 +133,9 @@ class Ranks:
         return any(passed)
 
     def _drain(self) -> None:
-        """Pass on what rank 0 said last; a child it left behind may hold its output open for ever."""
-        while self._serve(0):
+        """Pass on what rank 0 said last; a child it left behind may go on for ever."""
+        until = time.monotonic() + DRAIN_S
+        while self._serve(0) and time.monotonic() < until:
             pass
 
     def _on_control(self) -> bool:
@@ -171,4 +175,7 @@ class Ranks:
 
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # a terminal that another program left so
+            select.select([], [descriptor], [])
