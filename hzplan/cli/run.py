@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hzplan.errors import UserError
-from hzplan.peers import check_peers
 
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
@@ -46,7 +46,8 @@ def command(
         typer.Option(
             metavar="PEERS",
             help="Measure the plan beside others, in turns of a few steps: ddp, zero1, fsdp2, fsdp2-keep, "
-            "hsdp, tp-dp, deepspeed1, deepspeed3, with commas between.",
+            "hsdp, tp-dp, deepspeed1, deepspeed3, one-stream, no-threads, or other plans' files, with commas "
+            "between.",
         ),
     ] = None,
     round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,
@@ -91,6 +92,7 @@ class _Prepared:
     plan: Plan
     workload: Workload
     corpus: Corpus | None
+    peers: Mapping[str, Plan | None]
 
 
 @dataclass(frozen=True)
@@ -115,20 +117,20 @@ class _Request:
             raise UserError(f"--lr {self.lr}: must be a number above 0")
         if self.round_steps < 1:
             raise UserError(f"--round-steps {self.round_steps}: a turn has at least 1 step")
-        if self.against is not None:
-            check_peers(self.against)
-            if self.metrics is not None:
-                raise UserError("--metrics is for a run of the plan alone; leave it or --against out")
+        if self.against is not None and self.metrics is not None:
+            raise UserError("--metrics is for a run of the plan alone; leave it or --against out")
 
     def prepare(self, world: int | None, *, writes: bool = True) -> _Prepared:
         """Plan, model and data; UserError when one is missing or does not fit the others or the world."""
         from hzplan.cli.paths import check_writable
+        from hzplan.peers import check_peers
 
         if self.metrics is not None and writes:
             check_writable(self.metrics, keep=self.plan)
         plan = self._plan(world)
+        peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)
-        return _Prepared(plan, workload, self._corpus(workload))
+        return _Prepared(plan, workload, self._corpus(workload), peers)
 
     def compare(self, ready: _Prepared, *, shown: bool, as_json: bool) -> None:
         """Let the plan and its peers take turns; on every rank of the job."""
@@ -145,7 +147,7 @@ class _Request:
         setting = Setting(plan, ready.workload, data, lr=self.lr, seed=self.seed, text=self.data)
         with console.Bar("compare", shown=shown) as bar:
             found = compare(
-                makers(setting, check_peers(self.against or "")),
+                makers(setting, ready.peers),
                 rounds=max(MIN_ROUNDS, self.steps // self.round_steps),
                 steps_per_round=self.round_steps,
                 alone=(LOCAL,),

@@ -2,41 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
 
 if TYPE_CHECKING:
     from hzplan.peers.contender import Contender, Setting
 
 PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3")
-"""Whom ``hzplan run --against`` knows."""
+"""Other systems that ``hzplan run --against`` knows."""
+
+POORER = ("one-stream", "no-threads")
+"""The plan again, its runtime with one background thread for everything, and with none."""
 
 OURS = "hzplan"
 CONTROL = "ddp again"
 LOCAL = "no communication"
 
 
-def check_peers(text: str) -> tuple[str, ...]:
-    """The names in ``ddp,fsdp2``, each once; UserError for one that is not known."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in PEERS:
-            raise UserError(f"--against {name}: not known; use {','.join(PEERS)}")
-    if not names:
-        raise UserError(f"--against needs names; use {','.join(PEERS)}")
-    return names
+def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:
+    """The names in ``ddp,fsdp2,other.json``, each once, and the plans that some of them are.
+
+    Raises UserError for a name that is not known, and for a plan that trains something else than ``plan``.
+    """
+    known = ",".join([*PEERS, *POORER])
+    found: dict[str, Plan | None] = {}
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        if name.endswith(".json"):
+            found[_stem(name, found)] = _same_training(Path(name), plan)
+        elif name in PEERS or name in POORER:
+            found[name] = None
+        else:
+            raise UserError(f"--against {name}: not known; use {known}, or a plan's file")
+    if not found:
+        raise UserError(f"--against needs names; use {known}, or a plan's file")
+    return found
 
 
-def makers(setting: Setting, peers: Iterable[str]) -> dict[str, Callable[[], Contender]]:
-    """The plan, the peers, DDP twice as a control, and a run without communication."""
+def _stem(name: str, taken: Iterable[str]) -> str:
+    stem = Path(name).stem
+    return name if stem in (*taken, *PEERS, *POORER, OURS) else stem
+
+
+def _same_training(path: Path, plan: Plan) -> Plan:
+    other = Plan.load(path)
+    for field in ("model", "batch", "optimizer", "clip"):
+        if getattr(other, field) != getattr(plan, field):
+            raise UserError(f"{path}: field {field} differs from the plan's; only equal training is compared")
+    if other.mesh.world != plan.mesh.world:
+        raise UserError(f"{path}: is for {other.mesh.world} ranks, the plan for {plan.mesh.world}")
+    return other
+
+
+def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Callable[[], Contender]]:
+    """The plan, the peers, DDP twice as a control, and a run without communication; see ``check_peers``."""
     from hzplan.peers.ddp import DDP, Local, Zero1
     from hzplan.peers.deepspeed import DeepSpeed
     from hzplan.peers.fsdp2 import FSDP2, HSDP
     from hzplan.peers.hzplan import Hzplan
     from hzplan.peers.tensor_parallel import TensorParallel
+    from hzplan.runtime.executor import Streams
 
     known: dict[str, Callable[[], Contender]] = {
         "ddp": partial(DDP, setting),
@@ -47,11 +76,16 @@ def makers(setting: Setting, peers: Iterable[str]) -> dict[str, Callable[[], Con
         "tp-dp": partial(TensorParallel, setting),
         "deepspeed1": partial(DeepSpeed, setting, 1),
         "deepspeed3": partial(DeepSpeed, setting, 3),
+        "one-stream": partial(Hzplan, setting, name="one-stream", streams=Streams.ONE),
+        "no-threads": partial(Hzplan, setting, name="no-threads", streams=Streams.NONE),
     }
     return {
         OURS: partial(Hzplan, setting),
         "ddp": known["ddp"],
         CONTROL: partial(DDP, setting, name=CONTROL),
-        **{name: known[name] for name in peers},
+        **{
+            name: partial(Hzplan, setting, name=name, plan=plan) if plan else known[name]
+            for name, plan in peers.items()
+        },
         LOCAL: partial(Local, setting),
     }

@@ -1,0 +1,26 @@
+"""The two shapes that are trained: many equal blocks, and few blocks between large tables."""
+
+from __future__ import annotations
+
+from hzplan.models.gpt import GPT, GPTConfig
+
+
+def deep() -> GPT:
+    """2.7 M parameters, nearly all in six equal blocks."""
+    return GPT(GPTConfig(vocab=256, layers=6, width=192, heads=4, seq_len=64))
+
+
+def wide() -> GPT:
+    """3.7 M parameters, more than half of them in an embedding and a head of its own."""
+    return GPT(GPTConfig(vocab=4096, layers=2, width=256, heads=4, seq_len=64, tied=False))
+
+
+def role(tensor: str) -> str:
+    """What a tensor is for: embedding, attention, mlp or head (norms go with what they precede)."""
+    if tensor.startswith(("embed", "positions")):
+        return "embedding"
+    if ".attention." in tensor or ".norm1." in tensor:
+        return "attention"
+    if ".mlp." in tensor or ".norm2." in tensor:
+        return "mlp"
+    return "head"
