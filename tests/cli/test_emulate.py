@@ -267,7 +267,7 @@ def test_user_namespaces_do_as_well_as_root(how: list[str], tmp_path: Path) -> N
 
 # ---- nothing is left ------------------------------------------------------------------------------------
 
-HARMLESS = "echo started; sleep 1000 & exec setsid sleep 1000"
+HARMLESS = "(setsid sleep 1000 &); sleep 1000 & echo started; wait"
 STUBBORN = "trap '' INT TERM; echo started; (setsid sleep 1000 &); while :; do sleep 1; done"
 
 
@@ -333,6 +333,7 @@ def test_nothing_is_left_however_it_ends(tmp_path: Path) -> None:
                 assert process.stdout.readline() == b"started\n"
                 assert len(processes_with(mark)) > 4  # so it is one that can be found
             if name is not None:
+                assert process.poll() is None or after_s is not None, (name, script)
                 process.send_signal(signal.Signals[f"SIG{name}"])
             code = process.wait(timeout=30)
         case = (name, after_s, script)
