@@ -15,7 +15,7 @@ from hzplan.emulate.box import Outcome, World, environment
 from hzplan.emulate.cluster import Cluster
 from hzplan.emulate.outcome import Ended, culprit
 from hzplan.emulate.spec import Spec, log_name
-from hzplan.errors import UserError
+from hzplan.errors import JobFailed, UserError
 
 LAST_LINES = 15
 OTHERS = 4
@@ -57,13 +57,19 @@ def run(
     """
     say = say or _to_stderr
     with _folder(logs) as (folder, keep):
-        outcome = execute(cluster, command, folder, verify=verify, say=say, stdout=stdout, stderr=stderr)
+        try:
+            outcome = execute(cluster, command, folder, verify=verify, say=say, stdout=stdout, stderr=stderr)
+        except JobFailed as error:
+            if _holds_logs(folder):
+                keep()
+                raise JobFailed(f"{error}; logs of all ranks: {folder}") from None
+            raise
         worst = culprit(outcome.ended)
         if outcome.received is not None:
             say(f"hzplan: ended by {outcome.received.name}")
         elif worst is not None:
             _explain(outcome.ended, worst, folder, say)
-        if outcome.code != 0 and any(folder.iterdir()):
+        if outcome.code != 0 and _holds_logs(folder):
             keep()
             say(f"logs of all ranks: {folder}")
         return outcome.code
@@ -136,6 +142,10 @@ def _explain(ended: Sequence[Ended], worst: Ended, logs: Path, say: Callable[[st
         for line in _last_lines(logs / log_name(worst.node, worst.rank)):
             say(f"  | {line}")
     say(f"hzplan: {worst.describe()}")
+
+
+def _holds_logs(folder: Path) -> bool:
+    return next(folder.glob("*.log"), None) is not None
 
 
 def _last_lines(log: Path) -> list[str]:
