@@ -1,0 +1,67 @@
+"""bf16 compute with fp32 master weights: against one process by hand, against FSDP2, memory to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzplan.hierarchy import Mesh
+from tests.distributed.mixed import cases
+from tests.distributed.oracle import Case
+from tests.distributed.ranks import on_ranks
+from tests.distributed.shapes import MODELS
+
+pytestmark = pytest.mark.distributed
+MODULE = "tests.distributed.mixed"
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """All cases of one world in one job."""
+    found: dict[str, dict[str, float]] = {}
+    for world in (1, 3, 4):
+        payload = [asdict(case) for case in cases() if Mesh.parse(case.mesh).world == world]
+        found |= on_ranks(world, f"{MODULE}:run_cases", payload, tmp_path_factory.mktemp(f"world{world}"))
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_equals_one_process_by_hand(case: Case, errors: dict[str, dict[str, float]]) -> None:
+    """A gradient that was rounded to bfloat16 on its way is off by 1e-3, a bfloat16 master by more."""
+    assert errors[case.name]["update"] <= 1e-5
+    assert errors[case.name]["losses"] <= 1e-3
+    if case.mesh == "1":
+        assert set(errors[case.name].values()) == {0.0}  # bit for bit
+
+
+SHAPES = [(name, levels) for name in MODELS for levels in ((1, 1, 1), (0, 0, 1))]
+
+
+@pytest.fixture(scope="module")
+def shape_errors(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, float]]:
+    found = on_ranks(2, f"{MODULE}:run_shapes", SHAPES, tmp_path_factory.mktemp("shapes"))
+    return dict(zip(SHAPES, found, strict=True))
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{case[0]}-{''.join(map(str, case[1]))}")
+def test_other_shapes_of_models(case: Any, shape_errors: dict[Any, dict[str, float]]) -> None:
+    """Nested, repeated, recomputed and parallel units, some of them left out; evaluated between steps."""
+    assert shape_errors[case]["update"] <= 1e-5
+    assert shape_errors[case]["losses"] <= 1e-2  # the last bits of a bfloat16 loss
+
+
+def test_memory_is_as_predicted(tmp_path: Path) -> None:
+    for found in on_ranks(4, "tests.distributed.whole_path:memory", None, tmp_path):
+        assert found["allocated"] == found["predicted"], found["case"]
+        assert found["measured_peak"] == pytest.approx(found["predicted_peak"], rel=0.02), found["case"]
+
+
+def test_losses_are_those_of_fsdp2(tmp_path: Path) -> None:
+    found = on_ranks(4, "tests.distributed.whole_path:beside_fsdp2", 50, tmp_path)
+    expected = found.pop("fsdp2")
+    assert expected[-1] < expected[0] - 0.5
+    for name, losses in found.items():
+        assert losses == pytest.approx(expected, rel=1e-3), name
