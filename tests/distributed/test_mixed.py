@@ -54,8 +54,12 @@ def test_other_shapes_of_models(case: Any, shape_errors: dict[Any, dict[str, flo
 
 
 def test_memory_is_as_predicted(tmp_path: Path) -> None:
-    for found in on_ranks(4, "tests.distributed.whole_path:memory", None, tmp_path):
-        assert found["allocated"] == found["predicted"], found["case"]
+    for found in on_ranks(2, "tests.distributed.whole_path:memory", None, tmp_path):
+        predicted, allocated = found["predicted"], found["allocated"]
+        # Of the optimizer's state the padding between tensors is counted, but not allocated.
+        padding = predicted.pop("optimizer") - allocated.pop("optimizer")
+        assert 0 <= padding <= 0.05 * found["predicted_peak"], found["case"]
+        assert allocated == predicted, found["case"]
         assert found["measured_peak"] == pytest.approx(found["predicted_peak"], rel=0.02), found["case"]
 
 

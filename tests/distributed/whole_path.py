@@ -22,8 +22,7 @@ from hzplan.solver.evaluate import Evaluation, evaluate, uniform
 from hzplan.training.loop import RunOptions, train
 from tests.plans import make_plan
 
-MESH = "2|2"
-LEVELS = [(2, 2, 2), (0, 0, 2), (1, 2, 2), (0, 0, 0)]
+LEVELS = [(1, 1, 1), (0, 0, 1), (1, 0, 1)]
 
 
 def quick_profile(dtype: str) -> Profile:
@@ -37,8 +36,8 @@ def quick_profile(dtype: str) -> Profile:
     ):
         return measure(
             load("gpt:nano"),
-            mesh=Mesh.parse(MESH),
-            tier_names=("node", "network"),
+            mesh=Mesh.parse("2"),
+            tier_names=("node",),
             micro_batches=[2],
             dtype=dtype,
             optimizer="adamw",
@@ -113,7 +112,7 @@ def beside_fsdp2(steps: int) -> dict[str, list[float]]:
 
 
 def hzplan(steps: int, levels: tuple[int, int, int]) -> list[float]:
-    plan = make_plan("gpt:nano", mesh=MESH, levels=Levels(*levels), dtype="bfloat16")
+    plan = make_plan("gpt:nano", mesh="2|2", levels=Levels(*levels), dtype="bfloat16")
     torch.manual_seed(0)
     model, optimizer = parallelize(load("gpt:nano").build(), plan, torch.optim.AdamW, lr=1e-3)
     losses = _train(model, optimizer, steps)
