@@ -161,11 +161,12 @@ def sharded(case: Case) -> tuple[nn.Module, ShardedOptimizer]:
 
 def train(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> list[float]:
     """The mean loss over ranks and micro-batches of every step."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     losses = []
     for step in range(case.steps):
         total = 0.0
         for micro_batch in range(case.accumulation):
-            loss = loss_of(model, batch(step, micro_batch, dist.get_rank())) / case.accumulation
+            loss = loss_of(model, batch(step, micro_batch, rank)) / case.accumulation
             loss.backward()
             total += float(loss.detach())
         if case.clip:
@@ -173,8 +174,9 @@ def train(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> list[flo
         optimizer.step()
         losses.append(total)
     mean = torch.tensor(losses, dtype=torch.float64)
-    dist.all_reduce(mean)
-    return list(map(float, mean / dist.get_world_size()))
+    if world > 1:
+        dist.all_reduce(mean)
+    return list(map(float, mean / world))
 
 
 def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
