@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hzplan.formats.profile import Profile, UseCost
@@ -38,8 +38,9 @@ def interpolate(curve: Curve, size: float) -> float:
 class UnitCost:
     """One unit under one choice of levels: nanoseconds per task kind and tier, and bytes per rank.
 
-    ``param``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's claim on a
-    slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t receives.
+    ``param``, ``master``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's
+    claim on a slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t
+    receives.
     """
 
     unshard_ns: tuple[int, ...]
@@ -49,6 +50,7 @@ class UnitCost:
     sync_ns: tuple[int, ...]
     update_ns: int
     param_bytes: int
+    master_bytes: int
     grad_bytes: int
     optim_bytes: int
     unshard_bytes: int
@@ -59,7 +61,7 @@ class UnitCost:
     @property
     def resident_bytes(self) -> int:
         """Bytes that stay all the time."""
-        return self.param_bytes + self.grad_bytes + self.optim_bytes
+        return self.param_bytes + self.master_bytes + self.grad_bytes + self.optim_bytes
 
     def __add__(self, other: UnitCost) -> UnitCost:
         """Both, one after the other: buffers add up, what is needed for a moment only does not."""
@@ -71,6 +73,7 @@ class UnitCost:
             sync_ns=_sum(self.sync_ns, other.sync_ns),
             update_ns=self.update_ns + other.update_ns,
             param_bytes=self.param_bytes + other.param_bytes,
+            master_bytes=self.master_bytes + other.master_bytes,
             grad_bytes=self.grad_bytes + other.grad_bytes,
             optim_bytes=self.optim_bytes + other.optim_bytes,
             unshard_bytes=self.unshard_bytes + other.unshard_bytes,
@@ -83,7 +86,7 @@ class UnitCost:
     def zero(cls, tiers: int) -> UnitCost:
         """A unit without tensors."""
         none = (0,) * tiers
-        return cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, none, 0)
+        return cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
 
     def duration_ns(self, kind: Kind, tier: int) -> int:
         """The length of this unit's part of a task."""
@@ -166,50 +169,59 @@ class CostModel:
         """Cost of one bucket.
 
         Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
-        levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it.
+        levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it. Parameters
+        travel in the dtype that computes, gradients in that of the master weights.
         """
         mesh, levels = self.mesh, bucket.levels
-        item, numel = ITEM_BYTES[bucket.dtype], bucket.numel
         tiers = range(len(mesh.tiers))
 
-        def timed(operation: str, stage: Stage | None) -> int:
+        def timed(operation: str, stage: Stage | None, nbytes: int) -> int:
             return self.collective_ns(
-                operation, stage, 0 if stage is None else bucket.nbytes // mesh.shards[stage.low]
+                operation, stage, 0 if stage is None else nbytes // mesh.shards[stage.low]
             )
 
-        unshard = tuple(timed("all_gather", mesh.stage_in_tier(t, 0, levels.param)) for t in tiers)
-        whole = bucket.nbytes if mesh.shards[levels.param] > 1 else 0
+        def gathered(stage: Stage | None) -> int:
+            return timed("all_gather", stage, bucket.nbytes)
+
+        def reduced(spans: tuple[Stage | None, Stage | None]) -> int:
+            return sum(timed("reduce_scatter", stage, bucket.master_nbytes) for stage in spans)
+
+        parameters = replace(
+            UnitCost.zero(len(tiers)),
+            unshard_ns=tuple(gathered(mesh.stage_in_tier(t, 0, levels.param)) for t in tiers),
+            param_bytes=bucket.nbytes // mesh.shards[levels.param],
+            unshard_bytes=bucket.nbytes if mesh.shards[levels.param] > 1 else 0,
+        )
         if not bucket.trainable:
-            none = (0,) * len(tiers)
-            param = bucket.nbytes // mesh.shards[levels.param]
-            return UnitCost(unshard, none, none, none, none, 0, param, 0, 0, whole, 0, none, 0)
+            return parameters
 
         plain = [reduce_spans(mesh, t, levels.grad, final=False) for t in tiers]
         final = [reduce_spans(mesh, t, levels.grad, final=True) for t in tiers]
         exchange = self.profile.cluster.scattered_by_exchange
-        optim_numel = numel // mesh.shards[levels.optim]
+        optim_numel = bucket.numel // mesh.shards[levels.optim]
+        master_bytes = bucket.master_nbytes // mesh.shards[levels.optim]
         optimizer = self.profile.optimizer
-        return UnitCost(
-            unshard_ns=unshard,
-            reduce_ns=tuple(sum(timed("reduce_scatter", stage) for stage in spans) for spans in plain),
-            final_reduce_ns=tuple(sum(timed("reduce_scatter", stage) for stage in spans) for spans in final),
+        return replace(
+            parameters,
+            reduce_ns=tuple(map(reduced, plain)),
+            final_reduce_ns=tuple(map(reduced, final)),
             regather_ns=tuple(
-                timed("all_gather", mesh.stage_in_tier(t, levels.optim, mesh.levels)) for t in tiers
+                timed("all_gather", mesh.stage_in_tier(t, levels.optim, mesh.levels), bucket.master_nbytes)
+                for t in tiers
             ),
-            sync_ns=tuple(
-                timed("all_gather", mesh.stage_in_tier(t, levels.param, levels.optim)) for t in tiers
-            ),
+            sync_ns=tuple(gathered(mesh.stage_in_tier(t, levels.param, levels.optim)) for t in tiers),
             update_ns=round(interpolate(self._optimizer_curve, optim_numel) * 1e9),
-            param_bytes=bucket.nbytes // mesh.shards[levels.param],
-            grad_bytes=bucket.nbytes // mesh.shards[levels.grad],
-            optim_bytes=optim_numel * item * optimizer.state_per_element,
-            unshard_bytes=whole,
-            staging_bytes=bucket.nbytes if mesh.shards[levels.grad] > 1 else 0,
+            master_bytes=master_bytes if bucket.keeps_master else 0,
+            grad_bytes=bucket.master_nbytes // mesh.shards[levels.grad],
+            optim_bytes=master_bytes * optimizer.state_per_element,
+            staging_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
             scratch_bytes=tuple(
-                max((bucket.nbytes // mesh.shards[s.low] for s in spans if s), default=0) if exchange else 0
+                max((bucket.master_nbytes // mesh.shards[s.low] for s in spans if s), default=0)
+                if exchange
+                else 0
                 for spans in final
             ),
-            update_temporary_bytes=_largest_piece(bucket, optim_numel, item, optimizer.temporary_per_element),
+            update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
         )
 
     def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
@@ -242,10 +254,10 @@ class CostModel:
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
 
 
-def _largest_piece(bucket: BucketLayout, slice_numel: int, item: int, temporary_per_element: float) -> int:
+def _largest_piece(bucket: BucketLayout, slice_numel: int, temporary_per_element: float) -> int:
     """The optimizer works tensor by tensor: its temporaries are as large as the largest piece of one."""
     largest = max(min(tensor.numel, slice_numel) for tensor in bucket.tensors)
-    return round(largest * item * temporary_per_element)
+    return round(largest * ITEM_BYTES[bucket.master_dtype] * temporary_per_element)
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,7 @@ class Memory:
     """Bytes per rank by category; ``peak`` is the largest total over the step's events."""
 
     parameters: int
+    master: int
     gradients: int
     optimizer: int
     unshard_buffers: int
@@ -287,6 +300,7 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, tiers: int, activation_p
     (activations and temporaries) and the optimizer step (its temporaries, with no activations alive).
     """
     parameters = sum(cost.param_bytes for cost in units.values())
+    master = sum(cost.master_bytes for cost in units.values())
     gradients = sum(cost.grad_bytes for cost in units.values())
     optimizer = sum(cost.optim_bytes for cost in units.values())
     unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
@@ -296,11 +310,12 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, tiers: int, activation_p
     activations = max(activation_peak, update)
     return Memory(
         parameters,
+        master,
         gradients,
         optimizer,
         unshard,
         staging,
         scratch,
         activations,
-        parameters + gradients + optimizer + unshard + staging + scratch + activations,
+        parameters + master + gradients + optimizer + unshard + staging + scratch + activations,
     )

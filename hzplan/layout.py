@@ -7,7 +7,7 @@ allocated. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar
 
@@ -15,8 +15,12 @@ from hzplan.hierarchy import Levels, Mesh
 
 ALIGNMENT_BYTES = 256
 
-ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the dtypes that parameters may have, by torch's name."""
+ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+"""Bytes per element of the dtypes that parameters may have, by torch's name; float16 needs loss scaling."""
+
+MASTER_DTYPE: Mapping[str, str] = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
+"""What parameters of a dtype are trained in: their master weights, gradients once they leave autograd (in
+accumulation and reduction), and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes, without alignment."""
         return self.numel * ITEM_BYTES[self.dtype]
+
+    def computed_in(self, dtype: str) -> TensorSpec:
+        """The tensor as a plan that computes in ``dtype`` shards it.
+
+        A parameter that holds master weights for that dtype is cast; any other stays what it is.
+        """
+        return replace(self, dtype=dtype) if self.dtype == MASTER_DTYPE[dtype] else self
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,23 @@ class BucketLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole, unsharded buffer."""
+        """Bytes of the whole, unsharded buffer of parameters."""
         return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def master_dtype(self) -> str:
+        """The dtype of master weights, gradients and optimizer state; they have the parameters' offsets."""
+        return MASTER_DTYPE[self.dtype]
+
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes of a whole buffer of gradients, or of master weights."""
+        return self.numel * ITEM_BYTES[self.master_dtype]
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether master weights are kept beside the parameters, rather than being the parameters."""
+        return self.trainable and self.master_dtype != self.dtype
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """The tensors' parts inside ``[start, end)``: (index of the tensor, first, past-the-last element)."""

@@ -18,7 +18,9 @@ from hzplan.solver.solve import Request
 MESHES = ("2", "2", "3", "4", "2|2", "2,2")
 
 
-def random_profile(rng: random.Random, *, micro_batches: tuple[int, ...] = (1, 2)) -> Profile:
+def random_profile(
+    rng: random.Random, *, micro_batches: tuple[int, ...] = (1, 2), dtype: str = "float32"
+) -> Profile:
     """Two or three units of one or two tensors; tied, frozen and repeated ones among them."""
     mesh = Mesh.parse(rng.choice(MESHES))
     small = len(mesh.triples()) <= 5  # more triples allow fewer tensors, or trying everything takes too long
@@ -29,7 +31,7 @@ def random_profile(rng: random.Random, *, micro_batches: tuple[int, ...] = (1, 2
             {
                 "name": f"u{index}.t{number}",
                 "shape": [rng.randint(50, 5000)],
-                "dtype": "float32",
+                "dtype": dtype,
                 "trainable": rng.random() < 0.9,
             }
             for number in range(count)
@@ -49,7 +51,7 @@ def random_profile(rng: random.Random, *, micro_batches: tuple[int, ...] = (1, 2
     return Profile.model_validate(
         {
             "provenance": {"created": "-", "hzplan": "-", "torch": "-", "python": "-", "cpus": 1},
-            "model": {"name": "random", "parameters": 1, "signature": "-", "dtype": "float32", "seq_len": 8},
+            "model": {"name": "random", "parameters": 1, "signature": "-", "dtype": dtype, "seq_len": 8},
             "cluster": {
                 "mesh": str(mesh),
                 "tier_names": [f"tier {tier}" for tier in range(len(mesh.tiers))],

@@ -20,7 +20,7 @@ from hzplan.formats.plan import (
     Shards,
     Source,
 )
-from hzplan.formats.profile import signature
+from hzplan.formats.profile import Dtype, signature
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.hooks import attach
 from hzplan.models.units import find_units
@@ -58,8 +58,9 @@ def make_plan(
     prefetch: int = 1,
     clip: bool = False,
     optimizer: str = "adamw",
+    dtype: Dtype = "float32",
 ) -> Plan:
-    """A plan for a model as it is; ``levels`` for all tensors, or by unit name (default: ZeRO-3)."""
+    """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3)."""
     workload = load(workload) if isinstance(workload, str) else workload
     shape = Mesh.parse(mesh)
     model = workload.build()
@@ -69,14 +70,14 @@ def make_plan(
         chosen = levels(unit) if callable(levels) else levels or Levels(*[shape.levels] * 3)
         return Shards(**{name: shape.shards[level] for name, level in chosen._asdict().items()})
 
-    tensors = [tensor for unit in units for tensor in unit.tensors]
+    tensors = [tensor.computed_in(dtype) for unit in units for tensor in unit.tensors]
     names = tuple(f"tier {tier}" for tier in range(len(shape.tiers)))
     return Plan(
         model=PlanModel(
             name=workload.name,
             parameters=sum(tensor.numel for tensor in tensors),
             signature=signature(tensors),
-            dtype="float32",
+            dtype=dtype,
             seq_len=workload.seq_len,
         ),
         cluster=PlanCluster(mesh=mesh, tier_names=names, backend="gloo"),

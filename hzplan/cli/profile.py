@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from hzplan.models.workload import Workload
 
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""What ``--dtype`` takes, and torch's names for it."""
+
+
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="gpt:<preset>, or package.module:factory.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path(
@@ -25,7 +29,9 @@ def command(
     nproc: Annotated[int | None, typer.Option(help="Ranks to start on this machine; by default 1.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence; by default the model's.")] = None,
     micro_batch: Annotated[str, typer.Option(help="Sequences per forward pass, sizes to measure.")] = "1,2,4",
-    dtype: Annotated[str, typer.Option(help="What the model computes in: fp32.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="What the model computes in: fp32, or bf16 with fp32 master weights.")
+    ] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
     mesh: Annotated[
         str | None, typer.Option(help="Ranks per tier, fastest first, as in 8|16; by default found out.")
@@ -116,10 +122,11 @@ def _micro_batches(text: str) -> tuple[int, ...]:
 
 
 def _dtype(text: str) -> str:
-    if text == "fp32":
-        return "float32"
-    state = "is not supported yet" if text in ("bf16", "fp16") else "is not known"
-    raise UserError(f"--dtype {text} {state}; use fp32")
+    if text == "fp16":
+        raise UserError("--dtype fp16 is not supported: it needs loss scaling; use bf16 or fp32")
+    if text not in DTYPES:
+        raise UserError(f"--dtype {text} is not known; use {' or '.join(DTYPES)}")
+    return DTYPES[text]
 
 
 def _mesh(text: str | None, world: int) -> Mesh | None:

@@ -208,9 +208,10 @@ def _check_model(workload: Workload, plan: Plan) -> None:
     """UserError when the plan was made for another model. A built-in one is looked at without its weights."""
     import torch
 
+    from hzplan.models.units import master_dtype_of
     from hzplan.runtime.apply import check_model
 
     built_in = workload.name.startswith(BUILT_IN)
     with torch.random.fork_rng(devices=[]), torch.device("meta" if built_in else "cpu"):
         model = workload.build()
-    check_model(model.to(getattr(torch, plan.model.dtype)), plan)
+    check_model(model.to(master_dtype_of(getattr(torch, plan.model.dtype))), plan)

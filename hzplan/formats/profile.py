@@ -28,7 +28,7 @@ MAX_TENSOR_BYTES = 2**44
 
 Phase = Literal["forward", "backward"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class TensorEntry(Strict):
@@ -107,7 +107,10 @@ class OptimizerPoint(Strict):
 
 
 class OptimizerEntry(Strict):
-    """The optimizer: state tensors per parameter element, temporaries, and the time of a step."""
+    """The optimizer: state tensors per element, temporaries, and the time of a step.
+
+    Elements are those of the master weights, which a step also casts where the model computes in less.
+    """
 
     name: str
     state_per_element: Annotated[int, Field(ge=0, le=64)]
@@ -116,7 +119,10 @@ class OptimizerEntry(Strict):
 
 
 class ModelEntry(Strict):
-    """The model that was measured; ``signature`` is a hash over its parameters' names, shapes and dtypes."""
+    """The model that was measured; ``signature`` is a hash over its parameters' names, shapes and dtypes.
+
+    ``dtype`` is what it computes in; in bfloat16 it is trained with float32 master weights.
+    """
 
     name: str
     parameters: NonNegativeInt

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hzplan.models.units import Unit
@@ -31,10 +32,17 @@ class Listener(Protocol):
 
 
 def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
-    """Register the hooks; the function returned removes them."""
+    """Register the hooks; the function returned removes them.
+
+    Where a unit's parameters are bfloat16, floating tensors passed to its forward are cast to it too, inside
+    its turn, as FSDP2 does: what comes before may be in float32.
+    """
     hooks = _Hooks(listener)
     handles: list[RemovableHandle] = []
     for unit in units:
+        if all(parameter.dtype == torch.bfloat16 for parameter in unit.module.parameters()):
+            cast = unit.module.register_forward_pre_hook(_cast_inputs, prepend=True, with_kwargs=True)
+            handles.append(cast)  # called after the one that is prepended next
         handles.append(unit.module.register_forward_pre_hook(hooks.before_forward(unit.name), prepend=True))
         handles.append(unit.module.register_forward_hook(hooks.after_forward(unit.name)))
         for _, parameter in unit.parameters:
@@ -46,6 +54,16 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
             handle.remove()
 
     return detach
+
+
+def _cast_inputs(
+    module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+    positional, named = tree_map_only(Tensor, cast, (arguments, keywords))
+    return positional, named
 
 
 class _Hooks:

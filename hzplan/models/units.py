@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hzplan.errors import UserError
-from hzplan.layout import ITEM_BYTES, TensorSpec
+from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,21 @@ class Unit:
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
     """Name, shape and dtype of a parameter; UserError for a dtype that cannot be sharded."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = dtype_name(parameter.dtype)
     if dtype not in ITEM_BYTES:
         raise UserError(f"parameter {name} has dtype {dtype}; supported are {', '.join(ITEM_BYTES)}")
     return TensorSpec(name, tuple(parameter.shape), dtype, parameter.requires_grad)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as layouts and files name it: without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a model that computes in ``dtype`` is built, and its master weights are kept."""
+    found: torch.dtype = getattr(torch, MASTER_DTYPE[dtype_name(dtype)])
+    return found
 
 
 def find_units(model: nn.Module) -> tuple[Unit, ...]:

@@ -21,7 +21,7 @@ from hzplan.formats.profile import (
     signature,
 )
 from hzplan.hierarchy import Mesh
-from hzplan.models.units import Unit, find_units
+from hzplan.models.units import Unit, find_units, master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.links import measure_links
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
@@ -54,7 +54,8 @@ def measure(
     """Measure a model and the links between ranks; the same profile on every rank.
 
     Every rank of an initialised torch.distributed job calls it with the same arguments, or one process
-    without a ranks. ``micro_batches``: sequences per forward and backward; ``dtype``: torch's name;
+    without a ranks. ``micro_batches``: sequences per forward and backward; ``dtype``: what the model computes
+    in, torch's name (bfloat16 is trained with float32 master weights, gradients and optimizer state);
     ``optimizer``: one of ``OPTIMIZERS``; ``progress`` gets what is being measured and the fraction done;
     ``memory_bytes``: what a rank may use (default: its device's memory, or its share of the host's).
 
@@ -77,7 +78,7 @@ def measure(
     )
     turns.detach()
     del model, units, turns
-    largest_bytes = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in entries)
+    master_dtype = master_dtype_of(torch_dtype)
     largest_elements = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
     update = measure_optimizer(ranks, optimizer, torch_dtype, largest_elements, parts.at)
@@ -85,7 +86,9 @@ def measure(
     peak = peak_flops(ranks, torch_dtype)
     memory = memory_bytes or rank_memory_bytes(ranks)
     parts.part("links", STAGE_S * len(mesh.stages()))
-    collectives = measure_links(ranks, mesh, torch_dtype, largest_bytes, parts.at)
+    # Gradients are the largest buffers that travel. A link's time depends on bytes, whatever they are.
+    largest_bytes = largest_elements * master_dtype.itemsize
+    collectives = measure_links(ranks, mesh, master_dtype, largest_bytes, parts.at)
     tensors = [tensor for unit in entries for tensor in unit.tensors]
     profile = ranks.share(
         Profile(
@@ -149,10 +152,12 @@ def _dtype(name: str) -> Dtype:
 def _build(
     workload: Workload, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, tuple[Unit, ...]]:
-    """The model, the same on every rank, and its units."""
+    """The model, the same on every rank, and its units. As in the runtime, buffers keep the master dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = workload.build().to(device=device, dtype=dtype)
+        model = workload.build().to(device=device, dtype=master_dtype_of(dtype))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     units = find_units(model)
     if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
         raise UserError(f"{workload.name}: no parameter is trained, so there is nothing to plan")

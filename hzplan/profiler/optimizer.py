@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.formats.profile import OptimizerEntry, OptimizerPoint
+from hzplan.models.units import master_dtype_of
 from hzplan.profiler.memory import memory_trace
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.rounds import rounds
@@ -39,12 +41,16 @@ TRACED_ELEMENTS = 1 << 16
 def measure_optimizer(
     ranks: Ranks, name: str, dtype: torch.dtype, largest_elements: int, progress: Callable[[float], None]
 ) -> OptimizerEntry:
-    """Steps of one flat tensor of 1 Ki elements up to ``largest_elements`` (at most 16 Mi), on all ranks."""
+    """Steps of one flat tensor of 1 Ki elements up to ``largest_elements`` (at most 16 Mi), on all ranks.
+
+    The tensor has the dtype of the master weights for ``dtype``. Where that is another, a step includes the
+    cast of the updated master weights, as the runtime's update does.
+    """
     state, temporary = _footprint(name, dtype, ranks.device)
     wanted = sizes(FIRST_ELEMENTS, min(largest_elements, LAST_ELEMENTS), FACTOR, 1)
     results = rounds(
         ranks,
-        [_case(ranks, _stepper(name, elements, dtype, ranks.device)[0]) for elements in wanted],
+        [_case(ranks, _stepper(name, elements, dtype, ranks.device).step) for elements in wanted],
         at_least=MIN_REPEATS,
         at_most=MAX_REPEATS,
         budget_s=BUDGET_S,
@@ -63,39 +69,55 @@ def measure_optimizer(
     )
 
 
-def _stepper(
-    name: str, elements: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Optimizer, nn.Parameter]:
-    parameter = nn.Parameter(torch.ones(elements, dtype=dtype, device=device))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = OPTIMIZERS[name]([parameter], lr=1e-4)
-    optimizer.step()
-    return optimizer, parameter
+@dataclass(frozen=True)
+class _Stepper:
+    """An optimizer that has stepped once; ``published``: where the masters are cast to, if they are."""
+
+    optimizer: Optimizer
+    master: nn.Parameter
+    published: Tensor | None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """What the runtime's update does."""
+        self.optimizer.step()
+        if self.published is not None:
+            self.published.copy_(self.master)
+
+
+def _stepper(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Stepper:
+    master_dtype = master_dtype_of(dtype)
+    master = nn.Parameter(torch.ones(elements, dtype=master_dtype, device=device))
+    master.grad = torch.full_like(master, 1e-3)
+    published = master.detach().to(dtype) if dtype != master_dtype else None
+    stepper = _Stepper(OPTIMIZERS[name]([master], lr=1e-4), master, published)
+    stepper.step()
+    return stepper
 
 
 def _footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int, float]:
     """State tensors per parameter element, and temporary elements per parameter element."""
-    optimizer, parameter = _stepper(name, TRACED_ELEMENTS, dtype, device)
-    held = optimizer.state[parameter].values()
-    state = sum(isinstance(value, Tensor) and value.numel() == parameter.numel() for value in held)
+    stepper = _stepper(name, TRACED_ELEMENTS, dtype, device)
+    held = stepper.optimizer.state[stepper.master].values()
+    state = sum(isinstance(value, Tensor) and value.numel() == TRACED_ELEMENTS for value in held)
     with memory_trace(device) as trace:
         trace.cut()
-        optimizer.step()
+        stepper.step()
     # Constants of a few bytes, such as a step's counter, are no share of an element.
-    return state, round(trace.segments()[0].peak_bytes / parameter.nbytes, 2)
+    return state, round(trace.segments()[0].peak_bytes / stepper.master.nbytes, 2)
 
 
-def _case(ranks: Ranks, optimizer: Optimizer) -> Callable[[], float]:
+def _case(ranks: Ranks, step: Callable[[], None]) -> Callable[[], float]:
     """What times a step; all ranks step at the same time."""
-    once = max(ranks.gather(_seconds(ranks, optimizer, 1)))
+    once = max(ranks.gather(_seconds(ranks, step, 1)))
     calls = max(1, min(MAX_CALLS, int(BATCH_S / once)))
-    return partial(_seconds, ranks, optimizer, calls)
+    return partial(_seconds, ranks, step, calls)
 
 
-def _seconds(ranks: Ranks, optimizer: Optimizer, calls: int) -> float:
+def _seconds(ranks: Ranks, step: Callable[[], None], calls: int) -> float:
     ranks.barrier()
     started = time.perf_counter()
     for _ in range(calls):
-        optimizer.step()
+        step()
     ranks.finish_device()
     return (time.perf_counter() - started) / calls

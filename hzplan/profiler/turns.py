@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from hzplan.layout import ALIGNMENT_BYTES
+from hzplan.layout import ALIGNMENT_BYTES, MASTER_DTYPE, TensorSpec
 from hzplan.models.hooks import attach
 from hzplan.models.units import Unit
 from hzplan.profiler.probe import Probe, Silence
+from hzplan.runtime.unit import deliver
 from hzplan.schedule import Use
 
 
@@ -50,7 +52,7 @@ class Turns:
         """The runtime's one copy: scaled, into a buffer that is there already."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        torch.mul(gradient, self._scale, out=self._slots[id(parameter)])
+        deliver(gradient, self._slots[id(parameter)], self._scale, accumulate=False)
 
     def backward_end(self) -> None:
         """The last turn ends."""
@@ -58,19 +60,25 @@ class Turns:
 
 
 def _gradient_slots(units: Sequence[Unit]) -> dict[int, Tensor]:
-    """A place for every trained parameter's gradient, in one buffer that all units use in turn."""
-    places: list[tuple[nn.Parameter, int]] = []
+    """A place for every trained parameter's gradient, in one buffer that all units use in turn.
+
+    As in the runtime, in the dtype of the master weights.
+    """
+    places: list[tuple[nn.Parameter, TensorSpec, int]] = []
     largest = 0
     for unit in units:
         at = 0
-        for _, parameter in unit.parameters:
-            if parameter.requires_grad:
-                places.append((parameter, at))
-                at += -(-parameter.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for (_, parameter), tensor in zip(unit.parameters, unit.tensors, strict=True):
+            if tensor.trainable:
+                gradient = replace(tensor, dtype=MASTER_DTYPE[tensor.dtype])
+                places.append((parameter, gradient, at))
+                at += -(-gradient.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         largest = max(largest, at)
     device = places[0][0].device if places else torch.device("cpu")
     buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
     return {
-        id(parameter): buffer[at : at + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        for parameter, at in places
+        id(parameter): buffer[at : at + gradient.nbytes]
+        .view(getattr(torch, gradient.dtype))
+        .view(gradient.shape)
+        for parameter, gradient, at in places
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import bucketise
+from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
 from hzplan.models.hooks import attach
 from hzplan.models.units import Unit, find_units
 from hzplan.runtime.bucket import Bucket
@@ -29,7 +29,10 @@ from hzplan.schedule import Schedule, Use, build
 
 @dataclass(frozen=True)
 class Choice:
-    """What the runtime needs of a plan: levels by tensor, and how the step is ordered."""
+    """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
+
+    ``dtype``: what the model computes in, torch's name; None: what its parameters have.
+    """
 
     mesh: Mesh
     levels: Mapping[str, Levels]
@@ -37,6 +40,7 @@ class Choice:
     prefetch: int
     accumulation: int
     clip: bool
+    dtype: str | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -53,6 +57,7 @@ class Choice:
             prefetch=plan.prefetch,
             accumulation=plan.batch.accumulation,
             clip=plan.clip,
+            dtype=plan.model.dtype,
         )
 
 
@@ -77,6 +82,12 @@ def parallelize(
     ranks and sums over micro-batches: divide the loss by the accumulation. ``parameter.grad`` is None after
     backward; the reduced gradients are in the optimizer's pieces.
 
+    A bfloat16 plan takes the model in float32. Its parameters become bfloat16, for forward, backward and
+    all-gathers; the float32 values live on as master weights, sharded like the optimizer state and updated by
+    the optimizer. Gradients are accumulated and reduced in float32. As in FSDP2 floating tensors that are
+    passed to a unit are cast to bfloat16, and buffers keep their dtype: a float32 buffer that meets
+    activations inside a module should be cast there.
+
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
     check_model(model, plan)
@@ -85,7 +96,7 @@ def parallelize(
 
 def check_model(model: nn.Module, plan: Plan) -> None:
     """UserError when the plan was made for another model; names the first tensor that differs."""
-    tensors = [tensor for unit in find_units(model) for tensor in unit.tensors]
+    tensors = _tensors(find_units(model), plan.model.dtype)
     here = {tensor.name for tensor in tensors}
     planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
     for name in sorted(here ^ planned):
@@ -118,16 +129,13 @@ def apply(
             "start that many, or solve for this world"
         )
     units = find_units(model)
-    for tensor in (tensor for unit in units for tensor in unit.tensors):
-        if tensor.trainable and tensor.dtype in ("bfloat16", "float16"):
-            raise UserError(
-                f"parameter {tensor.name} is {tensor.dtype}; this version trains float32 and float64 only"
-            )
+    tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
+    _check_masters(units, tensors)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     schedule = schedule_of(units, choice)
     rank = dist.get_rank() if world > 1 else 0
-    states = [_state(unit, choice, rank) for unit in units]
-    slots = assign_slots(schedule, {unit.name: unit.tensors for unit in units})
+    states = [_state(unit, tensors[unit.name], choice, rank) for unit in units]
+    slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
     engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, streams)
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
@@ -156,9 +164,30 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
     )
 
 
-def _state(unit: Unit, choice: Choice, rank: int) -> UnitState:
+def _tensors(units: Iterable[Unit], dtype: str | None) -> list[TensorSpec]:
+    """The units' tensors as a plan that computes in ``dtype`` has them."""
+    return [
+        tensor.computed_in(dtype) if dtype is not None else tensor
+        for unit in units
+        for tensor in unit.tensors
+    ]
+
+
+def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorSpec]]) -> None:
+    """UserError for a trained parameter that has been rounded already: masters start from its values."""
+    for unit in units:
+        for given, tensor in zip(unit.tensors, tensors[unit.name], strict=True):
+            master = MASTER_DTYPE[tensor.dtype]
+            if tensor.trainable and given.dtype != master:
+                raise UserError(
+                    f"parameter {tensor.name} is {given.dtype}, but master weights are {master}; "
+                    f"pass the model in {master} and let the plan cast it"
+                )
+
+
+def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, rank: int) -> UnitState:
     by_name = dict(unit.parameters)
-    layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in unit.tensors], choice.mesh)
+    layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
     buckets = [
         Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, rank)
         for layout in layouts
@@ -167,11 +196,14 @@ def _state(unit: Unit, choice: Choice, rank: int) -> UnitState:
 
 
 def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
-    """A copy of every parameter, whole, by its name in the model; every rank calls it, between steps."""
+    """A copy of every parameter, whole, by its name in the model; every rank calls it, between steps.
+
+    Where the plan keeps master weights (bfloat16), it is those, in float32; frozen parameters are bfloat16.
+    """
     found: dict[str, Tensor] = {}
     for name in optimizer.engine.units:
         with optimizer.engine.whole(name) as unit:
             for bucket in unit.buckets:
-                for tensor, view in zip(bucket.layout.tensors, bucket.param_views, strict=True):
-                    found[tensor.name] = view.clone()
+                values = bucket.gathered(optimizer.engine.groups)
+                found |= {t.name: value for t, value in zip(bucket.layout.tensors, values, strict=True)}
     return found

@@ -16,10 +16,12 @@ from hzplan.runtime.groups import Communicators
 class Bucket:
     """Flat buffers [elements] of one bucket.
 
-    ``param``: the level-ℓp slice, for good; ``whole``: all parameters, a view of the unit's unshard slot (or
-    ``param`` itself where it is not sharded); ``grad``: the level-ℓg slice, for good, None when frozen;
-    ``staging``: all gradients of one micro-batch, a view of the unit's gradient slot (or ``grad`` itself).
-    Slices nest, so every other level is a view of one of these.
+    ``param``: the level-ℓp slice, for good, in the dtype that computes; ``whole``: all parameters, a view of
+    the unit's unshard slot (or ``param`` itself where it is not sharded); ``master``: the level-ℓo slice that
+    the optimizer updates, for good where the layout keeps one, else a view of ``param``; ``grad``: the
+    level-ℓg slice, for good, None when frozen; ``staging``: all gradients of one micro-batch, a view of the
+    unit's gradient slot (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, and have
+    the same bounds in every dtype, so every other level is a view of one of these.
     """
 
     def __init__(self, layout: BucketLayout, parameters: list[nn.Parameter], mesh: Mesh, rank: int) -> None:
@@ -29,16 +31,23 @@ class Bucket:
         self.staged = layout.trainable and mesh.shards[levels.grad] > 1
         flat = self._gather_initial()
         start, end = self.bounds(levels.param)
-        self.param = flat[start:end].clone() if self.sharded else flat
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        # What is kept must not keep the whole buffer alive.
+        self.param = flat[start:end].to(dtype, copy=True) if self.sharded else flat.to(dtype)
         self.whole = self.param
+        if layout.keeps_master:
+            start, end = self.bounds(levels.optim)
+            self.master = flat[start:end].clone()
+        else:
+            self.master = self.within(self.param, levels.param, levels.optim)
         self.grad: Tensor | None = None
         if layout.trainable:
-            self.grad = flat.new_zeros(layout.numel // mesh.shards[levels.grad])
+            self.grad = self.master.new_zeros(layout.numel // mesh.shards[levels.grad])
             self.staging = self.grad
 
     @torch.no_grad()
     def _gather_initial(self) -> Tensor:
-        """All parameters in one buffer, rank 0's values on every rank."""
+        """All parameters in one buffer, rank 0's values on every rank, in the dtype that they come in."""
         first = self.parameters[0]
         flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         for parameter, view in zip(self.parameters, self.views(flat), strict=True):
@@ -135,9 +144,13 @@ class Bucket:
     def reduce(
         self, tier: int, groups: Communicators, scratch: Tensor, *, final: bool, accumulate: bool
     ) -> None:
-        """Reduce this micro-batch's gradient down to ℓg, and on the last one the sum down to L."""
+        """Reduce this micro-batch's gradient down to ℓg, and on the last one the sum down to L.
+
+        ``scratch``: bytes (uint8) for the exchange.
+        """
         if self.grad is None:
             return
+        scratch = scratch.view(self.grad.dtype)
         shards, level = self.mesh.shards, self.layout.levels.grad
         for stage in self.reduce_stages(tier, final=final):
             if stage.low >= level:
@@ -172,13 +185,38 @@ class Bucket:
             groups["sync", stage],
         )
 
+    def publish(self) -> None:
+        """Round the updated master weights into the parameters' slice, for ``sync`` to gather."""
+        if self.layout.keeps_master:
+            levels = self.layout.levels
+            self.within(self.param, levels.param, levels.optim).copy_(self.master)
+
+    def gathered(self, groups: Communicators) -> list[Tensor]:
+        """New tensors with all values, as exact as they are kept: the master weights' where there are any.
+
+        Without master weights the bucket must be whole. It takes the communicators of two streams: no task
+        may be under way.
+        """
+        if not self.layout.keeps_master:
+            return [view.clone() for view in self.param_views]
+        levels, tiers = self.layout.levels, range(len(self.mesh.tiers))
+        whole = self.master.new_empty(self.layout.numel)
+        self.within(whole, 0, levels.optim).copy_(self.master)
+        stages = [("sync", self.sync_stage(tier)) for tier in reversed(tiers)]
+        stages += [("unshard", self.unshard_stage(tier)) for tier in reversed(tiers)]
+        for kind, stage in stages:
+            if stage is not None:
+                part = self.within(whole, 0, stage.high)
+                all_gather(self.within(whole, 0, stage.low), part, groups[kind, stage])
+        return self.views(whole)
+
     def pieces(self, level: int) -> list[tuple[int, Tensor, Tensor]]:
-        """The tensors' parts in this rank's slice of a level ≥ ℓo: (tensor index, parameter, gradient)."""
+        """The tensors' parts in this rank's slice of a level ≥ ℓo: (tensor index, master, gradient)."""
         assert self.grad is not None
         start, end = self.bounds(level)
-        param = self.within(self.param, self.layout.levels.param, level)
+        master = self.within(self.master, self.layout.levels.optim, level)
         grad = self.within(self.grad, self.layout.levels.grad, level)
         return [
-            (index, param[low - start : high - start], grad[low - start : high - start])
+            (index, master[low - start : high - start], grad[low - start : high - start])
             for index, low, high in self.layout.pieces(start, end)
         ]

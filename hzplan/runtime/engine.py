@@ -117,6 +117,8 @@ class Engine:
             if task.kind is Kind.UPDATE:
                 assert self.optimizer is not None
                 self.optimizer.update(name)
+                for bucket in self.units[name].trainable_buckets:
+                    bucket.publish()
                 continue
             for bucket in self.units[name].buckets:
                 if task.kind is Kind.UNSHARD:
@@ -126,8 +128,7 @@ class Engine:
                 elif task.kind is Kind.SYNC:
                     bucket.sync(task.tier, self.groups)
                 else:
-                    scratch = self._scratch[task.tier].view(bucket.param.dtype)
-                    final = task.kind is Kind.FINAL_REDUCE
+                    scratch, final = self._scratch[task.tier], task.kind is Kind.FINAL_REDUCE
                     bucket.reduce(task.tier, self.groups, scratch, final=final, accumulate=accumulate)
 
     # What the hooks report.
@@ -338,7 +339,7 @@ def _scratch_bytes(units: Iterable[UnitState], tier: int) -> int:
     """The largest buffer that a reduce on a tier receives."""
     return max(
         (
-            bucket.layout.nbytes // bucket.mesh.shards[stage.low]
+            bucket.layout.master_nbytes // bucket.mesh.shards[stage.low]
             for unit in units
             for bucket in unit.buckets
             for stage in bucket.reduce_stages(tier, final=True)

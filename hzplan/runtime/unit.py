@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from hzplan.runtime.bucket import Bucket
 
+CHUNK_ELEMENTS = 1 << 16
+"""How much of a gradient is cast at once: little enough to stay in a core's cache."""
+
 
 class Life(Enum):
     """Where a unit's parameters are, as the compute thread sees it."""
@@ -43,7 +46,7 @@ class UnitState:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the slot that the unit needs for unreduced gradients."""
-        return sum(bucket.layout.nbytes for bucket in self.buckets if bucket.staged)
+        return sum(bucket.layout.master_nbytes for bucket in self.buckets if bucket.staged)
 
     def place(self, unshard: Tensor | None, staging: Tensor | None) -> None:
         """Cut the unit's slots (uint8) into its buckets' buffers."""
@@ -51,11 +54,11 @@ class UnitState:
         for bucket in self.buckets:
             mine = gradients = None
             if bucket.sharded and unshard is not None:
-                mine = _cut(unshard, at_unshard, bucket)
+                mine = _cut(unshard, at_unshard, bucket.layout.nbytes, bucket.param.dtype)
                 at_unshard += bucket.layout.nbytes
             if bucket.staged and staging is not None:
-                gradients = _cut(staging, at_staging, bucket)
-                at_staging += bucket.layout.nbytes
+                gradients = _cut(staging, at_staging, bucket.layout.master_nbytes, bucket.master.dtype)
+                at_staging += bucket.layout.master_nbytes
             bucket.place(mine, gradients)
 
     # The two transitions of its life.
@@ -91,11 +94,8 @@ class UnitState:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
-        target = bucket.grad_views[index]
-        if accumulate and not bucket.staged:
-            target.add_(gradient, alpha=self._scale)
-        else:
-            torch.mul(gradient, self._scale, out=target)
+        accumulate = accumulate and not bucket.staged
+        deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
         del self._missing[id(parameter)]
 
     def fill_missing(self, *, accumulate: bool) -> None:
@@ -109,5 +109,27 @@ class UnitState:
         self._missing.clear()
 
 
-def _cut(slot: Tensor, start: int, bucket: Bucket) -> Tensor:
-    return slot[start : start + bucket.layout.nbytes].view(bucket.param.dtype)
+def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool) -> None:
+    """Write ``scale`` times a gradient into its place (or add it), rounding no earlier than there.
+
+    A gradient of another dtype is cast first, or the product would be rounded to the gradient's; in chunks,
+    because a mixed operation on the CPU makes a copy of the whole. The profiler calls it too: what is
+    allocated here is in its record.
+    """
+    if gradient.dtype == target.dtype:
+        if accumulate:
+            target.add_(gradient, alpha=scale)
+        else:
+            torch.mul(gradient, scale, out=target)
+        return
+    chunks = (tensor.flatten().split(CHUNK_ELEMENTS) for tensor in (gradient, target))
+    for source, place in zip(*chunks, strict=True):
+        cast = source.to(target.dtype)
+        if accumulate:
+            place.add_(cast, alpha=scale)
+        else:
+            torch.mul(cast, scale, out=place)
+
+
+def _cut(slot: Tensor, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    return slot[start : start + nbytes].view(dtype)

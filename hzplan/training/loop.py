@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
+from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
 from hzplan.runtime.apply import parallelize
@@ -127,7 +128,7 @@ class _Trainer:
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.data: Batches = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=options.seed)
         torch.manual_seed(options.seed)
-        model = workload.build().to(dtype=getattr(torch, plan.model.dtype))
+        model = workload.build().to(dtype=master_dtype_of(getattr(torch, plan.model.dtype)))
         self.device = next(model.parameters()).device
         self.model, self.optimizer = _parallelize(model, plan, options.lr)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks

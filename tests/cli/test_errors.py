@@ -217,7 +217,7 @@ def test_too_little_data(folder: Path) -> None:
         (("profile", "gpt:nano", "--micro-batch", "x"), "--micro-batch x"),
         (("profile", "gpt:nano", "--micro-batch", "0,1"), "--micro-batch 0,1"),
         (("profile", "gpt:nano", "--micro-batch", ""), "--micro-batch"),
-        (("profile", "gpt:nano", "--dtype", "bf16"), "--dtype bf16 is not supported yet"),
+        (("profile", "gpt:nano", "--dtype", "fp16"), "--dtype fp16 is not supported"),
         (("profile", "gpt:nano", "--dtype", "int3"), "--dtype int3 is not known"),
         (("profile", "gpt:nano", "--optimizer", "lion"), "--optimizer lion"),
         (("profile", "gpt:nano", "--mesh", "2|x"), "--mesh"),

@@ -137,17 +137,19 @@ def test_profile_measures_and_says_what_to_type_next(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_profile_as_json_on_a_given_mesh(tmp_path: Path) -> None:
-    arguments = ("--nproc", 2, "--mesh", "1|2", "--micro-batch", "1", "--json")
+    arguments = ("--nproc", 2, "--mesh", "1|2", "--micro-batch", "1", "--dtype", "bf16", "--json")
     done = hzplan("profile", "gpt:nano", *arguments, cwd=tmp_path)
     assert done.code == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["mesh"] == "1|2"
-    assert Profile.load(tmp_path / summary["profile"]).cluster.tier_names == ("node", "network")
+    profile = Profile.load(tmp_path / summary["profile"])
+    assert profile.cluster.tier_names == ("node", "network")
+    assert profile.model.dtype == "bfloat16"
 
 
 @pytest.mark.distributed
 def test_run_joins_an_srun(tmp_path: Path, free_port: int) -> None:
-    make_plan("gpt:nano", mesh="2").save(tmp_path / "plan.json")
+    make_plan("gpt:nano", mesh="2", dtype="bfloat16").save(tmp_path / "plan.json")
     common = {"SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
     ranks = [
         subprocess.Popen(

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.hooks import attach
-from hzplan.models.units import find_units
+from hzplan.models.units import find_units, master_dtype_of
+from hzplan.models.workload import next_token_loss
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.schedule import Use
@@ -27,7 +27,10 @@ VOCAB, LENGTH, ROWS = 32, 8, 2
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``)."""
+    """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``).
+
+    ``dtype``: what the model computes in.
+    """
 
     mesh: str
     levels: tuple[int, int, int] | None = None
@@ -84,15 +87,15 @@ def batch(step: int, micro_batch: int, rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of the next token."""
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    """Mean cross entropy of the next token; in float32 where the model computes in bfloat16."""
+    return next_token_loss(model, tokens)
 
 
 def fresh_model(case: Case) -> nn.Module:
-    """The same initial values everywhere."""
+    """The same initial values everywhere; for bfloat16 the master weights."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=VOCAB, layers=2, width=16, heads=2, seq_len=LENGTH))
-    model = model.to(getattr(torch, case.dtype))
+    model = model.to(master_dtype_of(getattr(torch, case.dtype)))
     if case.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = not (name.startswith("layers.0.") or name.endswith("norm1.weight"))
@@ -141,7 +144,7 @@ def choice(case: Case) -> Choice:
     triples = [Levels(*triple) for triple in legal(case.mesh)]
     names = [name for name, _ in fresh_model(case).named_parameters()]
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
-    return Choice(mesh, levels, uses_of(case), case.prefetch, case.accumulation, case.clip)
+    return Choice(mesh, levels, uses_of(case), case.prefetch, case.accumulation, case.clip, case.dtype)
 
 
 def sharded(case: Case) -> tuple[nn.Module, ShardedOptimizer]:
@@ -158,11 +161,12 @@ def sharded(case: Case) -> tuple[nn.Module, ShardedOptimizer]:
 
 def train(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> list[float]:
     """The mean loss over ranks and micro-batches of every step."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     losses = []
     for step in range(case.steps):
         total = 0.0
         for micro_batch in range(case.accumulation):
-            loss = loss_of(model, batch(step, micro_batch, dist.get_rank())) / case.accumulation
+            loss = loss_of(model, batch(step, micro_batch, rank)) / case.accumulation
             loss.backward()
             total += float(loss.detach())
         if case.clip:
@@ -170,8 +174,9 @@ def train(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> list[flo
         optimizer.step()
         losses.append(total)
     mean = torch.tensor(losses, dtype=torch.float64)
-    dist.all_reduce(mean)
-    return list(map(float, mean / dist.get_world_size()))
+    if world > 1:
+        dist.all_reduce(mean)
+    return list(map(float, mean / world))
 
 
 def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:

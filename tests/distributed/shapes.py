@@ -206,13 +206,17 @@ def one_process(name: str, world: int) -> dict[str, Tensor]:
     return {n: value.detach() for n, value in model.named_parameters()}
 
 
+def choice(name: str, levels: tuple[int, int, int], prefetch: int) -> Choice:
+    """The same levels for all tensors, over all ranks."""
+    names = {n: Levels(*levels) for n, _ in fresh(name).named_parameters()}
+    mesh = Mesh.parse(str(dist.get_world_size()))
+    return Choice(mesh, names, uses_of(name), prefetch, ACCUMULATION, False)
+
+
 def start(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[nn.Module, ShardedOptimizer]:
     """The model in shards over all ranks, and its optimizer."""
-    model = fresh(name)
-    names = {n: Levels(*levels) for n, _ in model.named_parameters()}
-    mesh = Mesh.parse(str(dist.get_world_size()))
-    choice = Choice(mesh, names, uses_of(name), prefetch, ACCUMULATION, False)
-    return apply(model, choice, torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1)
+    arguments = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}
+    return apply(fresh(name), choice(name, levels, prefetch), torch.optim.SGD, **arguments)
 
 
 def error(optimizer: ShardedOptimizer, expected: dict[str, Tensor]) -> float:

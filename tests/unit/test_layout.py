@@ -105,6 +105,30 @@ def test_a_bucket_by_example() -> None:
     assert lay_out(frozen, Levels(1, 1, 1), Mesh.parse("4")).numel == 8
 
 
+def test_what_a_bucket_is_trained_in() -> None:
+    mesh, levels = Mesh.parse("4"), Levels(1, 1, 1)
+    for dtype, item, master, kept in (
+        ("float64", 8, 8, False),
+        ("float32", 4, 4, False),
+        ("bfloat16", 2, 4, True),
+    ):
+        layout = lay_out([TensorSpec("a", (6,), dtype), TensorSpec("b", (3,), dtype)], levels, mesh)
+        assert layout.nbytes == layout.numel * item and layout.master_nbytes == layout.numel * master
+        assert layout.keeps_master == kept
+    assert not lay_out([TensorSpec("a", (6,), "bfloat16", trainable=False)], levels, mesh).keeps_master
+
+
+def test_only_what_holds_master_weights_is_cast() -> None:
+    def cast(dtype: str, to: str) -> str:
+        return TensorSpec("t", (2,), dtype).computed_in(to).dtype
+
+    assert cast("float32", "bfloat16") == "bfloat16"
+    assert cast("bfloat16", "bfloat16") == "bfloat16"
+    assert cast("float64", "bfloat16") == "float64"
+    assert cast("float32", "float32") == "float32"
+    assert cast("float64", "float32") == "float64"
+
+
 @given(st.sampled_from(list(ITEM_BYTES)), shapes)
 def test_the_bytes_of_a_tensor(dtype: str, shape: tuple[int, ...]) -> None:
     import torch
@@ -190,7 +214,7 @@ def test_buffers_that_only_touch_do_not_share() -> None:
     assert colour({}, {}) == {} and slot_sizes({}, {}) == []
 
 
-@pytest.mark.parametrize("dtype", ["int8", "complex64"])
+@pytest.mark.parametrize("dtype", ["int8", "complex64", "float16"])
 def test_other_dtypes_have_no_size(dtype: str) -> None:
     with pytest.raises(KeyError):
         _ = TensorSpec("t", (2,), dtype).nbytes

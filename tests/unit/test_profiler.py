@@ -205,9 +205,66 @@ def test_a_profile_of_one_process(tmp_path: Path) -> None:
     assert saved <= costs.activation_peak_bytes(2) < 2 * saved
 
 
+def test_a_profile_in_bfloat16() -> None:
+    """Activations and parameters in two bytes; gradients, state and links as for float32."""
+    single, half = (
+        measure(
+            load("gpt:nano"),
+            mesh=Mesh.of_tiers(1),
+            tier_names=("node",),
+            micro_batches=[2],
+            dtype=dtype,
+            optimizer="adamw",
+            progress=lambda *_: None,
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    assert half.model.dtype == "bfloat16"
+    assert {tensor.dtype for unit in half.units for tensor in unit.tensors} == {"bfloat16"}
+    assert half.optimizer.state_per_element == 2 and half.optimizer.temporary_per_element == 0
+    saved = [
+        sum(use.costs[0].retained_bytes for use in profile.uses if use.phase == "forward")
+        for profile in (single, half)
+    ]
+    assert 0.45 < saved[1] / saved[0] < 0.75  # tokens and statistics of norms stay as they are
+    costs = [CostModel(profile) for profile in (single, half)]
+    assert costs[0].flops(2) == costs[1].flops(2)
+
+
+def test_gradients_are_scaled_in_float32() -> None:
+    """A third of a bfloat16 number is none; and no chunk is left out."""
+    linear = nn.Linear(700, 300, bias=False).bfloat16()
+    data = torch.randn(4, 700).bfloat16()
+    (exact,) = torch.autograd.grad(linear(data).float().square().sum(), [linear.weight])
+    turns = Turns(find_units(linear), world=3)
+    turns.run(lambda: linear(data).float().square().sum())
+    found = turns._slots[id(linear.weight)]
+    turns.detach()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact.float() / 3, rtol=1e-6, atol=0)
+
+
+def test_floating_inputs_of_a_bfloat16_unit_are_cast() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, *, masks: list[Tensor]) -> Tensor:
+            self.seen = [x.dtype, *(mask.dtype for mask in masks)]
+            return x * self.weight
+
+    for model, seen in ((Takes(), torch.float32), (Takes().bfloat16(), torch.bfloat16)):
+        turns = Turns(find_units(model), world=1)
+        model(torch.ones(2, 3), masks=[torch.ones(2), torch.ones(2, dtype=torch.int64)])
+        turns.detach()
+        assert model.seen == [seen, seen, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
-def test_optimizers(name: str) -> None:
-    entry = measure_optimizer(ALONE, name, torch.float32, 5000, lambda _: None)
+def test_optimizers(name: str, dtype: torch.dtype) -> None:
+    entry = measure_optimizer(ALONE, name, dtype, 5000, lambda _: None)
     assert entry.state_per_element == {"adamw": 2, "adam": 2, "sgd": 0}[name]
     assert entry.temporary_per_element == 0
     assert [point.elements for point in entry.points] == [1024, 4096, 16384]
@@ -245,6 +302,7 @@ def test_what_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     refused(nano, "--micro-batch", micro_batches=[])
     refused(nano, "--micro-batch", micro_batches=[0, 2])
     refused(nano, "dtype int8 .*use one of float64", dtype="int8")
+    refused(nano, "dtype float16 .*use one of float64", dtype="float16")
     refused(nano, "optimizer lamb .*adamw, adam, sgd", optimizer="lamb")
     refused(workload_of(lambda: nn.Linear(3, 3).requires_grad_(False), 3), "no parameter is trained")
     refused(workload_of(lambda: nn.Linear(4, 3), 3), "micro-batch 2 failed: RuntimeError")

@@ -10,6 +10,7 @@ import torch
 
 from hzplan.errors import UserError
 from hzplan.models.workload import load
+from hzplan.runtime.apply import full_parameters, parallelize
 from hzplan.training.batches import SyntheticBatches, TextBatches, reads_bytes
 from hzplan.training.data import Corpus, heldout_windows
 from hzplan.training.loop import RunOptions, StepStats, learning_rate, train
@@ -81,6 +82,33 @@ def test_one_rank_learns_to_count() -> None:
     parameters = plan.model.parameters * 4
     assert result.peak_memory_bytes > 4 * parameters  # parameter, gradient, two moments; and activations
     assert {stats.peak_memory_bytes for stats in heard} == {result.peak_memory_bytes}
+
+
+def test_a_plan_in_bfloat16_learns_as_well() -> None:
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        plan = make_plan("gpt:nano", mesh="1", micro_batch=8, clip=True, dtype=dtype)
+        result = train(plan, load("gpt:nano"), corpus(), RunOptions(steps=40, lr=1e-2, heldout_tokens=1024))
+        losses[dtype] = result.heldout_loss
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=0.2)
+    assert losses["bfloat16"] < 3
+
+
+def test_master_weights_start_from_float32() -> None:
+    plan = make_plan("gpt:nano", mesh="1", dtype="bfloat16")
+    with pytest.raises(UserError, match=r"embed.weight is bfloat16, but master weights are float32; pass"):
+        parallelize(load("gpt:nano").build().bfloat16(), plan, lr=1e-3)
+    with pytest.raises(UserError, match="a shape, dtype or requires_grad differs"):
+        parallelize(load("gpt:nano").build().double(), plan, lr=1e-3)
+    model = load("gpt:nano").build()
+    model.register_buffer("table", torch.ones(3))
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model, optimizer = parallelize(model, plan, lr=1e-3)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.table.dtype == torch.float32
+    found = full_parameters(optimizer)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    optimizer.engine.close()
 
 
 def test_the_same_seed_is_the_same_run() -> None:
