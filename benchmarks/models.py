@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hzplan.models.gpt import GPT, GPTConfig
 
 
-def deep() -> GPT:
+@dataclass(frozen=True)
+class Sized:
+    """What a factory returns: a model, and the sequences that it takes."""
+
+    model: GPT
+    seq_len: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> Sized:
+        """A GPT of this shape."""
+        return cls(GPT(config), config.seq_len, config.vocab)
+
+
+def deep() -> Sized:
     """2.7 M parameters, nearly all in six equal blocks."""
-    return GPT(GPTConfig(vocab=256, layers=6, width=192, heads=4, seq_len=64))
+    return Sized.of(GPTConfig(vocab=256, layers=6, width=192, heads=4, seq_len=64))
 
 
-def wide() -> GPT:
+def wide() -> Sized:
     """3.7 M parameters, more than half of them in an embedding and a head of its own."""
-    return GPT(GPTConfig(vocab=4096, layers=2, width=256, heads=4, seq_len=64, tied=False))
+    return Sized.of(GPTConfig(vocab=4096, layers=2, width=256, heads=4, seq_len=64, tied=False))
 
 
 def role(tensor: str) -> str:

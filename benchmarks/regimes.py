@@ -38,9 +38,8 @@ class Regime:
     @property
     def name(self) -> str:
         """As results and tables call it."""
-        return (
-            f"{self.model}-{self.tiers}-{self.network}-{self.budget_percent}%-x{self.accumulation}-{self.dtype}"
-        )
+        budget = f"{self.budget_percent}%"
+        return f"{self.model}-{self.tiers}-{self.network}-{budget}-x{self.accumulation}-{self.dtype}"
 
     @property
     def rates(self) -> str:

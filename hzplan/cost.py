@@ -6,6 +6,7 @@ Times are integer nanoseconds and sizes integer bytes, so that sums do not depen
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -216,9 +217,7 @@ class CostModel:
             optim_bytes=master_bytes * optimizer.state_per_element,
             staging_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
             scratch_bytes=tuple(
-                max((bucket.master_nbytes // mesh.shards[s.low] for s in spans if s), default=0)
-                if exchange
-                else 0
+                max((_received_bytes(bucket, mesh, s) for s in spans if s), default=0) if exchange else 0
                 for spans in final
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
@@ -231,7 +230,9 @@ class CostModel:
             total += self.bucket(bucket)
         return total
 
-    def schedule(self, *, prefetch: int, accumulation: int, clip: bool) -> Schedule:
+    def schedule(
+        self, *, prefetch: int, accumulation: int, clip: bool, gradient_buffers: int | None = None
+    ) -> Schedule:
         """The profile's uses as a step."""
         return build(
             [Use(use.unit, use.phase) for use in self.profile.uses],
@@ -241,7 +242,18 @@ class CostModel:
             prefetch=prefetch,
             accumulation=accumulation,
             clip=clip,
+            gradient_buffers=gradient_buffers,
         )
+
+    def paces(self, depths: Iterable[int]) -> list[tuple[int, int]]:
+        """The pairs (prefetch, gradient buffers) worth trying.
+
+        For every depth as many buffers as uses in flight, and one for every reduce, which costs memory only
+        where gradients are sharded.
+        """
+        units = self.schedule(prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize)
+        most = units.gradient_buffers
+        return list(dict.fromkeys((d, count) for d in depths for count in (min(d + 1, most), most)))
 
     def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
         """Nanoseconds of every task of a schedule."""
@@ -252,6 +264,11 @@ class CostModel:
         if task.kind is Kind.COMPUTE:
             return self.compute_ns(task.position % len(schedule.uses), micro_batch)
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+
+
+def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:
+    """What a rank receives in an exchange: its slice, from every other rank of the group."""
+    return bucket.master_nbytes // mesh.shards[stage.low] - bucket.master_nbytes // mesh.shards[stage.high]
 
 
 def _largest_piece(bucket: BucketLayout, slice_numel: int, temporary_per_element: float) -> int:

@@ -93,6 +93,7 @@ class Schedule:
     uses: tuple[Use, ...]
     tiers: int
     prefetch: int
+    gradient_buffers: int
     accumulation: int
     clip: bool
     requires: Mapping[str, tuple[str, ...]]
@@ -137,23 +138,26 @@ def build(
     prefetch: int,
     accumulation: int,
     clip: bool,
+    gradient_buffers: int | None = None,
 ) -> Schedule:
     """Order one step.
 
     ``uses``: the recorded sequence of one forward and backward; ``requires``: for every unit the units whose
     parameters a use of it needs; ``trainable``: the units with trained tensors; ``prefetch``: how many uses
-    ahead of compute may be unsharded (at least 1).
+    ahead of compute may be unsharded (at least 1); ``gradient_buffers``: how many units' gradients may be
+    there unreduced, the one that is being computed included (default: ``prefetch + 1``).
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
-    reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``prefetch + 1``
+    reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``gradient_buffers``
     reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
     hierarchy.
     """
-    if prefetch < 1 or accumulation < 1:
-        raise ValueError("prefetch and accumulation must be at least 1")
+    buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
+    if prefetch < 1 or accumulation < 1 or buffers < 1:
+        raise ValueError("prefetch, accumulation and gradient_buffers must be at least 1")
     return _Builder(
-        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, accumulation, clip
+        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, buffers, accumulation, clip
     ).build()
 
 
@@ -167,6 +171,7 @@ class _Builder:
         trainable: tuple[str, ...],
         tiers: int,
         prefetch: int,
+        gradient_buffers: int,
         accumulation: int,
         clip: bool,
     ) -> None:
@@ -175,6 +180,7 @@ class _Builder:
         self.positions = len(uses) * accumulation
         self.runs = _runs(uses, requires, prefetch, accumulation)
         self.reduced_at = _last_backward(uses, requires, trainable)
+        self.gradient_buffers = min(gradient_buffers, max(1, len(self.reduced_at)))
         self.tasks: list[Task] = []
         self.tail: dict[str, int] = {}
         self.unsharded: dict[int, int] = {}  # position -> last unshard task
@@ -206,6 +212,7 @@ class _Builder:
             uses=self.uses,
             tiers=self.tiers,
             prefetch=self.prefetch,
+            gradient_buffers=self.gradient_buffers,
             accumulation=self.accumulation,
             clip=self.clip,
             requires=self.requires,
@@ -229,11 +236,9 @@ class _Builder:
 
     def compute(self, position: int) -> int:
         after = [self.unsharded[position]] if position in self.unsharded else []
-        if position % len(self.uses) in self.reduced_at:
-            # Of a few reduces a micro-batch, the unit's own last one may be closer than the window.
-            behind = min(self.prefetch + 1, len(self.reduced_at))
-            if len(self.reduces) >= behind:
-                after.append(self.reduces[-behind])
+        # No more buffers than reduces a micro-batch has: a unit's own last one must be over in any case.
+        if position % len(self.uses) in self.reduced_at and len(self.reduces) >= self.gradient_buffers:
+            after.append(self.reduces[-self.gradient_buffers])
         use = self.uses[position % len(self.uses)]
         return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
 
@@ -313,8 +318,8 @@ class _Builder:
         for micro_batch in range(micro_batches):
             for ordinal, position in enumerate(order, start=micro_batch * len(order)):
                 for unit in self.reduced_at[position]:
-                    lives.setdefault(unit, []).append((ordinal, ordinal + self.prefetch))
-        always = [(0, len(order) * micro_batches + self.prefetch)]
+                    lives.setdefault(unit, []).append((ordinal, ordinal + self.gradient_buffers - 1))
+        always = [(0, len(order) * micro_batches + self.gradient_buffers)]
         lives |= {unit: always for unit in self.trainable if unit not in lives}
         return {unit: tuple(intervals) for unit, intervals in lives.items()}
 

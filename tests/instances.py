@@ -118,11 +118,13 @@ def try_everything(profile: Profile, request: Request) -> Truth:
     nothing = UnitCost.zero(len(model.mesh.tiers))
     best: float | None = None
     smallest: int | None = None
-    for size, depth in itertools.product(profile.micro_batches, request.depths):
+    for size, (depth, buffers) in itertools.product(profile.micro_batches, model.paces(request.depths)):
         if request.global_batch % (model.mesh.world * size):
             continue
         accumulation = request.global_batch // (model.mesh.world * size)
-        schedule = model.schedule(prefetch=depth, accumulation=accumulation, clip=request.clip)
+        schedule = model.schedule(
+            prefetch=depth, accumulation=accumulation, clip=request.clip, gradient_buffers=buffers
+        )
         slots, peak = assign_slots(schedule, tensors), model.activation_peak_bytes(size)
         for combination in itertools.product(*options):
             units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))

@@ -89,6 +89,7 @@ def make_plan(
             accumulation=accumulation,
         ),
         prefetch=prefetch,
+        gradient_buffers=prefetch + 1,
         source=Source(profile="profile.json", profile_sha256="0", memory_budget_bytes=1 << 30, asked_gap=0.0),
         proof=Proof(status="given", objective_s=0.1, bound_s=0.1, gap=0.0, solver="none"),
         predicted=Predicted(

@@ -89,7 +89,7 @@ def _print(found: dict[str, Any]) -> None:
         f"{control['value']:.2f} ({control['low']:.2f} … {control['high']:.2f})."
     )
     out.print(
-        "sent: by the busiest node in a step. waits: the step less one without communication. "
+        "sent: by the busiest node in a step. waits: the step less that of ranks training alone. "
         f"{found['tokens_per_step']:,} tokens a step."
     )
     if not all(entry["fits"] for entry in found["contenders"]):

@@ -59,7 +59,8 @@ class Report:
         batch = self.plan.batch
         out.print(
             f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
-            f"prefetch {self.plan.prefetch}; memory {console.size(self.plan.predicted.peak_memory_bytes)} "
+            f"prefetch {self.plan.prefetch}, gradient buffers {self.plan.gradient_buffers}; "
+            f"memory {console.size(self.plan.predicted.peak_memory_bytes)} "
             f"of {console.size(self.request.memory_bytes)}"
         )
         out.print(

@@ -113,6 +113,7 @@ class Plan(Strict):
     clip: bool
     batch: Batch
     prefetch: PositiveInt
+    gradient_buffers: PositiveInt
     replica_sync: Literal["every_step"] = "every_step"
     source: Source
     proof: Proof

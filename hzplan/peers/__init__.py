@@ -21,7 +21,7 @@ POORER = ("one-stream", "no-threads")
 
 OURS = "hzplan"
 CONTROL = "ddp again"
-LOCAL = "no communication"
+LOCAL = "alone"
 
 
 def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,8 +72,8 @@ def compare(
 ) -> Comparison:
     """Make all contenders, then let them take turns in an order that is drawn anew each round.
 
-    Every rank calls it with the same arguments. A turn is timed from a barrier to the moment when all that it
-    started is done, on the slowest rank. ``alone``: contenders whose losses are their own business.
+    Every rank calls it with the same arguments. A turn is a lead-in and ``steps_per_round`` steps,
+    timed on the slowest rank. ``alone``: contenders whose losses are their own business.
     """
     ranks = Ranks.here()
     contenders: dict[str, Contender] = {}
@@ -89,22 +88,21 @@ def compare(
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[tuple[int, int]]] = {name: [] for name in contenders}
     order = random.Random(seed)
+    trained = steps_per_round + 1
     for number in range(rounds):
         for name in order.sample(list(contenders), len(contenders)):
             progress(f"round {number + 1} of {rounds}: {name}", 0.2 + 0.8 * number / rounds)
             ranks.barrier()
-            before, began = sent_bytes(), time.perf_counter()
-            trained = contenders[name].turn(TRAINED + number * steps_per_round, steps_per_round)
-            elapsed = time.perf_counter() - began
+            before = sent_bytes()
+            turn = contenders[name].turn(TRAINED + number * trained, steps_per_round)
             ranks.barrier()  # what a node sends counts all of its ranks
             after = sent_bytes()
-            everyone = ranks.gather((elapsed, trained, (after[0] - before[0], after[1] - before[1])))
-            seconds[name].append(max(took for took, _, _ in everyone) / steps_per_round)
-            losses[name] += [
-                statistics.fmean(step) for step in zip(*(t for _, t, _ in everyone), strict=True)
-            ]
-            busiest = max((counted for _, _, counted in everyone), key=lambda pair: (pair[1], pair[0]))
-            sent[name].append((busiest[0] // steps_per_round, busiest[1] // steps_per_round))
+            everyone = ranks.gather((turn, (after[0] - before[0], after[1] - before[1])))
+            seconds[name].append(max(turn.seconds for turn, _ in everyone) / steps_per_round)
+            by_step = zip(*(turn.losses for turn, _ in everyone), strict=True)
+            losses[name] += [statistics.fmean(step) for step in by_step]
+            busiest = max((counted for _, counted in everyone), key=lambda pair: (pair[1], pair[0]))
+            sent[name].append((busiest[0] // trained, busiest[1] // trained))
     peaks = {name: max(ranks.gather(contender.peak_memory_bytes)) for name, contender in contenders.items()}
     for contender in contenders.values():
         contender.close()

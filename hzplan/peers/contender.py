@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -83,6 +84,18 @@ class Setting:
         return cast(type[Optimizer], made), {"lr": self.lr}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """This rank's losses, the lead-in's too, and seconds from the end of the lead-in to that of the last.
+
+    A step ends when ``optimizer.step()`` returns; what it left under way counts in the step after it. So a
+    turn has one period of each of its steps, as a long run has, however they overlap.
+    """
+
+    losses: list[float]
+    seconds: float
+
+
 class Contender(Protocol):
     """What the comparison asks of everyone. All ranks call the methods together."""
 
@@ -90,8 +103,8 @@ class Contender(Protocol):
     peak_memory_bytes: int
     """Of this rank, within a step, without what other contenders in this process hold."""
 
-    def turn(self, first: int, steps: int) -> list[float]:
-        """Train steps ``first``, ``first + 1``, … and return, everything done, this rank's losses."""
+    def turn(self, first: int, steps: int) -> Turn:
+        """Train step ``first`` as a lead-in, then as many steps against the clock, and finish everything."""
 
     def close(self) -> None:
         """Take part no more."""
@@ -112,10 +125,14 @@ class Trainer:
         self.setting = setting
         before = alive_bytes(CPU)
         self.prepare()
-        self.losses = self.turn(0, WARM_UP_STEPS)
-        self.peak_memory_bytes = (
-            peak_memory_bytes(lambda: self.losses.extend(self.turn(WARM_UP_STEPS, 1)), CPU) - before
-        )
+        for step in range(WARM_UP_STEPS):
+            self.step(step)
+        self.finish()
+        self.peak_memory_bytes = peak_memory_bytes(self._last_warm_up, CPU) - before
+
+    def _last_warm_up(self) -> None:
+        self.step(WARM_UP_STEPS)
+        self.finish()
 
     def prepare(self) -> None:
         """Make ``model`` and ``optimizer``."""
@@ -149,17 +166,23 @@ class Trainer:
             around=self.around,
         )
 
-    def turn(self, first: int, steps: int) -> list[float]:
+    def step(self, step: int) -> float:
+        """Train a step; this rank's loss."""
+        loss = self.micro_batches(step)
+        if self.setting.plan.clip:
+            self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+    def turn(self, first: int, steps: int) -> Turn:
         """See ``Contender``."""
-        losses = []
-        for step in range(first, first + steps):
-            losses.append(float(self.micro_batches(step)))
-            if self.setting.plan.clip:
-                self.clip()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        losses = [self.step(first)]
+        began = time.perf_counter()
+        losses += [self.step(step) for step in range(first + 1, first + 1 + steps)]
+        seconds = time.perf_counter() - began
         self.finish()
-        return losses
+        return Turn(losses, seconds)
 
     def close(self) -> None:
         """See ``Contender``."""

@@ -18,7 +18,7 @@ DEFAULT_BUCKET_MB = 25.0
 class Local(Trainer):
     """Every rank for itself, without communication: what a step costs when it is free."""
 
-    name = "no communication"
+    name = "alone"
 
     def prepare(self) -> None:
         made, arguments = self.setting.optimizer_class()

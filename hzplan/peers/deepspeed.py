@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from hzplan.errors import JobFailed
 from hzplan.job import meeting_point
 from hzplan.models.workload import load
-from hzplan.peers.contender import NotHere, Setting, Trainer
+from hzplan.peers.contender import NotHere, Setting, Trainer, Turn
 from hzplan.profiler.ranks import Ranks
 from hzplan.training.batches import batches, reads_bytes
 from hzplan.training.data import load_corpus
@@ -63,9 +64,10 @@ class DeepSpeed:
         )
         self.peak_memory_bytes = int(answer["peak_memory_bytes"])
 
-    def turn(self, first: int, steps: int) -> list[float]:
+    def turn(self, first: int, steps: int) -> Turn:
         """See ``Contender``."""
-        return [float(loss) for loss in self._ask({"first": first, "steps": steps})["losses"]]
+        answer = self._ask({"first": first, "steps": steps})
+        return Turn(answer["losses"], answer["seconds"])
 
     def close(self) -> None:
         """The child ends when nobody will ask any more."""
@@ -145,18 +147,15 @@ class _Engine(Trainer):
             "wall_clock_breakdown": False,
         }
 
-    def turn(self, first: int, steps: int) -> list[float]:
-        losses = []
+    def step(self, step: int) -> float:
         setting = self.setting
-        for step in range(first, first + steps):
-            total = 0.0
-            for index in range(setting.accumulation):
-                loss = setting.workload.loss(self.engine, setting.data.train(step, index, setting.rank))
-                self.engine.backward(loss)  # which divides by the accumulation itself
-                self.engine.step()
-                total += float(loss.detach())
-            losses.append(total / setting.accumulation)
-        return losses
+        total = 0.0
+        for index in range(setting.accumulation):
+            loss = setting.workload.loss(self.engine, setting.data.train(step, index, setting.rank))
+            self.engine.backward(loss)  # which divides by the accumulation itself
+            self.engine.step()
+            total += float(loss.detach())
+        return total / setting.accumulation
 
 
 def _child(questions: IO[str], answers: IO[str]) -> None:
@@ -181,7 +180,7 @@ def _child(questions: IO[str], answers: IO[str]) -> None:
     answer({"peak_memory_bytes": engine.peak_memory_bytes})
     for line in questions:
         wanted = json.loads(line)
-        answer({"losses": engine.turn(wanted["first"], wanted["steps"])})
+        answer(asdict(engine.turn(wanted["first"], wanted["steps"])))
 
 
 if __name__ == "__main__":

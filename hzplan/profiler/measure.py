@@ -30,7 +30,7 @@ from hzplan.profiler.progress import Progress
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.turns import Turns
 from hzplan.profiler.uses import measure_uses
-from hzplan.runtime.collectives import scatters_by_exchange
+from hzplan.runtime.collectives import exchanges
 
 # About how many seconds each part takes at most, for the progress shown.
 PASS_S = 6.0
@@ -107,7 +107,7 @@ def measure(
                 device=ranks.device.type,
                 memory_bytes=memory,
                 peak_flops=peak,
-                scattered_by_exchange=ranks.size > 1 and scatters_by_exchange(),
+                scattered_by_exchange=ranks.size > 1 and exchanges(),
             ),
             optimizer=update,
             units=entries,

@@ -41,6 +41,7 @@ class Choice:
     accumulation: int
     clip: bool
     dtype: str | None = None
+    gradient_buffers: int | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -58,6 +59,7 @@ class Choice:
             accumulation=plan.batch.accumulation,
             clip=plan.clip,
             dtype=plan.model.dtype,
+            gradient_buffers=plan.gradient_buffers,
         )
 
 
@@ -161,6 +163,7 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         prefetch=choice.prefetch,
         accumulation=choice.accumulation,
         clip=choice.clip,
+        gradient_buffers=choice.gradient_buffers,
     )
 
 

@@ -1,9 +1,16 @@
 """Collectives as stateless functions: buffers and a group in, nothing kept. All block until done.
 
 Buffers nest: the smaller one is a rank's slice of the larger one, so gathers and scatters run in place.
+
+On gloo both are exchanges, point to point, every receive posted before the first send. gloo sends only what
+a receiver has announced to want, and the announcement travels behind the data that the receiver sends
+itself: a rank that sends first and is late gets its peers' data only when its own have gone, one direction
+after the other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,10 +21,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def scatters_by_exchange(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether reduce_scatter goes as an all-to-all and a local sum on this backend.
+def exchanges(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether collectives of this group go point to point: on gloo.
 
-    gloo's own reduce-scatter moves as many bytes as an all-reduce; the exchange moves half.
+    Its own reduce-scatter moves as many bytes as an all-reduce, an exchange and a local sum half of that.
     """
     return str(dist.get_backend(group)) == "gloo"
 
@@ -27,7 +34,16 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
 
     ``part`` may be this rank's slice of ``whole``.
     """
-    _all_gather(whole, part, group=group)
+    if not exchanges(group):
+        _all_gather(whole, part, group=group)
+        return
+    slices, place = whole.view(group.size(), -1), group.rank()
+    others = _others(group)
+    receives = [dist.irecv(slices[peer], group=group, group_src=peer) for peer in reversed(others)]
+    sends = [dist.isend(part, group=group, group_dst=peer) for peer in others]
+    if slices[place].data_ptr() != part.data_ptr():
+        slices[place].copy_(part)
+    _wait([*receives, *sends])
 
 
 def reduce_scatter(
@@ -35,25 +51,44 @@ def reduce_scatter(
 ) -> None:
     """Sum all ranks' ``whole`` [group size × n] and leave (or add) this rank's slice in ``part`` [n].
 
-    ``part`` may be this rank's slice of ``whole``. Sums run in group order on every rank, so results do not
-    depend on timing. ``scratch`` [≥ group size × n] receives the exchange, where there is one.
+    ``part`` may be this rank's slice of ``whole``, unless it is added to. Sums run in group order on every
+    rank, so results do not depend on timing. ``scratch`` [≥ (group size − 1) × n] is for what others send.
     """
-    if not scatters_by_exchange(group):
+    if not exchanges(group):
+        target = scratch[: part.numel()] if accumulate else part
+        _reduce_scatter(target, whole, group=group)
         if accumulate:
-            received = scratch[: part.numel()]
-            _reduce_scatter(received, whole, group=group)
-            part.add_(received)
-        else:
-            _reduce_scatter(part, whole, group=group)
+            part.add_(target)
         return
-    received = scratch[: whole.numel()]
-    dist.all_to_all_single(received, whole, group=group)
-    first, *others = received.view(-1, part.numel()).unbind(0)
+    slices, place = whole.view(group.size(), -1), group.rank()
+    others = _others(group)
+    room = scratch[: len(others) * part.numel()].view(-1, part.numel())
+    received = dict(zip(sorted(others), room, strict=True))
+    receives = [dist.irecv(received[peer], group=group, group_src=peer) for peer in reversed(others)]
+    sends = [dist.isend(slices[peer], group=group, group_dst=peer) for peer in others]
+    _wait([*receives, *sends])
+    terms = [received[member] if member != place else slices[place] for member in range(group.size())]
     if accumulate:
-        part.add_(first)
-    elif others:
-        torch.add(first, others.pop(0), out=part)
+        for term in terms:
+            part.add_(term)
     else:
-        part.copy_(first)
-    for other in others:
-        part.add_(other)
+        _sum(terms, place, part)
+
+
+def _sum(terms: Sequence[Tensor], place: int, out: Tensor) -> None:
+    """Add up in order; ``out`` may be the memory of ``terms[place]``: what comes before goes elsewhere."""
+    total = terms[0]
+    for index, term in enumerate(terms[1:], start=1):
+        total = torch.add(total, term, out=terms[0] if index < place else out)
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group, the next one first, so that no two ranks begin with the same."""
+    size, place = group.size(), group.rank()
+    return [(place + step) % size for step in range(1, size)]
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "every rank of the group takes part"
+        work.wait()

@@ -336,10 +336,11 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
 
 
 def _scratch_bytes(units: Iterable[UnitState], tier: int) -> int:
-    """The largest buffer that a reduce on a tier receives."""
+    """The most that a reduce on a tier receives: a rank's slice, from every other rank of the group."""
     return max(
         (
             bucket.layout.master_nbytes // bucket.mesh.shards[stage.low]
+            - bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
             for unit in units
             for bucket in unit.buckets
             for stage in bucket.reduce_stages(tier, final=True)

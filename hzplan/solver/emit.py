@@ -65,6 +65,7 @@ def as_plan(profile: Profile, chosen: Evaluation, *, proof: Proof, source: Sourc
             accumulation=accumulation,
         ),
         prefetch=chosen.schedule.prefetch,
+        gradient_buffers=chosen.schedule.gradient_buffers,
         source=source,
         proof=proof,
         predicted=predict(profile, chosen),

@@ -103,12 +103,13 @@ def baselines(
                     prefetch=depth,
                     accumulation=global_batch // (model.mesh.world * micro_batch),
                     clip=clip,
+                    gradient_buffers=buffers,
                 ),
                 micro_batch,
             )
             for micro_batch in model.profile.micro_batches
             if global_batch % (model.mesh.world * micro_batch) == 0
-            for depth in depths
+            for depth, buffers in model.paces(depths)
         ]
         found[name] = _best(tried, memory_bytes)
     return found

@@ -98,7 +98,12 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
     if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
         raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
     model = CostModel(profile)
-    schedule = model.schedule(prefetch=plan.prefetch, accumulation=plan.batch.accumulation, clip=plan.clip)
+    schedule = model.schedule(
+        prefetch=plan.prefetch,
+        accumulation=plan.batch.accumulation,
+        clip=plan.clip,
+        gradient_buffers=plan.gradient_buffers,
+    )
     return evaluate(model, levels, schedule, plan.batch.micro_batch)
 
 

@@ -197,7 +197,12 @@ def _middle_rows(problem: Problem) -> None:
     between = problem.question.schedule.accumulation - schedule.accumulation
     if between <= 0:
         return
-    three = model.schedule(prefetch=schedule.prefetch, accumulation=3, clip=schedule.clip)
+    three = model.schedule(
+        prefetch=schedule.prefetch,
+        accumulation=3,
+        clip=schedule.clip,
+        gradient_buffers=schedule.gradient_buffers,
+    )
     for stream, tasks in schedule.streams.items():
         placed = [task for task in tasks if task.position >= 0]
         first = [task for task in placed if schedule.micro_batch(task) == schedule.accumulation - 2]

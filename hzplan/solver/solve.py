@@ -158,11 +158,15 @@ def _searches(profile: Profile, request: Request) -> list[_Search]:
             if key not in alike:
                 alike[key] = enumerate_patterns(tensors, model, model.mesh.triples())
             families[unit] = alike[key]
-    return [_Search(model, size, depth, request, families) for size in sizes for depth in request.depths]
+    return [
+        _Search(model, size, pace, request, families)
+        for size in sizes
+        for pace in model.paces(request.depths)
+    ]
 
 
 class _Search:
-    """One micro-batch size and prefetch depth.
+    """One micro-batch size, prefetch depth and number of gradient buffers.
 
     The relaxation over *all* patterns gives a bound, and for every pattern how much more a plan with it
     costs at least (``excess``). The ILP is offered the patterns with the least excess. A plan then either
@@ -171,12 +175,22 @@ class _Search:
     """
 
     def __init__(
-        self, model: CostModel, micro_batch: int, depth: int, request: Request, families: Mapping[str, Family]
+        self,
+        model: CostModel,
+        micro_batch: int,
+        pace: tuple[int, int],
+        request: Request,
+        families: Mapping[str, Family],
     ) -> None:
         accumulation = request.global_batch // (model.mesh.world * micro_batch)
-        schedule = model.schedule(prefetch=depth, accumulation=accumulation, clip=request.clip)
+        prefetch, buffers = pace
+        schedule = model.schedule(
+            prefetch=prefetch, accumulation=accumulation, clip=request.clip, gradient_buffers=buffers
+        )
         explicit = min(accumulation, max(2, MAX_POSITIONS // len(model.profile.uses)))
-        short = model.schedule(prefetch=depth, accumulation=explicit, clip=request.clip)
+        short = model.schedule(
+            prefetch=prefetch, accumulation=explicit, clip=request.clip, gradient_buffers=buffers
+        )
         slots = assign_slots(schedule, tensors_of(model.profile))
         self.request, self.families = request, families
         self.question = Question(model, schedule, short, slots, families, micro_batch, request.memory_bytes)
@@ -184,7 +198,11 @@ class _Search:
         self.excess: dict[str, Coefficients] = {}
 
     def __str__(self) -> str:
-        return f"micro-batch {self.question.micro_batch}, prefetch {self.question.schedule.prefetch}"
+        schedule = self.question.schedule
+        return (
+            f"micro-batch {self.question.micro_batch}, prefetch {schedule.prefetch}, "
+            f"{schedule.gradient_buffers} gradient buffers"
+        )
 
     def evaluate(self, choice: Mapping[str, int]) -> Evaluation:
         """Replay a choice of patterns."""

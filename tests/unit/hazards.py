@@ -124,7 +124,7 @@ def other_gradients(schedule: Schedule, reduced: Mapping[int, Sequence[str]]) ->
     found: dict[int, list[str]] = {}
     for ordinal, position in enumerate(ordinals):
         for unit, lives in schedule.staging_lives.items():
-            if all(ordinal + schedule.prefetch < start or ordinal > end for start, end in lives):
+            if all(ordinal + schedule.gradient_buffers - 1 < start or ordinal > end for start, end in lives):
                 found.setdefault(position, []).append(unit)
     return found
 

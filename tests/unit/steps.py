@@ -21,6 +21,7 @@ class Step:
     prefetch: int = 1
     accumulation: int = 1
     clip: bool = False
+    gradient_buffers: int | None = None
 
     def build(self) -> Schedule:
         return build(
@@ -31,6 +32,7 @@ class Step:
             prefetch=self.prefetch,
             accumulation=self.accumulation,
             clip=self.clip,
+            gradient_buffers=self.gradient_buffers,
         )
 
 
@@ -72,4 +74,5 @@ def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulat
         draw(st.integers(1, 3)),
         draw(st.integers(1, max_accumulation)),
         draw(st.booleans()),
+        draw(st.none() | st.integers(1, 8)),
     )

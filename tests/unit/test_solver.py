@@ -85,9 +85,11 @@ def test_beats_or_equals_every_known_scheme() -> None:
     assert isinstance(outcome, Solved)
     model = CostModel(profile)
     for levels in model.mesh.triples():
-        for depth in request.depths:
+        for depth, buffers in model.paces(request.depths):
             for size in profile.micro_batches:
-                schedule = model.schedule(prefetch=depth, accumulation=4 // size, clip=True)
+                schedule = model.schedule(
+                    prefetch=depth, accumulation=4 // size, clip=True, gradient_buffers=buffers
+                )
                 known = evaluate(model, uniform(profile, levels), schedule, size)
                 assert outcome.best.predicted.period_ns <= known.predicted.period_ns * (1 + 1e-9)
 

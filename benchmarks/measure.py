@@ -1,0 +1,148 @@
+"""Measuring a regime with the commands that a user has: emulate, profile, solve, run --against."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plans import VARIANTS, given, make
+from benchmarks.regimes import Regime, bits_per_s
+from hzplan.cost import CostModel
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels
+from hzplan.peers import POORER
+from hzplan.solver.evaluate import evaluate, uniform
+from hzplan.solver.solve import Request
+
+ROOT = Path(__file__).resolve().parents[1]
+MICRO_BATCH = 2
+ROUNDS = 7
+TURN_S = 1.5
+"""About what a turn of the plan lasts: fast steps come several at once."""
+MOST_STEPS = 6
+PEERS = ("zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp")
+DEEPSPEED = ("deepspeed1", "deepspeed3")
+
+
+class NoResult(Exception):
+    """A command failed; the message is its last line."""
+
+
+def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bool) -> dict[str, Any]:
+    """Everything about a regime. Files go to ``folder``; a profile that is there already is taken.
+
+    Raises NoResult when a command fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = f"benchmarks.models:{regime.model}"
+    profile = folder.parent / f"{regime.model}-{regime.tiers}-{regime.network}-{regime.dtype}.profile.json"
+    if not profile.exists():
+        emulated(
+            regime, "profile", model, "--mesh", regime.mesh, "--micro-batch", MICRO_BATCH, "--dtype",
+            regime.dtype, "-o", profile,
+        )  # fmt: skip
+    world = prod(int(size) for size in regime.tiers.split("x"))
+    global_batch = world * MICRO_BATCH * regime.accumulation
+    ddp = ddp_peak_bytes(profile, global_batch, model, folder)
+    budget = ddp * regime.budget_percent // 100
+    made = make(profile, budget, global_batch, folder)
+    result: dict[str, Any] = {"regime": asdict(regime), "ddp_peak_bytes": ddp, "budget_bytes": budget}
+    if made is None:
+        return result | {"infeasible": True}
+    plan, variants = made
+    chosen = Plan.load(plan)
+    steps = max(1, min(MOST_STEPS, round(TURN_S / max(chosen.predicted.step_s, 1e-3))))
+    others = [*peers, *map(str, variants.values()), *(POORER if ablations else ())]
+    if not ablations:
+        others = list(peers)
+    compared = json.loads(
+        emulated(
+            regime, "run", plan, model, "--against", ",".join(others), "--steps", ROUNDS * steps,
+            "--round-steps", steps, "--json",
+        )
+    )  # fmt: skip
+    return result | {
+        "network_s": network_s(chosen, regime),
+        "predicted": chosen.predicted.model_dump(),
+        "proof": chosen.proof.model_dump(),
+        "prefetch": chosen.prefetch,
+        "levels": _levels(chosen),
+        "same_as_plan": [name for name in VARIANTS if ablations and name not in variants],
+        "comparison": compared,
+    }
+
+
+def network_s(plan: Plan, regime: Regime) -> float:
+    """Seconds that the bytes which must cross take on the slowest tier's links.
+
+    Of N groups there, each must send (N − 1)/N of its gradients (fp32) for the sum, and as much of the
+    updated parameters: less is impossible (Patarasuk and Yuan 2009, bandwidth-optimal all-reduce).
+    """
+    groups = int(regime.tiers.split("x")[-1])
+    bytes_each = 4 + (2 if plan.model.dtype == "bfloat16" else 4)
+    return plan.model.parameters * bytes_each * (groups - 1) / groups * 8 / bits_per_s(regime.network)
+
+
+def ddp_peak_bytes(profile_path: Path, global_batch: int, model: str, folder: Path) -> int:
+    """DDP's measured peak, which depends on the model, its dtype and the batch alone."""
+    profile = Profile.load(profile_path)
+    cost = CostModel(profile)
+    schedule = cost.schedule(
+        prefetch=1, accumulation=global_batch // (profile.mesh.world * MICRO_BATCH), clip=True
+    )
+    replicas = evaluate(cost, uniform(profile, Levels(0, 0, 0)), schedule, MICRO_BATCH)
+    plan = folder / "ddp.json"
+    given(profile, profile_path, replicas, Request(1 << 40, global_batch)).save(plan)
+    return int(_output([sys.executable, "-m", "benchmarks.peak", str(plan), model]))
+
+
+def emulated(regime: Regime, *command: object) -> str:
+    """Run ``hzplan`` on every rank of the regime's cluster; what rank 0 printed."""
+    words = [sys.executable, "-m", "hzplan"]
+    return _output(
+        [
+            *words,
+            "emulate",
+            "--tiers",
+            regime.tiers,
+            "--rates",
+            regime.rates,
+            "--",
+            *words,
+            *map(str, command),
+        ]
+    )
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+        raise NoResult(f"exit code {done.returncode}: {' / '.join(lines[-5:])}")
+    return done.stdout
+
+
+def _levels(plan: Plan) -> dict[str, int]:
+    """How many bytes' worth of tensors have which shards: ``{"1/4/4": tensors}``."""
+    found: dict[str, int] = {}
+    for unit in plan.units:
+        for bucket in unit.buckets:
+            key = f"{bucket.shards.param}/{bucket.shards.grad}/{bucket.shards.optim}"
+            found[key] = found.get(key, 0) + len(bucket.tensors)
+    return found

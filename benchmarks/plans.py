@@ -1,0 +1,129 @@
+"""The plan of a regime, and the poorer plans that show what each freedom is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.models import role
+from hzplan.cost import CostModel
+from hzplan.formats.base import fingerprint
+from hzplan.formats.plan import Plan, Proof, Source
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels
+from hzplan.solver.emit import as_plan, emit
+from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.solve import PREFETCH_DEPTHS, Request, Solved, solve
+
+VARIANTS = SINGLE, ROLES, PREFETCH_1 = "single", "roles", "prefetch-1"
+"""One triple of levels for all tensors; one per role; a level per tensor, but only one use ahead."""
+
+ROLE_NAMES = ("embedding", "attention", "mlp", "head")
+
+
+def make(
+    profile_path: Path, memory_bytes: int, global_batch: int, folder: Path
+) -> tuple[Path, dict[str, Path]] | None:
+    """Solve, and write the plan and its poorer variants that differ from it; None where nothing fits."""
+    profile = Profile.load(profile_path)
+    request = Request(memory_bytes, global_batch)
+    outcome = solve(profile, request)
+    if not isinstance(outcome, Solved):
+        return None
+    chosen = folder / "plan.json"
+    emit(profile, request, outcome, profile_path=profile_path, plan_path=chosen).save(chosen)
+    model = CostModel(profile)
+    single = best_single(model, request)
+    shallow = solve(profile, Request(memory_bytes, global_batch, depths=(1,)))
+    variants: dict[str, Evaluation | None] = {
+        SINGLE: single,
+        ROLES: best_by_role(model, request, single) if single else None,
+        PREFETCH_1: shallow.best if isinstance(shallow, Solved) else None,
+    }
+    written = {}
+    for name, found in variants.items():
+        if found is not None and not _same(found, outcome.best):
+            written[name] = folder / f"{name}.json"
+            given(profile, profile_path, found, request).save(written[name])
+    return chosen, written
+
+
+def given(profile: Profile, profile_path: Path, found: Evaluation, request: Request) -> Plan:
+    """A choice that no solver proved anything of, as a plan."""
+    objective = found.objective_ns / 1e9
+    return as_plan(
+        profile,
+        found,
+        proof=Proof(status="given", objective_s=objective, bound_s=0.0, gap=0.0, solver="none"),
+        source=Source(
+            profile=profile_path.name,
+            profile_sha256=fingerprint(profile),
+            memory_budget_bytes=request.memory_bytes,
+            asked_gap=request.gap,
+        ),
+        clip=request.clip,
+    )
+
+
+def best_single(model: CostModel, request: Request) -> Evaluation | None:
+    """The fastest choice with one triple for the whole model that fits."""
+    return _fastest(
+        request,
+        (
+            _evaluated(model, request, dict.fromkeys(ROLE_NAMES, triple), pace)
+            for triple in model.mesh.triples()
+            for pace in model.paces(PREFETCH_DEPTHS)
+        ),
+    )
+
+
+def best_by_role(model: CostModel, request: Request, start: Evaluation) -> Evaluation:
+    """One triple per role: from the best single one, role by role, until no change of one role helps."""
+    found, pace = start, _pace(start)
+    first = next(iter(start.levels.values()))[0]
+    chosen = dict.fromkeys(ROLE_NAMES, first)
+    improved = True
+    while improved:
+        improved = False
+        for name in ROLE_NAMES:
+            tried = [chosen | {name: triple} for triple in model.mesh.triples()]
+            candidates = [(_evaluated(model, request, levels, pace), levels) for levels in tried]
+            for candidate, levels in candidates:
+                if _fits(candidate, request) and candidate.step_s < found.step_s:
+                    found, chosen, improved = candidate, levels, True
+    return found
+
+
+def _evaluated(
+    model: CostModel, request: Request, by_role: Mapping[str, Levels], pace: tuple[int, int]
+) -> Evaluation:
+    size = model.profile.micro_batches[0]
+    schedule = model.schedule(
+        prefetch=pace[0],
+        accumulation=request.global_batch // (model.mesh.world * size),
+        clip=request.clip,
+        gradient_buffers=pace[1],
+    )
+    levels = {
+        unit: tuple(by_role[role(tensor.name)] for tensor in tensors)
+        for unit, tensors in tensors_of(model.profile).items()
+        if tensors
+    }
+    return evaluate(model, levels, schedule, size)
+
+
+def _pace(found: Evaluation) -> tuple[int, int]:
+    return found.schedule.prefetch, found.schedule.gradient_buffers
+
+
+def _fastest(request: Request, tried: Iterator[Evaluation]) -> Evaluation | None:
+    fitting = [found for found in tried if _fits(found, request)]
+    return min(fitting, key=lambda found: found.step_s, default=None)
+
+
+def _fits(found: Evaluation, request: Request) -> bool:
+    return found.memory.peak <= request.memory_bytes
+
+
+def _same(one: Evaluation, other: Evaluation) -> bool:
+    return one.levels == other.levels and _pace(one) == _pace(other)
