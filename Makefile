@@ -9,10 +9,10 @@ PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-che
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean $(VENV)
+.PHONY: help demo test lint bench bench-full clean $(VENV)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  (PYTHON=python3.12 make … picks the interpreter, ARGS='-k plan' make test goes to pytest)"
 
 .venv: $(STAMP) ## set up .venv with the tested versions (PYTHON: 3.11 or newer)
@@ -42,8 +42,11 @@ lint: $(STAMP) ## check style, types and the layers of the code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## run the benchmarks
-	@if [ -d benchmarks ]; then $(PY) -m benchmarks; else echo "There are no benchmarks yet (no folder benchmarks/)."; fi
+bench: $(STAMP) ## measure plans beside their peers, a quick part (about 15 minutes, nothing else running)
+	$(PY) -m benchmarks
+
+bench-full: $(STAMP) ## measure all regimes and write docs/benchmarks.md (over an hour)
+	$(PY) -m benchmarks --full --docs docs/benchmarks.md
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -60,9 +60,7 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     plan, variants = made
     chosen = Plan.load(plan)
     steps = max(1, min(MOST_STEPS, round(TURN_S / max(chosen.predicted.step_s, 1e-3))))
-    others = [*peers, *map(str, variants.values()), *(POORER if ablations else ())]
-    if not ablations:
-        others = list(peers)
+    others = [*peers, *(*map(str, variants.values()), *POORER)] if ablations else list(peers)
     compared = json.loads(
         emulated(
             regime, "run", plan, model, "--against", ",".join(others), "--steps", ROUNDS * steps,
@@ -70,6 +68,7 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
         )
     )  # fmt: skip
     return result | {
+        "ablations": ablations,
         "network_s": network_s(chosen, regime),
         "predicted": chosen.predicted.model_dump(),
         "proof": chosen.proof.model_dump(),

@@ -1,0 +1,119 @@
+"""``python -m benchmarks``: measure regimes, keep the figures, write docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks import regimes, report
+from benchmarks.measure import DEEPSPEED, PEERS, ROOT, NoResult, measure
+from hzplan.emulate import available
+from hzplan.formats.base import write_text
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    full: Annotated[bool, typer.Option(help="All regimes, not only the quick ones.")] = False,
+    only: Annotated[str | None, typer.Option(help="Regimes whose names contain this.")] = None,
+    ablations: Annotated[
+        bool, typer.Option(help="In the quick regimes also what each of the plan's freedoms is worth.")
+    ] = True,
+    deepspeed: Annotated[bool, typer.Option(help="DeepSpeed among the peers, where it is installed.")] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="Results; by default benchmarks/results/DATE….json.")
+    ] = None,
+    work: Annotated[Path, typer.Option(help="Profiles and plans; a profile there is taken as it is.")] = Path(
+        "build/benchmarks"
+    ),
+    docs: Annotated[Path | None, typer.Option(help="Where to write the tables.")] = None,
+    shown: Annotated[Path | None, typer.Option(help="Only write the tables of these results.")] = None,
+) -> None:
+    """Measure plans beside their peers on emulated clusters. Nothing else should run meanwhile.
+
+    Example: python -m benchmarks --full --docs docs/benchmarks.md
+    """
+    if shown is not None:
+        _write_docs(json.loads(shown.read_text(encoding="utf-8")), docs)
+        return
+    if (reason := available()) is not None:
+        sys.exit(f"benchmarks need emulated clusters: {reason}")
+    chosen = [r for r in regimes.load() if (full or r.quick or only) and (only or "") in r.name]
+    results = _about()
+    path = output or ROOT / "benchmarks" / "results" / f"{results['date']}{'-full' if full else ''}.json"
+    for number, regime in enumerate(chosen, start=1):
+        print(f"[{number}/{len(chosen)}] {regime.name}", flush=True)
+        began = time.monotonic()
+        try:
+            peers = [*PEERS, *(DEEPSPEED if deepspeed else ())]
+            found = measure(regime, work / regime.name, peers=peers, ablations=ablations and regime.quick)
+            results["regimes"].append(found)
+            print(f"    {_line(found)} ({time.monotonic() - began:.0f} s)", flush=True)
+        except NoResult as error:
+            results["failed"].append({"regime": regime.name, "why": str(error)})
+            print(f"    not measured: {error}", flush=True)
+        write_text(path, json.dumps(results, indent=1) + "\n")
+    _write_docs(results, docs)
+
+
+def _about() -> dict[str, Any]:
+    ask = ["git", "rev-parse", "--short", "HEAD"]
+    head = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "date": date.today().isoformat(),
+        "commit": head.stdout.strip() or "unknown",
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "cpu": _cpu(),
+            "torch": torch.__version__,
+            "kernel": platform.release(),
+        },
+        "regimes": [],
+        "failed": [],
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+
+
+def _line(result: dict[str, Any]) -> str:
+    verdict = report.judge(result)
+    if verdict is None:
+        return "no plan fits"
+    share = "" if verdict.share is None else f", share {verdict.share:.2f}"
+    return (
+        f"{verdict.group}: {verdict.peer} takes {verdict.ratio:.2f} ({verdict.low:.2f}–{verdict.high:.2f}) "
+        f"of the plan's time, control ±{verdict.margin:.2f}, bar {verdict.bar} "
+        f"{'passed' if verdict.passed else 'missed'}{share}"
+    )
+
+
+def _write_docs(results: dict[str, Any], docs: Path | None) -> None:
+    text = report.markdown(results)
+    if docs is None:
+        print(text)
+    else:
+        write_text(docs, text)
+
+
+if __name__ == "__main__":
+    app()

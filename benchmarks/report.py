@@ -1,0 +1,167 @@
+"""The results as docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.plans import VARIANTS
+from benchmarks.regimes import Regime
+from benchmarks.verdict import BARS, SHARE, Verdict, judge
+from hzplan.peers import LOCAL, OURS, POORER
+
+FACTORS = {
+    "single": "one triple for the model → a level per tensor",
+    "roles": "one triple per role → a level per tensor",
+    "prefetch-1": "prefetch 1 → chosen",
+    "one-stream": "one background stream → a stream per tier",
+    "no-threads": "no threads → threads",
+}
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The whole page."""
+    return "\n".join([*_head(results), *_main(results), *_ablations(results), *_peers(results), ""])
+
+
+def _head(results: Mapping[str, Any]) -> Iterator[str]:
+    machine = results["machine"]
+    yield "# Benchmarks"
+    yield ""
+    yield (
+        f"Measured {results['date']} at commit {results['commit']} on {machine['cpus']} cores of "
+        f"{machine['cpu']}, torch {machine['torch']}, with `{results['command']}`."
+    )
+    yield ""
+    yield (
+        "Every regime is a cluster in a box (`hzplan emulate`): network namespaces with shaped links "
+        "between, all ranks on this one machine. Absolute times mean little elsewhere; ratios are paired by round in "
+        "one job, with the exact 95% interval of Wilcoxon's signed-rank test. The regimes in "
+        "`benchmarks/regimes.json` were written down before the first of them was measured."
+    )
+    yield ""
+
+
+def _main(results: Mapping[str, Any]) -> Iterator[str]:
+    judged = list(_judged(results))
+    yield "## The plan and the best peer that fits"
+    yield ""
+    yield (
+        "*ratio*: the best fitting peer's step over the plan's; *A/A*: half-width of DDP against itself. "
+        "Passed when the interval's lower end less the A/A half-width reaches the bar: "
+        + ", ".join(f"{name} {bar}" for name, bar in BARS.items())
+        + f". *share*: (peer − plan) ÷ (peer − bound), asked to be {SHARE} where the network binds; the "
+        "bound is the larger of a step without communication and the bytes that must cross at the link's rate. "
+        "*predicted*: the plan's predicted step over the measured one."
+    )
+    yield ""
+    yield "| regime | class | plan | best peer | ratio (95%) | A/A | bar | share | predicted |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for regime, result, verdict in judged:
+        yield _row(regime, result, verdict)
+    yield ""
+    for failed in results["failed"]:
+        yield f"- not measured: {failed['regime']}: {failed['why']}"
+    yield from _totals([verdict for _, _, verdict in judged])
+
+
+def _row(regime: Regime, result: Mapping[str, Any], verdict: Verdict | None) -> str:
+    if verdict is None:
+        return f"| {regime.name} | no plan fits | | | | | | | |"
+    ours = _entry(result, OURS)["step_s"]["median"]
+    peer = "none fits" if verdict.peer is None else verdict.peer
+    theirs = "" if verdict.peer is None else f" {_entry(result, verdict.peer)['step_s']['median']:.3f} s"
+    ratio = "" if verdict.peer is None else f"{verdict.ratio:.2f} ({verdict.low:.2f}–{verdict.high:.2f})"
+    share = "–" if verdict.share is None else f"{verdict.share:.2f} {_mark(verdict.share_passed)}"
+    return (
+        f"| {regime.name} | {verdict.group} | {ours:.3f} s | {peer}{theirs} | {ratio} "
+        f"| ±{verdict.margin:.2f} | {verdict.bar} {_mark(verdict.passed)} | {share} "
+        f"| {result['predicted']['step_s'] / ours:.2f} |"
+    )
+
+
+def _totals(verdicts: Sequence[Verdict | None]) -> Iterator[str]:
+    for group, bar in BARS.items():
+        found = [v for v in verdicts if v is not None and v.group == group and v.peer]
+        if found:
+            ratios = [v.ratio for v in found]
+            yield (
+                f"- {group} (bar {bar}): {sum(v.passed for v in found)} of {len(found)} passed, ratio "
+                f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
+            )
+    shares = [v for v in verdicts if v is not None and v.share is not None]
+    if shares:
+        reached = sum(v.share_passed for v in shares)
+        yield f"- share of the way to the bound: {reached} of {len(shares)} reach {SHARE}"
+    yield ""
+
+
+def _ablations(results: Mapping[str, Any]) -> Iterator[str]:
+    measured = [(r, result) for r, result, verdict in _judged(results) if verdict and result["ablations"]]
+    if not measured:
+        return
+    yield "## What each freedom is worth"
+    yield ""
+    yield (
+        "The poorer variant's step over the plan's, on the same runtime, in the same rounds (95% interval). "
+        "*same*: the variant is the plan."
+    )
+    yield ""
+    yield "| regime | " + " | ".join(FACTORS.values()) + " |"
+    yield "|---" * (len(FACTORS) + 1) + "|"
+    for regime, result in measured:
+        cells = [_factor(result, name) for name in (*VARIANTS, *POORER)]
+        yield f"| {regime.name} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _factor(result: Mapping[str, Any], name: str) -> str:
+    if name in result["same_as_plan"]:
+        return "same"
+    entry = _entry(result, name)
+    return f"{entry['ratio']['value']:.2f} ({entry['ratio']['low']:.2f}–{entry['ratio']['high']:.2f})"
+
+
+def _peers(results: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Every contender"
+    yield ""
+    yield (
+        "Median step, and its ratio to the plan's; *!* needs more memory than the budget, *≠* losses differ. "
+        "*alone*: without communication."
+    )
+    yield ""
+    names = list(dict.fromkeys(n for _, r, v in _judged(results) if v for n in _names(r)))
+    yield "| regime | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    for regime, result, verdict in _judged(results):
+        if verdict:
+            yield f"| {regime.name} | " + " | ".join(_cell(result, name) for name in names) + " |"
+    yield ""
+
+
+def _names(result: Mapping[str, Any]) -> list[str]:
+    return [e["name"] for e in result["comparison"]["contenders"] if e["name"] not in (*VARIANTS, *POORER)]
+
+
+def _cell(result: Mapping[str, Any], name: str) -> str:
+    if name not in _names(result):
+        return "–"
+    entry = _entry(result, name)
+    marks = ("" if entry["fits"] or name == LOCAL else " !") + ("" if entry["losses_agree"] else " ≠")
+    ratio = "" if name == OURS else f" ({entry['ratio']['value']:.2f})"
+    return f"{entry['step_s']['median']:.3f}{ratio}{marks}"
+
+
+def _judged(results: Mapping[str, Any]) -> Iterator[tuple[Regime, Mapping[str, Any], Verdict | None]]:
+    for result in results["regimes"]:
+        yield Regime(**result["regime"]), result, judge(result)
+
+
+def _entry(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(e for e in result["comparison"]["contenders"] if e["name"] == name)
+    return found
+
+
+def _mark(passed: bool) -> str:
+    return "✓" if passed else "✗"

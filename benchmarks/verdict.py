@@ -1,0 +1,82 @@
+"""What a regime's figures say: against which peer, by how much, and whether that reaches the bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.measure import DEEPSPEED, PEERS
+from hzplan.peers import LOCAL, OURS
+
+BARS: Mapping[str, float] = {"DDP fits": 0.97, "parts fit": 1.2, "full shard only": 1.3}
+"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3."""
+
+FULL = ("fsdp2", "deepspeed3")
+SHARE = 0.4
+"""Of the way from the best peer to the bound, at least, where the network binds."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``ratio``: the best fitting peer's step over ours, with its interval; ``margin``: A/A half-width.
+
+    ``share``: (peer − ours) ÷ (peer − bound); None where the network does not bind. ``bound_s``: the larger
+    of compute alone and the bytes that must cross at the link's rate.
+    """
+
+    group: str
+    peer: str | None
+    ratio: float
+    low: float
+    high: float
+    margin: float
+    bound_s: float
+    network_binds: bool
+    share: float | None
+
+    @property
+    def bar(self) -> float:
+        """What the ratio must reach."""
+        return BARS[self.group]
+
+    @property
+    def passed(self) -> bool:
+        """The interval, widened by the control's half-width, excludes worse than the bar."""
+        return self.low - self.margin >= self.bar
+
+    @property
+    def share_passed(self) -> bool:
+        """Whether enough of the way is gone, where that is asked."""
+        return self.share is None or self.share >= SHARE
+
+
+def judge(result: Mapping[str, Any]) -> Verdict | None:
+    """None where no plan fits the budget."""
+    if result.get("infeasible"):
+        return None
+    compared = result["comparison"]
+    entries = {entry["name"]: entry for entry in compared["contenders"]}
+    fitting = {
+        name: entry
+        for name, entry in entries.items()
+        if name in (*PEERS, *DEEPSPEED, "ddp") and entry["fits"] and entry["losses_agree"]
+    }
+    if "ddp" in fitting:
+        group = "DDP fits"
+    elif set(fitting) - set(FULL):
+        group = "parts fit"
+    else:
+        group = "full shard only"
+    control = compared["control"]
+    margin = (control["high"] - control["low"]) / 2
+    compute_s = entries[LOCAL]["step_s"]["median"]
+    bound = max(compute_s, result["network_s"])
+    binds = result["network_s"] > compute_s
+    if not fitting:
+        return Verdict(group, None, float("inf"), float("inf"), float("inf"), margin, bound, binds, None)
+    peer = min(fitting, key=lambda name: fitting[name]["step_s"]["median"])
+    ratio = fitting[peer]["ratio"]
+    theirs, ours = fitting[peer]["step_s"]["median"], entries[OURS]["step_s"]["median"]
+    share = (theirs - ours) / (theirs - bound) if binds and theirs > bound else None
+    return Verdict(group, peer, ratio["value"], ratio["low"], ratio["high"], margin, bound, binds, share)
