@@ -24,10 +24,10 @@ from hzplan.solver.solve import Request
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCH = 2
-ROUNDS = 7
-TURN_S = 1.5
+ROUNDS = 6
+TURN_S = 1.2
 """About what a turn of the plan lasts: fast steps come several at once."""
-MOST_STEPS = 6
+MOST_STEPS = 5
 PEERS = ("zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp")
 DEEPSPEED = ("deepspeed1", "deepspeed3")
 

@@ -35,8 +35,8 @@ def _head(results: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield (
-        "Every regime is a cluster in a box (`hzplan emulate`): network namespaces with shaped links "
-        "between, all ranks on this one machine. Absolute times mean little elsewhere; ratios are paired by round in "
+        "Every regime is a cluster in a box (`hzplan emulate`): network namespaces, with shaped links, "
+        "all ranks on this one machine. Absolute times mean little elsewhere; ratios are paired by round in "
         "one job, with the exact 95% interval of Wilcoxon's signed-rank test. The regimes in "
         "`benchmarks/regimes.json` were written down before the first of them was measured."
     )
@@ -51,8 +51,8 @@ def _main(results: Mapping[str, Any]) -> Iterator[str]:
         "*ratio*: the best fitting peer's step over the plan's; *A/A*: half-width of DDP against itself. "
         "Passed when the interval's lower end less the A/A half-width reaches the bar: "
         + ", ".join(f"{name} {bar}" for name, bar in BARS.items())
-        + f". *share*: (peer − plan) ÷ (peer − bound), asked to be {SHARE} where the network binds; the "
-        "bound is the larger of a step without communication and the bytes that must cross at the link's rate. "
+        + f". *share*: (peer − plan) ÷ (peer − bound), asked to be {SHARE} where the network binds; "
+        "bound: the larger of a step without communication and the bytes that must cross at the link's rate. "
         "*predicted*: the plan's predicted step over the measured one."
     )
     yield ""
