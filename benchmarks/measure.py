@@ -28,6 +28,8 @@ ROUNDS = 6
 TURN_S = 1.2
 """About what a turn of the plan lasts: fast steps come several at once."""
 MOST_STEPS = 5
+LEARNING_RATE = 1e-4
+"""Low enough that no loss spikes, where equal training in bf16 would part by chaos alone."""
 PEERS = ("zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp")
 DEEPSPEED = ("deepspeed1", "deepspeed3")
 
@@ -64,7 +66,7 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     compared = json.loads(
         emulated(
             regime, "run", plan, model, "--against", ",".join(others), "--steps", ROUNDS * steps,
-            "--round-steps", steps, "--json",
+            "--round-steps", steps, "--lr", LEARNING_RATE, "--json",
         )
     )  # fmt: skip
     return result | {

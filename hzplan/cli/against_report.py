@@ -54,7 +54,7 @@ def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: flo
         "sent_bytes": {"in_node": entry.sent_bytes[0], "network": entry.sent_bytes[1]},
         "exposed_comm_s": max(0.0, entry.step_s - free),
         "loss_error": error,
-        "losses_agree": error is None or error <= AGREE,
+        "losses_agree": error is None or error <= AGREE[setting.plan.model.dtype],
         "round_s": list(entry.round_s),
     }
 
