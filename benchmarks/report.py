@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.plans import VARIANTS
 from benchmarks.regimes import Regime
-from benchmarks.verdict import BARS, SHARE, Verdict, judge
+from benchmarks.verdict import BARS, SHARE, Verdict, judge, ratio_of
 from hzplan.peers import LOCAL, OURS, POORER
 
 FACTORS = {
@@ -119,8 +119,8 @@ def _ablations(results: Mapping[str, Any]) -> Iterator[str]:
 def _factor(result: Mapping[str, Any], name: str) -> str:
     if name in result["same_as_plan"]:
         return "same"
-    entry = _entry(result, name)
-    return f"{entry['ratio']['value']:.2f} ({entry['ratio']['low']:.2f}–{entry['ratio']['high']:.2f})"
+    ratio = ratio_of(_entry(result, name), _entry(result, OURS))
+    return f"{ratio.value:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
 
 
 def _peers(results: Mapping[str, Any]) -> Iterator[str]:

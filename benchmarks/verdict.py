@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.measure import DEEPSPEED, PEERS
-from hzplan.peers import LOCAL, OURS
+from hzplan.peers import CONTROL, LOCAL, OURS
+from hzplan.peers.paired import Ratio, paired_ratio
 
-BARS: Mapping[str, float] = {"DDP fits": 0.97, "parts fit": 1.2, "full shard only": 1.3}
-"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3."""
+BARS: Mapping[str, float] = {
+    "DDP fits": 0.97,
+    "parts fit": 1.2,
+    "full shard only": 1.3,
+    "tensor parallelism is best": 0.97,
+}
+"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3. What
+fits fastest may be no data parallelism, which a plan does not choose: then no worse is asked."""
 
 FULL = ("fsdp2", "deepspeed3")
 SHARE = 0.4
@@ -51,6 +58,11 @@ class Verdict:
         return self.share is None or self.share >= SHARE
 
 
+def ratio_of(slower: Mapping[str, Any], faster: Mapping[str, Any]) -> Ratio:
+    """Two contenders' steps, from the rounds that were kept."""
+    return paired_ratio(slower["round_s"], faster["round_s"])
+
+
 def judge(result: Mapping[str, Any]) -> Verdict | None:
     """None where no plan fits the budget."""
     if result.get("infeasible"):
@@ -68,15 +80,16 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
         group = "parts fit"
     else:
         group = "full shard only"
-    control = compared["control"]
-    margin = (control["high"] - control["low"]) / 2
+    margin = ratio_of(entries[CONTROL], entries["ddp"]).half_width
     compute_s = entries[LOCAL]["step_s"]["median"]
     bound = max(compute_s, result["network_s"])
     binds = result["network_s"] > compute_s
     if not fitting:
         return Verdict(group, None, float("inf"), float("inf"), float("inf"), margin, bound, binds, None)
     peer = min(fitting, key=lambda name: fitting[name]["step_s"]["median"])
-    ratio = fitting[peer]["ratio"]
+    if peer == "tp-dp" and group != "DDP fits":
+        group = "tensor parallelism is best"
+    ratio = ratio_of(fitting[peer], entries[OURS])
     theirs, ours = fitting[peer]["step_s"]["median"], entries[OURS]["step_s"]["median"]
     share = (theirs - ours) / (theirs - bound) if binds and theirs > bound else None
-    return Verdict(group, peer, ratio["value"], ratio["low"], ratio["high"], margin, bound, binds, share)
+    return Verdict(group, peer, ratio.value, ratio.low, ratio.high, margin, bound, binds, share)

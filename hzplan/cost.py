@@ -249,11 +249,13 @@ class CostModel:
         """The pairs (prefetch, gradient buffers) worth trying.
 
         For every depth as many buffers as uses in flight, and one for every reduce, which costs memory only
-        where gradients are sharded.
+        where gradients are sharded; and one of each, which needs the least.
         """
         units = self.schedule(prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize)
         most = units.gradient_buffers
-        return list(dict.fromkeys((d, count) for d in depths for count in (min(d + 1, most), most)))
+        listed = sorted(depths)
+        pairs = [(d, count) for d in listed for count in (min(d + 1, most), most)]
+        return list(dict.fromkeys([*pairs, (listed[0], 1)]))
 
     def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
         """Nanoseconds of every task of a schedule."""

@@ -135,7 +135,10 @@ class _Engine(Trainer):
                 "stage3_param_persistence_threshold": 0,
                 "stage3_prefetch_bucket_size": REDUCE_BUCKET_ELEMENTS,
             }
+        # Gradients are summed in float32 by everyone here; DeepSpeed's own default is the compute dtype.
         return {
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
             "train_micro_batch_size_per_gpu": setting.plan.batch.micro_batch,
             "gradient_accumulation_steps": setting.accumulation,
             "gradient_clipping": setting.clip_norm if setting.plan.clip else 0.0,

@@ -50,17 +50,16 @@ def _median(ordered: Sequence[float]) -> float:
 
 @cache
 def _cut(rounds: int) -> int:
-    """How many Walsh averages to leave out at each end: the most n with P(rank sum ≤ n − 1) ≤ 2.5%."""
+    """How many Walsh averages lie outside at each end: the largest d with P(signed-rank sum ≤ d) ≤ 2.5%."""
     ways = [1]  # of reaching each signed-rank sum, the signs being coins
     for rank in range(1, rounds + 1):
         ways = [
             (ways[total] if total < len(ways) else 0) + (ways[total - rank] if total >= rank else 0)
             for total in range(len(ways) + rank)
         ]
-    reached, cut = 0, 0
-    for count in ways:
+    reached = 0
+    for total, count in enumerate(ways):
         reached += count
         if reached > 0.025 * 2**rounds:
-            break
-        cut += 1
-    return cut
+            return max(0, total - 1)
+    raise AssertionError("the sums of all signs have probability 1")

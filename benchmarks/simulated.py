@@ -1,0 +1,166 @@
+"""What a level per tensor is worth on 128 GPUs, by simulation: ``python -m benchmarks.simulated``.
+
+Nothing here is measured. A GPT of 1.3 B parameters in bf16 on 16 nodes of 8 GPUs, described by closed forms:
+FLOPs at a sustained rate, collectives as latency plus bytes over bandwidth, activations as in Korthikanti et
+al. 2022 (arXiv 2205.05198, §4: 34 bytes per token and unit of width in a layer, its attention recomputed).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.plans import best_by_role, best_single
+from hzplan.cost import CostModel
+from hzplan.formats.profile import Profile, signature
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.models.gpt import GPT, PRESETS
+from hzplan.models.units import Unit, find_units
+from hzplan.solver.evaluate import evaluate, uniform
+from hzplan.solver.solve import Request, Solved, solve
+
+PRESET = "1.3b"
+MESH = Mesh(((8,), (16,)))
+SUSTAINED_FLOPS = 4e14
+BYTES_PER_S = (3.0e11, 4.5e10)
+"""Of a rank within a node and between nodes."""
+LATENCY_S = (1e-5, 3e-5)
+"""Of each of a ring's hops in a tier."""
+UPDATE_BYTES_PER_S = 2.5e12
+SIZES = tuple(1 << power for power in range(16, 34, 2))
+BUDGETS_PERCENT = (15, 25, 40, 60, 110)
+"""Of what replicas need."""
+
+
+def profile(network: float) -> Profile:
+    """The closed forms as a profile; ``network``: bytes/s between nodes."""
+    config = PRESETS[PRESET]
+    with torch.device("meta"):
+        units = find_units(GPT(config).to(torch.bfloat16))
+    tensors = [tensor for unit in units for tensor in unit.tensors]
+    uses = [("forward", unit) for unit in units] + [("backward", unit) for unit in reversed(units)]
+    return Profile.model_validate(
+        {
+            "provenance": {"created": "-", "hzplan": "-", "torch": "-", "python": "-", "cpus": 1},
+            "model": {
+                "name": f"gpt:{PRESET}",
+                "parameters": sum(tensor.numel for tensor in tensors),
+                "signature": signature(tensors),
+                "dtype": "bfloat16",
+                "seq_len": config.seq_len,
+            },
+            "cluster": {
+                "mesh": str(MESH),
+                "tier_names": ["node", "network"],
+                "backend": "nccl",
+                "device": "cuda",
+                "memory_bytes": 80 << 30,
+                "peak_flops": 989e12,
+                "scattered_by_exchange": False,
+            },
+            "optimizer": {
+                "name": "adamw",
+                "state_per_element": 2,
+                "temporary_per_element": 0.0,
+                "points": [
+                    {"elements": n, "seconds": 1e-5 + n * 30 / UPDATE_BYTES_PER_S, "spread": 0.0}
+                    for n in (1 << 10, 1 << 28)
+                ],
+            },
+            "units": [
+                {
+                    "name": unit.name,
+                    "module": type(unit.module).__name__,
+                    "tensors": [
+                        {"name": t.name, "shape": t.shape, "dtype": t.dtype, "trainable": True}
+                        for t in unit.tensors
+                    ],
+                    "requires": unit.requires,
+                }
+                for unit in units
+            ],
+            "uses": [
+                {"unit": unit.name, "phase": phase, "costs": [_use(unit, phase)]} for phase, unit in uses
+            ],
+            "collectives": [
+                {"operation": operation, "low": stage.low, "high": stage.high, "points": points}
+                for stage in MESH.stages()
+                for points in [_points(stage.low >= 1, MESH.group_size(stage), network)]
+                for operation in ("all_gather", "reduce_scatter")
+            ],
+        }
+    )
+
+
+def _use(unit: Unit, phase: str) -> dict[str, Any]:
+    config = PRESETS[PRESET]
+    weights = sum(t.numel for t in unit.tensors if len(t.shape) == 2 and not unit.name.startswith("pos"))
+    if unit.name == "embed":
+        weights = 0  # a look-up; its product belongs to the head, which is tied to it
+    if unit.name == "head":
+        weights = config.vocab * config.width
+    block = unit.name.startswith("layers")
+    flops = 2 * config.seq_len * (weights + (2 * config.seq_len * config.width if block else 0))
+    if phase == "backward":
+        flops *= 2
+    kept = 34 * config.seq_len * config.width if block else 0
+    logits = 6 * config.seq_len * config.vocab if unit.name == "head" else 0
+    return {
+        "micro_batch": 1,
+        "seconds": 1e-5 + flops / SUSTAINED_FLOPS,
+        "spread": 0.0,
+        "flops": flops,
+        "retained_bytes": kept if phase == "forward" else -kept,
+        "peak_bytes": (kept if phase == "forward" else 0) + logits,
+    }
+
+
+def _points(network_tier: bool, group: int, network: float) -> list[dict[str, Any]]:
+    rate = network if network_tier else BYTES_PER_S[0]
+    return [
+        {
+            "bytes": size,
+            "seconds": LATENCY_S[network_tier] * (group - 1) + size * (group - 1) / group / rate,
+            "spread": 0.0,
+        }
+        for size in SIZES
+    ]
+
+
+def table() -> Iterator[str]:
+    """Markdown: budgets and networks, the plan beside the best single triple and the best per role."""
+    yield "| network per GPU | budget | plan | one triple | ratio | a triple per role | ratio | gap |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for network in (BYTES_PER_S[1], BYTES_PER_S[1] / 4):
+        described = profile(network)
+        model = CostModel(described)
+        schedule = model.schedule(prefetch=1, accumulation=1, clip=True)
+        whole = evaluate(model, uniform(described, Levels(0, 0, 0)), schedule, 1).memory.peak
+        for percent in BUDGETS_PERCENT:
+            request = Request(whole * percent // 100, MESH.world)
+            outcome = solve(described, request)
+            where = f"| {network * 8 / 1e9:.0f} Gbit/s | {percent}% ({request.memory_bytes / 2**30:.1f} GiB) "
+            single = best_single(model, request)
+            if not isinstance(outcome, Solved):
+                yield where + "| nothing fits | | | | | |"
+                continue
+            chosen = outcome.best.step_s
+            if single is None:
+                yield where + f"| {1e3 * chosen:.0f} ms | none fits | | | | {outcome.gap:.1%} |"
+                continue
+            roles = best_by_role(model, request, single)
+            yield (
+                where
+                + f"| {1e3 * chosen:.0f} ms | {1e3 * single.step_s:.0f} ms | {single.step_s / chosen:.2f} "
+                f"| {1e3 * roles.step_s:.0f} ms | {roles.step_s / chosen:.2f} | {outcome.gap:.1%} |"
+            )
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    for line in table():
+        print(line, flush=True)
+    print(f"({time.monotonic() - began:.0f} s)")

@@ -1,0 +1,104 @@
+"""``hzplan run --against``: the plan beside its peers, on real ranks."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzplan.hierarchy import Levels
+from hzplan.peers import PEERS, POORER
+from tests.cli.command import hzplan
+from tests.plans import make_plan
+
+KEYS = {
+    "name",
+    "step_s",
+    "tokens_per_s",
+    "ratio",
+    "peak_memory_bytes",
+    "fits",
+    "sent_bytes",
+    "exposed_comm_s",
+    "loss_error",
+    "losses_agree",
+    "round_s",
+}
+
+
+def compared(folder: Path, plan: Path, *arguments: object) -> dict[str, Any]:
+    done = hzplan(
+        *("run", plan, *arguments, "--steps", 6, "--round-steps", 1, "--lr", "1e-4", "--json"),
+        cwd=folder,
+        timeout_s=300,
+        OMP_NUM_THREADS="1",
+    )
+    assert done.code == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_peer_trains_the_same_and_is_measured(tmp_path: Path) -> None:
+    plan, other = tmp_path / "plan.json", tmp_path / "other.json"
+    make_plan(mesh="2|2", levels=Levels(1, 1, 2), accumulation=2, clip=True).save(plan)
+    make_plan(mesh="2|2", levels=Levels(0, 0, 2), accumulation=2, clip=True).save(other)
+    found = compared(tmp_path, plan, "--against", ",".join([*PEERS, *POORER, str(other)]))
+    contenders = {entry["name"]: entry for entry in found["contenders"]}
+    absent = {"deepspeed1", "deepspeed3"} if find_spec("deepspeed") is None else set()
+    assert set(found["absent"]) == absent
+    assert set(contenders) == {"hzplan", "ddp again", "alone", "other", *PEERS, *POORER} - absent
+    for name, entry in contenders.items():
+        assert set(entry) == KEYS
+        assert len(entry["round_s"]) == found["rounds"] == 6 and min(entry["round_s"]) > 0
+        assert entry["ratio"]["low"] <= entry["ratio"]["value"] <= entry["ratio"]["high"]
+        if name == "alone":
+            assert entry["loss_error"] is None
+        else:
+            assert entry["loss_error"] < 1e-4, f"{name} trains something else"
+        assert entry["peak_memory_bytes"] > 100_000
+    # Whole replicas hold parameters, gradients and two moments: 16 bytes a parameter.
+    assert contenders["ddp"]["peak_memory_bytes"] > 16 * 27_000
+    assert contenders["ddp"]["peak_memory_bytes"] > contenders["fsdp2"]["peak_memory_bytes"]
+    # Ranks alone send next to nothing; the others send gradients at least.
+    assert contenders["alone"]["sent_bytes"]["in_node"] < contenders["hzplan"]["sent_bytes"]["in_node"] / 3
+    assert contenders["hzplan"]["ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+
+
+@pytest.mark.distributed
+def test_in_bf16_the_sharded_schemes_agree(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    make_plan(mesh="2", levels=Levels(0, 1, 1), dtype="bfloat16").save(plan)
+    found = compared(tmp_path, plan, "--against", "fsdp2,hsdp,tp-dp")
+    contenders = {entry["name"]: entry for entry in found["contenders"]}
+    assert contenders["fsdp2"]["loss_error"] < 1e-3
+    assert contenders["ddp"]["losses_agree"]
+    assert "no level between" in found["absent"]["hsdp"]
+
+
+@pytest.mark.parametrize(
+    ("against", "says"),
+    [
+        ("ddp,nobody", "--against nobody: not known; use ddp,"),
+        (",", "--against needs names"),
+        ("missing.json", "missing.json: no such file"),
+        ("other.json", "other.json: field batch differs from the plan's"),
+    ],
+)
+def test_whom_it_cannot_compare_it_names_before_ranks_start(tmp_path: Path, against: str, says: str) -> None:
+    make_plan(mesh="2").save(tmp_path / "plan.json")
+    make_plan(mesh="2", accumulation=2).save(tmp_path / "other.json")
+    done = hzplan("run", "plan.json", "--against", against, cwd=tmp_path)
+    assert (done.code, len(done.lines)) == (2, 1)
+    assert says in done.lines[0]
+
+
+def test_metrics_belong_to_a_run_of_the_plan_alone(tmp_path: Path) -> None:
+    make_plan(mesh="2").save(tmp_path / "plan.json")
+    done = hzplan("run", "plan.json", "--against", "ddp", "--metrics", "m.jsonl", cwd=tmp_path)
+    assert done.code == 2 and "--metrics" in done.lines[0]
+    assert not (tmp_path / "m.jsonl").exists()

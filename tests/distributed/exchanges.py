@@ -1,0 +1,69 @@
+"""All-gather and reduce-scatter on real groups, against sums and concatenations made by hand."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hzplan.runtime.collectives import all_gather, reduce_scatter
+
+LENGTH = 1003
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """A rank's buffer; whole numbers, so that sums are exact."""
+    return torch.arange(size * LENGTH, dtype=dtype).remainder_(7).add_(10 * rank)
+
+
+def check(payload: Any) -> list[str]:
+    """Every way to call them; what came out wrong, by name. One rank is late each time."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    wrong: list[str] = []
+    orders = [list(range(world)), list(reversed(range(world))), [1, 0] if me < 2 else [2, 3]]
+    for late, order in enumerate(orders):
+        group = dist.new_group(order, sort_ranks=False, use_local_synchronization=True)
+        assert group is not None
+        place = order.index(me)
+        for dtype in (torch.float32, torch.float64):
+            for in_place in (True, False):
+                time.sleep(0.02 if me == late else 0)
+                wrong += _gather(group, order, place, dtype, in_place)
+                wrong += _scatter(group, order, place, dtype, in_place)
+    found: list[list[str] | None] = [None] * world
+    dist.all_gather_object(found, wrong)
+    return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names or ()]
+
+
+def _gather(
+    group: dist.ProcessGroup, order: list[int], place: int, dtype: torch.dtype, in_place: bool
+) -> list[str]:
+    parts = [values(rank, 1, dtype) for rank in order]
+    whole = torch.full((len(order), LENGTH), -1, dtype=dtype)
+    part = whole[place] if in_place else torch.empty(LENGTH, dtype=dtype)
+    part.copy_(parts[place])
+    all_gather(whole.view(-1), part, group)
+    return [] if torch.equal(whole, torch.stack(parts)) else [f"all_gather {order} {dtype} {in_place}"]
+
+
+def _scatter(
+    group: dist.ProcessGroup, order: list[int], place: int, dtype: torch.dtype, in_place: bool
+) -> list[str]:
+    size, wrong = len(order), []
+    expected = sum(values(rank, size, dtype) for rank in order)
+    assert isinstance(expected, Tensor)
+    expected = expected.view(size, LENGTH)[place]
+    scratch = torch.full(((size - 1) * LENGTH,), -1, dtype=dtype)
+    whole = values(order[place], size, dtype)
+    part = whole.view(size, LENGTH)[place] if in_place else torch.empty(LENGTH, dtype=dtype)
+    reduce_scatter(part, whole, group, scratch)
+    if not torch.equal(part, expected):
+        wrong.append(f"reduce_scatter {order} {dtype} {in_place}")
+    added = torch.ones(LENGTH, dtype=dtype)
+    reduce_scatter(added, values(order[place], size, dtype), group, scratch, accumulate=True)
+    if not torch.equal(added, expected + 1):
+        wrong.append(f"reduce_scatter {order} {dtype} accumulate")
+    return wrong

@@ -1,0 +1,92 @@
+"""What the benchmark says of figures: classes, bars, the share of the way to the bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.report import markdown
+from benchmarks.verdict import judge
+
+ROUNDS = (1.00, 1.01, 0.99, 1.02, 0.98, 1.00)
+
+
+def entry(name: str, step_s: float, *, fits: bool = True, agree: bool = True) -> dict[str, Any]:
+    rounds = [step_s * noise for noise in ROUNDS]
+    return {
+        "name": name,
+        "step_s": {"median": step_s, "min": min(rounds), "max": max(rounds)},
+        "ratio": {"value": step_s, "low": step_s, "high": step_s},
+        "fits": fits,
+        "losses_agree": agree,
+        "round_s": rounds,
+    }
+
+
+def result(*contenders: dict[str, Any], network_s: float = 0.5, alone_s: float = 0.2) -> dict[str, Any]:
+    regime = {
+        "model": "deep",
+        "tiers": "2x2",
+        "network": "100mbit",
+        "budget_percent": 70,
+        "accumulation": 1,
+        "dtype": "fp32",
+        "quick": True,
+    }
+    named = {c["name"] for c in contenders}
+    extra = [entry(name, 2.0, fits=False) for name in ("ddp", "ddp again") if name not in named]
+    everyone = [entry("hzplan", 1.0), *contenders, *extra, entry("alone", alone_s)]
+    return {
+        "regime": regime,
+        "ablations": False,
+        "network_s": network_s,
+        "predicted": {"step_s": 0.9},
+        "comparison": {"contenders": everyone},
+    }
+
+
+def test_the_class_follows_from_who_fits() -> None:
+    both = [entry("ddp", 1.5), entry("ddp again", 1.5)]
+    found = judge(result(*both, entry("hsdp", 1.6), entry("fsdp2", 3)))
+    assert found and (found.group, found.peer, found.bar) == ("DDP fits", "ddp", 0.97)
+    found = judge(result(entry("hsdp", 1.6), entry("fsdp2", 3)))
+    assert found and (found.group, found.peer, found.bar) == ("parts fit", "hsdp", 1.2)
+    found = judge(result(entry("hsdp", 1.6, fits=False), entry("fsdp2", 3)))
+    assert found and (found.group, found.peer, found.bar) == ("full shard only", "fsdp2", 1.3)
+
+
+def test_who_trains_something_else_or_does_not_fit_is_no_peer() -> None:
+    found = judge(result(entry("hsdp", 1.1, agree=False), entry("zero1", 1.2, fits=False), entry("fsdp2", 3)))
+    assert found and found.peer == "fsdp2"
+    found = judge(result(entry("fsdp2", 3, fits=False)))
+    assert found and found.peer is None and found.passed
+
+
+def test_the_control_widens_the_interval() -> None:
+    quiet = judge(result(entry("hsdp", 1.21), entry("ddp", 2, fits=False), entry("ddp again", 2, fits=False)))
+    assert quiet and quiet.margin == pytest.approx(0, abs=1e-9) and quiet.passed
+    noisy = entry("ddp again", 2, fits=False) | {"round_s": [1.8, 2.2, 1.9, 2.1, 2.0, 2.0]}
+    loud = judge(result(entry("hsdp", 1.21), entry("ddp", 2, fits=False), noisy))
+    assert loud and loud.margin > 0.05 and not loud.passed
+
+
+def test_the_share_is_asked_only_where_the_network_binds() -> None:
+    bound = judge(result(entry("hsdp", 1.5), network_s=0.5, alone_s=0.2))
+    assert bound and bound.network_binds and bound.share == pytest.approx((1.5 - 1.0) / (1.5 - 0.5))
+    free = judge(result(entry("hsdp", 1.5), network_s=0.1, alone_s=0.2))
+    assert free and not free.network_binds and free.share is None and free.share_passed
+
+
+def test_tables_have_a_row_per_regime_and_say_what_is_missing() -> None:
+    results = {
+        "date": "2026-01-01",
+        "commit": "abc",
+        "command": "python -m benchmarks",
+        "machine": {"cpus": 2, "cpu": "c", "torch": "t"},
+        "regimes": [result(entry("hsdp", 1.6)), result(entry("fsdp2", 3)) | {"infeasible": True}],
+        "failed": [{"regime": "r", "why": "w"}],
+    }
+    text = markdown(results)
+    assert "| deep-2x2-100mbit-70%-x1-fp32 | parts fit | 1.000 s | hsdp 1.600 s | 1.60 (1.60–1.60)" in text
+    assert "no plan fits" in text and "not measured: r: w" in text
