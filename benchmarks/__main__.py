@@ -42,6 +42,8 @@ def main(
 ) -> None:
     """Measure plans beside their peers on emulated clusters. Nothing else should run meanwhile.
 
+    A file of results that is there is completed: what it has is not measured again.
+
     Example: python -m benchmarks --full --docs docs/benchmarks.md
     """
     if shown is not None:
@@ -52,13 +54,16 @@ def main(
     chosen = [r for r in regimes.load() if (full or r.quick or only) and (only or "") in r.name]
     results = _about()
     path = output or ROOT / "benchmarks" / "results" / f"{results['date']}{'-full' if full else ''}.json"
+    if path.exists():  # go on where it stopped
+        results["regimes"] = json.loads(path.read_text(encoding="utf-8"))["regimes"]
+        chosen = [r for r in chosen if r not in {regimes.Regime(**m["regime"]) for m in results["regimes"]}]
     for number, regime in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {regime.name}", flush=True)
         began = time.monotonic()
         try:
             peers = [*PEERS, *(DEEPSPEED if deepspeed else ())]
             found = measure(regime, work / regime.name, peers=peers, ablations=ablations and regime.quick)
-            results["regimes"].append(found)
+            results["regimes"].append({"commit": results["commit"], **found})
             print(f"    {_line(found)} ({time.monotonic() - began:.0f} s)", flush=True)
         except NoResult as error:
             results["failed"].append({"regime": regime.name, "why": str(error)})

@@ -10,14 +10,14 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import TensorSpec
 from hzplan.schedule import Schedule
-from hzplan.simulate import Timeline, objective_ns, replay_shared
+from hzplan.simulate import Timeline, objective_ns, replay_shared, tier_loads_ns
 from hzplan.solver.patterns import unit_cost
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """``levels``: the triple of every tensor, by unit. ``objective_ns`` is what the ILP minimises;
-    ``predicted`` is the simulator's answer, links shared."""
+    ``predicted`` is the simulator's answer, links shared; ``communication_ns`` the work of all links."""
 
     levels: Mapping[str, tuple[Levels, ...]]
     micro_batch: int
@@ -25,6 +25,7 @@ class Evaluation:
     slots: Slots
     units: Mapping[str, UnitCost]
     objective_ns: float
+    communication_ns: float
     predicted: Timeline
     memory: Memory
 
@@ -64,6 +65,7 @@ def evaluate(
         slots,
         units,
         objective_ns(schedule, durations),
+        sum(tier_loads_ns(schedule, durations)),
         replay_shared(schedule, durations),
         memory(units, slots, schedule.tiers, model.activation_peak_bytes(micro_batch)),
     )

@@ -25,6 +25,8 @@ FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_ACCUMULATION = 1024  # forward passes in a step
 MAX_POSITIONS = 128  # uses with rows of their own; what a longer step leaves out costs tightness, not truth
 TOLERANCE = 1e-7
+NEAR = 0.01
+"""Predicted steps that differ by less than this share are called equal: no profile is more exact."""
 SMALLEST_S = 10.0  # for each ILP that looks for the least memory
 
 Build = Callable[[Question, Mapping[str, list[int]]], Problem]
@@ -120,19 +122,30 @@ class Candidates:
         return min((found.objective_ns for found in self.all), default=float("inf")) * MS
 
     def choose(self, bound_ns: float, gap: float) -> Evaluation:
-        """The plan that the simulator, links shared, says is fastest.
+        """The plan that keeps the links least busy, of those that the simulator calls as good as fastest.
 
-        The ILP leaves sharing out, so the least objective need not be the fastest plan. Where the proven
-        optimum of the objective is asked for (a gap of 0), only plans that reach it count. Of equals the one
-        with fewer different triples.
+        The ILP leaves the sharing of links out, so the least objective need not be the fastest plan. The
+        simulator leaves out what communication costs compute, so of predictions that differ by less than
+        ``NEAR`` the plan with less communication is the faster one. Where the proven optimum of the objective
+        is asked for (a gap of 0), only plans that reach it count. Of equals: fewer different triples, then
+        fewer gradients that are copied to be scattered, then less memory.
         """
         least = min(found.objective_ns for found in self.all)
         near = [f for f in self.all if gap > 0 or f.objective_ns <= max(least, bound_ns)]
-        return min(near, key=lambda f: (f.predicted.period_ns, _variety(f), f.memory.peak))
+        fastest = min(f.predicted.period_ns for f in near)
+        near = [f for f in near if f.predicted.period_ns <= fastest * (1 + NEAR)]
+        return min(near, key=_plainness)
 
 
-def _variety(evaluation: Evaluation) -> int:
-    return len({triple for levels in evaluation.levels.values() for triple in levels})
+def _plainness(evaluation: Evaluation) -> tuple[float, ...]:
+    triples = {triple for levels in evaluation.levels.values() for triple in levels}
+    return (
+        evaluation.communication_ns,
+        len(triples),
+        sum(cost.staging_bytes for cost in evaluation.units.values()),
+        evaluation.predicted.period_ns,
+        evaluation.memory.peak,
+    )
 
 
 def _searches(profile: Profile, request: Request) -> list[_Search]:
