@@ -59,7 +59,7 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     result: dict[str, Any] = {"regime": asdict(regime), "ddp_peak_bytes": ddp, "budget_bytes": budget}
     if made is None:
         return result | {"infeasible": True}
-    plan, variants = made
+    plan, variants, infeasible = made
     chosen = Plan.load(plan)
     steps = max(1, min(MOST_STEPS, round(TURN_S / max(chosen.predicted.step_s, 1e-3))))
     others = [*peers, *(*map(str, variants.values()), *POORER)] if ablations else list(peers)
@@ -76,7 +76,10 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
         "proof": chosen.proof.model_dump(),
         "prefetch": chosen.prefetch,
         "levels": _levels(chosen),
-        "same_as_plan": [name for name in VARIANTS if ablations and name not in variants],
+        "same_as_plan": [
+            name for name in VARIANTS if ablations and name not in variants and name not in infeasible
+        ],
+        "infeasible_variants": infeasible,
         "comparison": compared,
     }
 

@@ -23,8 +23,11 @@ ROLE_NAMES = ("embedding", "attention", "mlp", "head")
 
 def make(
     profile_path: Path, memory_bytes: int, global_batch: int, folder: Path
-) -> tuple[Path, dict[str, Path]] | None:
-    """Solve, and write the plan and its poorer variants that differ from it; None where nothing fits."""
+) -> tuple[Path, dict[str, Path], list[str]] | None:
+    """Solve; write the plan and the poorer variants that differ from it; name those that do not fit.
+
+    None where no plan fits.
+    """
     profile = Profile.load(profile_path)
     request = Request(memory_bytes, global_batch)
     outcome = solve(profile, request)
@@ -45,7 +48,7 @@ def make(
         if found is not None and not _same(found, outcome.best):
             written[name] = folder / f"{name}.json"
             given(profile, profile_path, found, request).save(written[name])
-    return chosen, written
+    return chosen, written, [name for name, found in variants.items() if found is None]
 
 
 def given(profile: Profile, profile_path: Path, found: Evaluation, request: Request) -> Plan:
@@ -78,20 +81,35 @@ def best_single(model: CostModel, request: Request) -> Evaluation | None:
 
 
 def best_by_role(model: CostModel, request: Request, start: Evaluation) -> Evaluation:
-    """One triple per role: from the best single one, role by role, until no change of one role helps."""
-    found, pace = start, _pace(start)
+    """One triple per role: from the best single one, role by role, until no change of one role helps.
+
+    Greedy, so perhaps not the best of all; for every pace.
+    """
     first = next(iter(start.levels.values()))[0]
-    chosen = dict.fromkeys(ROLE_NAMES, first)
+    found = [
+        _improved(model, request, dict.fromkeys(ROLE_NAMES, first), pace)
+        for pace in model.paces(PREFETCH_DEPTHS)
+    ]
+    return min([start, *(f for f in found if f is not None)], key=lambda f: f.step_s)
+
+
+def _improved(
+    model: CostModel, request: Request, chosen: Mapping[str, Levels], pace: tuple[int, int]
+) -> Evaluation | None:
+    """Change the triple of one role after the other while that helps; None where the start does not fit."""
+    best = _evaluated(model, request, chosen, pace)
+    if not _fits(best, request):
+        return None
     improved = True
     while improved:
         improved = False
         for name in ROLE_NAMES:
-            tried = [chosen | {name: triple} for triple in model.mesh.triples()]
-            candidates = [(_evaluated(model, request, levels, pace), levels) for levels in tried]
-            for candidate, levels in candidates:
-                if _fits(candidate, request) and candidate.step_s < found.step_s:
-                    found, chosen, improved = candidate, levels, True
-    return found
+            for triple in model.mesh.triples():
+                levels = {**chosen, name: triple}
+                candidate = _evaluated(model, request, levels, pace)
+                if _fits(candidate, request) and candidate.step_s < best.step_s:
+                    best, chosen, improved = candidate, levels, True
+    return best
 
 
 def _evaluated(

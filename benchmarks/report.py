@@ -13,7 +13,7 @@ from hzplan.peers import LOCAL, OURS, POORER
 
 FACTORS = {
     "single": "one triple for the model → a level per tensor",
-    "roles": "one triple per role → a level per tensor",
+    "roles": "one triple per role (greedy) → a level per tensor",
     "prefetch-1": "prefetch 1 → chosen",
     "one-stream": "one background stream → a stream per tier",
     "no-threads": "no threads → threads",
@@ -27,10 +27,11 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def _head(results: Mapping[str, Any]) -> Iterator[str]:
     machine = results["machine"]
+    commits = ", ".join(sorted({regime["commit"] for regime in results["regimes"]}))
     yield "# Benchmarks"
     yield ""
     yield (
-        f"Measured {results['date']} at commit {results['commit']} on {machine['cpus']} cores of "
+        f"Measured {results['date']} at commit {commits} on {machine['cpus']} cores of "
         f"{machine['cpu']}, torch {machine['torch']}, with `{results['command']}`."
     )
     yield ""
@@ -87,7 +88,7 @@ def _totals(verdicts: Sequence[Verdict | None]) -> Iterator[str]:
         if found:
             ratios = [v.ratio for v in found]
             yield (
-                f"- {group} (bar {bar}): {sum(v.passed for v in found)} of {len(found)} passed, ratio "
+                f"- {group} (bar {bar}): {sum(bool(v.passed) for v in found)} of {len(found)} passed, ratio "
                 f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
             )
     shares = [v for v in verdicts if v is not None and v.share is not None]
@@ -119,6 +120,8 @@ def _ablations(results: Mapping[str, Any]) -> Iterator[str]:
 def _factor(result: Mapping[str, Any], name: str) -> str:
     if name in result["same_as_plan"]:
         return "same"
+    if name in result["infeasible_variants"]:
+        return "none fits"
     ratio = ratio_of(_entry(result, name), _entry(result, OURS))
     return f"{ratio.value:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
 
@@ -163,5 +166,5 @@ def _entry(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
-def _mark(passed: bool) -> str:
-    return "✓" if passed else "✗"
+def _mark(passed: bool | None) -> str:
+    return "–" if passed is None else "✓" if passed else "✗"

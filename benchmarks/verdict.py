@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from benchmarks.measure import DEEPSPEED, PEERS
@@ -29,7 +30,8 @@ class Verdict:
     """``ratio``: the best fitting peer's step over ours, with its interval; ``margin``: A/A half-width.
 
     ``share``: (peer − ours) ÷ (peer − bound); None where the network does not bind. ``bound_s``: the larger
-    of compute alone and the bytes that must cross at the link's rate.
+    of compute alone and the bytes that must cross at the link's rate. ``sound``: the plan fits its budget and
+    trains as DDP does.
     """
 
     group: str
@@ -41,6 +43,7 @@ class Verdict:
     bound_s: float
     network_binds: bool
     share: float | None
+    sound: bool
 
     @property
     def bar(self) -> float:
@@ -48,9 +51,9 @@ class Verdict:
         return BARS[self.group]
 
     @property
-    def passed(self) -> bool:
-        """The interval, widened by the control's half-width, excludes worse than the bar."""
-        return self.low - self.margin >= self.bar
+    def passed(self) -> bool | None:
+        """The interval, widened by the control's half-width, excludes worse than the bar; None: no peer."""
+        return None if self.peer is None else self.sound and self.low - self.margin >= self.bar
 
     @property
     def share_passed(self) -> bool:
@@ -82,14 +85,17 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
         group = "full shard only"
     margin = ratio_of(entries[CONTROL], entries["ddp"]).half_width
     compute_s = entries[LOCAL]["step_s"]["median"]
+    sound = bool(entries[OURS]["fits"] and entries[OURS]["losses_agree"])
     bound = max(compute_s, result["network_s"])
     binds = result["network_s"] > compute_s
     if not fitting:
-        return Verdict(group, None, float("inf"), float("inf"), float("inf"), margin, bound, binds, None)
+        return Verdict(group, None, inf, inf, inf, margin, bound, binds, None, sound)
     peer = min(fitting, key=lambda name: fitting[name]["step_s"]["median"])
     if peer == "tp-dp" and group != "DDP fits":
         group = "tensor parallelism is best"
     ratio = ratio_of(fitting[peer], entries[OURS])
     theirs, ours = fitting[peer]["step_s"]["median"], entries[OURS]["step_s"]["median"]
-    share = (theirs - ours) / (theirs - bound) if binds and theirs > bound else None
-    return Verdict(group, peer, ratio.value, ratio.low, ratio.high, margin, bound, binds, share)
+    share = None
+    if binds:  # who is faster than the bound does not send what replicas must: nothing of that way is gone
+        share = (theirs - ours) / (theirs - bound) if theirs > bound else 0.0
+    return Verdict(group, peer, ratio.value, ratio.low, ratio.high, margin, bound, binds, share, sound)

@@ -156,7 +156,7 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     import torch.distributed as dist
 
     if here.launched_here:
-        _end_with_launcher()
+        end_with_parent()
     _share_processors(here)
     host, port = meeting_point()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
@@ -172,8 +172,8 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     dist.destroy_process_group()
 
 
-def _end_with_launcher() -> None:
-    """Ctrl-C and the death of the launcher end a rank at once, even inside a collective."""
+def end_with_parent() -> None:
+    """Ctrl-C and the death of who started it end this process at once, even inside a collective."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):

@@ -31,7 +31,7 @@ def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:
     """
     known = ",".join([*PEERS, *POORER])
     found: dict[str, Plan | None] = {}
-    for name in filter(None, (part.strip() for part in text.split(","))):
+    for name in dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))):
         if name.endswith(".json"):
             found[_stem(name, found)] = _same_training(Path(name), plan)
         elif name in PEERS or name in POORER:
@@ -45,7 +45,7 @@ def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:
 
 def _stem(name: str, taken: Iterable[str]) -> str:
     stem = Path(name).stem
-    return name if stem in (*taken, *PEERS, *POORER, OURS) else stem
+    return name if stem in (*taken, *PEERS, *POORER, OURS, CONTROL, LOCAL) else stem
 
 
 def _same_training(path: Path, plan: Plan) -> Plan:

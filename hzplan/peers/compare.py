@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 
 from hzplan.peers.contender import WARM_UP_STEPS, Contender, NotHere
 from hzplan.peers.paired import Ratio, paired_ratio
@@ -19,6 +20,7 @@ AGREE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 2e-2}
 """Losses agree when they differ by no more than this share at each of the first ten steps, by dtype: rounding
 to bfloat16 turns a last digit of a sum into noise, and replicas compute in it by autocast, not throughout."""
 AGREEING_STEPS = 10
+REFERENCE = "ddp"
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Entry:
     """One contender's figures; seconds are of a step, the slowest rank's, by round.
 
     ``peak_memory_bytes``: of the rank that needs most; ``sent_bytes``: per step, the node that sends most:
-    (over loopback, over other interfaces); ``loss_error``: the largest relative difference to the first
-    contender's losses in the first ten steps, None for who does not train together.
+    (over loopback, over other interfaces); ``loss_error``: the largest relative difference to DDP's losses in
+    the first ten steps, infinite where one is not finite, None for who does not train together.
     """
 
     name: str
@@ -104,10 +106,9 @@ def compare(
             losses[name] += [statistics.fmean(step) for step in by_step]
             busiest = max((counted for _, counted in everyone), key=lambda pair: (pair[1], pair[0]))
             sent[name].append((busiest[0] // trained, busiest[1] // trained))
-    peaks = {name: max(ranks.gather(contender.peak_memory_bytes)) for name, contender in contenders.items()}
-    for contender in contenders.values():
+    for contender in contenders.values():  # not after an error: it would wait for ranks that may be gone
         contender.close()
-    first = next(name for name in contenders if name not in alone)
+    peaks = {name: max(ranks.gather(contender.peak_memory_bytes)) for name, contender in contenders.items()}
     entries = {
         name: Entry(
             name,
@@ -115,7 +116,7 @@ def compare(
             peaks[name],
             (_middle([s[0] for s in sent[name]]), _middle([s[1] for s in sent[name]])),
             tuple(losses[name]),
-            None if name in alone else _deviation(losses[name], losses[first]),
+            None if name in alone else _deviation(losses[name], losses[REFERENCE]),
         )
         for name in contenders
     }
@@ -128,5 +129,7 @@ def _middle(counts: Sequence[int]) -> int:
 
 
 def _deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
+    if not all(map(isfinite, (*losses, *reference))):
+        return inf
     pairs = list(zip(losses, reference, strict=True))[:AGREEING_STEPS]
     return max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)

@@ -156,6 +156,9 @@ class Trainer:
     def micro_batches(self, step: int) -> Tensor:
         """Forward and backward of a whole step; this rank's mean loss."""
         setting = self.setting
+        torch.manual_seed(
+            (setting.seed * 1_000_003 + step) * setting.world + setting.rank
+        )  # dropout: alike for all
         return forward_backward(
             self.model,
             setting.workload,

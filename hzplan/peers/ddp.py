@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,11 +39,8 @@ class DDP(Trainer):
 
     def prepare(self) -> None:
         model = self.setting.build_model()
-        size = sum(parameter.nbytes for parameter in model.parameters())
         self.model = self._replicas = DistributedDataParallel(
-            model,
-            bucket_cap_mb=min(DEFAULT_BUCKET_MB, max(0.5, size / 2**20 / BUCKETS)),
-            gradient_as_bucket_view=True,
+            model, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
         )
         self.make_optimizer()
 
@@ -69,6 +67,12 @@ class Zero1(DDP):
         self.optimizer = ZeroRedundancyOptimizer(
             self.model.parameters(), optimizer_class=made, parameters_as_bucket_view=True, **arguments
         )
+
+
+def bucket_mb(model: nn.Module) -> float:
+    """DDP's default bucket, or a part of a model that is small."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return min(DEFAULT_BUCKET_MB, max(0.5, size / 2**20 / BUCKETS))
 
 
 def autocast(setting: Setting) -> AbstractContextManager[object]:

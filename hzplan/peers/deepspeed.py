@@ -12,19 +12,25 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 
 from hzplan.errors import JobFailed
-from hzplan.job import meeting_point
+from hzplan.job import TIMEOUT_S, end_with_parent, meeting_point, place
 from hzplan.models.workload import load
 from hzplan.peers.contender import NotHere, Setting, Trainer, Turn
 from hzplan.profiler.ranks import Ranks
 from hzplan.training.batches import batches, reads_bytes
 from hzplan.training.data import load_corpus
+
+GRACE_S = 30.0
+"""How long a child may take to end."""
 
 REDUCE_BUCKET_ELEMENTS = 1_000_000
 """Small enough that backward overlaps with communication in small models too."""
@@ -34,10 +40,12 @@ class DeepSpeed:
     """A contender in a child process."""
 
     def __init__(self, setting: Setting, stage: int) -> None:
-        if importlib.util.find_spec("deepspeed") is None:
-            raise NotHere("DeepSpeed is not installed; pip install 'hzplan[deepspeed]'")
+        missing = Ranks.here().gather(importlib.util.find_spec("deepspeed") is None)
+        if any(missing):  # on all ranks alike, or some would wait for the others
+            where = f" on rank {missing.index(True)}" if not all(missing) else ""
+            raise NotHere(f"DeepSpeed is not installed{where}; pip install 'hzplan[deepspeed]'")
         self.name = f"deepspeed{stage}"
-        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="hzplan-deepspeed-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.TemporaryFile(mode="w+", prefix="hzplan-deepspeed-")  # noqa: SIM115
         environment = os.environ | _place(setting)
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         ours, theirs = os.pipe(), os.pipe()
@@ -71,8 +79,15 @@ class DeepSpeed:
 
     def close(self) -> None:
         """The child ends when nobody will ask any more."""
-        self._to.close()
-        self._child.wait(timeout=60)
+        with suppress(OSError):
+            self._to.close()
+        try:
+            self._child.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._back.close()
+        self._log.close()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -94,11 +109,16 @@ def _place(setting: Setting) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = Ranks.here().share(free.getsockname()[1])
+    here = place()
+    local = {} if here is None else {"LOCAL_RANK": str(here.local_rank), "LOCAL_SIZE": str(here.local_world)}
     return {
+        **local,
+        "RANK": str(setting.rank),
+        "WORLD_SIZE": str(setting.world),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(setting.world),
     }
 
 
@@ -115,7 +135,6 @@ class _Engine(Trainer):
         setting = self.setting
         model = setting.build_model()
         made, arguments = setting.optimizer_class()
-        arguments.pop("fused", None)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=made(model.parameters(), **arguments), config=self.configuration()
         )
@@ -165,8 +184,9 @@ def _child(questions: IO[str], answers: IO[str]) -> None:
     """Make the engine from the first line, then answer one turn per line until there are no more."""
     from hzplan.formats.plan import Plan
 
+    end_with_parent()
     asked = json.loads(questions.readline())
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     plan = Plan.model_validate_json(asked["plan"])
     workload = load(asked["model"], seq_len=plan.model.seq_len)
     text = None if asked["data"] is None else Path(asked["data"])

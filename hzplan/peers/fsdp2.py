@@ -16,7 +16,38 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hzplan.hierarchy import Mesh
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
-from hzplan.runtime.collectives import reduce_scatter
+from hzplan.runtime.collectives import begin_gather, reduce_scatter, wait
+
+
+class ExchangeAllGather:
+    """All-gather as hzplan does it on gloo, which uses both directions of a link at once.
+
+    What FSDP2 asks of ``set_custom_all_gather``.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        under_way = _UnderWay(begin_gather(output_tensor, input_tensor, group))
+        if async_op:
+            return under_way
+        under_way.wait()
+        return None
+
+
+class _UnderWay(dist.Work):
+    """An exchange as one piece of work."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        wait(self._works)
+        return True
 
 
 class ExchangeReduceScatter:
@@ -62,12 +93,14 @@ class FSDP2(Trainer):
         # As users wrap: every repeated block, and the root with what is left.
         blocks = [unit.module for unit in find_units(model) if next(unit.module.children(), None) is not None]
         sharded = [fully_shard(block, **options) for block in blocks if block is not model]
-        self.root: FSDPModule = fully_shard(model, **options)
+        # The root is needed again at once after forward: by torch's default it is kept.
+        self.root: FSDPModule = fully_shard(model, **options | {"reshard_after_forward": None})
         self.model = model
         _prefetch(sharded)
         for module in [*sharded, self.root]:
             # On gloo there is no stream to run ahead on, so gathers must be asynchronous by themselves.
             module._set_unshard_async_op(True)
+            module.set_custom_all_gather(ExchangeAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
         made, arguments = self.setting.optimizer_class()
         self.optimizer = made(model.parameters(), **arguments)

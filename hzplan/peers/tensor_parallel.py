@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hzplan.models.gpt import GPT, MLP, Attention
 from hzplan.peers.contender import NotHere, Trainer
-from hzplan.peers.ddp import autocast
+from hzplan.peers.ddp import autocast, bucket_mb
 from hzplan.peers.fsdp2 import inner_shards
 from hzplan.training.batches import Batches
 
@@ -45,7 +45,7 @@ class TensorParallel(Trainer):
             self.split += [*block.attention.split, *block.mlp.split]
         self.micro = _Joined(setting.data, [dist.get_global_rank(self.group, r) for r in range(size)])
         self.model = self._replicas = DistributedDataParallel(
-            model, process_group=replicas, gradient_as_bucket_view=True
+            model, process_group=replicas, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
         )
         made, arguments = setting.optimizer_class()
         self.optimizer = made(self.model.parameters(), **arguments)

@@ -37,13 +37,18 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     if not exchanges(group):
         _all_gather(whole, part, group=group)
         return
+    wait(begin_gather(whole, part, group))
+
+
+def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work | None]:
+    """``all_gather`` as an exchange that is under way; ``wait`` for what it returns."""
     slices, place = whole.view(group.size(), -1), group.rank()
     others = _others(group)
     receives = [dist.irecv(slices[peer], group=group, group_src=peer) for peer in reversed(others)]
     sends = [dist.isend(part, group=group, group_dst=peer) for peer in others]
     if slices[place].data_ptr() != part.data_ptr():
         slices[place].copy_(part)
-    _wait([*receives, *sends])
+    return [*receives, *sends]
 
 
 def reduce_scatter(
@@ -66,7 +71,7 @@ def reduce_scatter(
     received = dict(zip(sorted(others), room, strict=True))
     receives = [dist.irecv(received[peer], group=group, group_src=peer) for peer in reversed(others)]
     sends = [dist.isend(slices[peer], group=group, group_dst=peer) for peer in others]
-    _wait([*receives, *sends])
+    wait([*receives, *sends])
     terms = [received[member] if member != place else slices[place] for member in range(group.size())]
     if accumulate:
         for term in terms:
@@ -88,7 +93,8 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [(place + step) % size for step in range(1, size)]
 
 
-def _wait(works: Sequence[dist.Work | None]) -> None:
+def wait(works: Sequence[dist.Work | None]) -> None:
+    """Return when all of an exchange has arrived and gone."""
     for work in works:
         assert work is not None, "every rank of the group takes part"
         work.wait()

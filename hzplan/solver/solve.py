@@ -127,14 +127,16 @@ class Candidates:
         The ILP leaves the sharing of links out, so the least objective need not be the fastest plan. The
         simulator leaves out what communication costs compute, so of predictions that differ by less than
         ``NEAR`` the plan with less communication is the faster one. Where the proven optimum of the objective
-        is asked for (a gap of 0), only plans that reach it count. Of equals: fewer different triples, then
-        fewer gradients that are copied to be scattered, then less memory.
+        is asked for (a gap of 0), only plans that reach it count; else those within the gap, where there are
+        any. Of equals: fewer different triples, then fewer gradients that are copied to be scattered, then
+        less memory.
         """
         least = min(found.objective_ns for found in self.all)
         near = [f for f in self.all if gap > 0 or f.objective_ns <= max(least, bound_ns)]
         fastest = min(f.predicted.period_ns for f in near)
         near = [f for f in near if f.predicted.period_ns <= fastest * (1 + NEAR)]
-        return min(near, key=_plainness)
+        proven = [f for f in near if f.objective_ns <= bound_ns * (1 + gap + TOLERANCE)]
+        return min(proven or near, key=_plainness)
 
 
 def _plainness(evaluation: Evaluation) -> tuple[float, ...]:

@@ -66,3 +66,11 @@ def test_no_rounds_and_unequal_rounds_are_refused() -> None:
         paired_ratio([], [])
     with pytest.raises(ValueError, match="argument"):
         paired_ratio([1.0], [])
+
+
+def test_losses_that_are_no_numbers_agree_with_nothing() -> None:
+    from hzplan.peers.compare import _deviation
+
+    assert _deviation([1.0, 2.0], [1.0, 2.02]) == pytest.approx(0.02 / 2.02)
+    assert _deviation([1.0, float("nan")], [1.0, 2.0]) == float("inf")
+    assert _deviation([1.0, 2.0], [float("nan"), 2.0]) == float("inf")

@@ -42,6 +42,7 @@ def result(*contenders: dict[str, Any], network_s: float = 0.5, alone_s: float =
         "ablations": False,
         "network_s": network_s,
         "predicted": {"step_s": 0.9},
+        "commit": "abc",
         "comparison": {"contenders": everyone},
     }
 
@@ -60,7 +61,7 @@ def test_who_trains_something_else_or_does_not_fit_is_no_peer() -> None:
     found = judge(result(entry("hsdp", 1.1, agree=False), entry("zero1", 1.2, fits=False), entry("fsdp2", 3)))
     assert found and found.peer == "fsdp2"
     found = judge(result(entry("fsdp2", 3, fits=False)))
-    assert found and found.peer is None and found.passed
+    assert found and found.peer is None and found.passed is None
 
 
 def test_the_control_widens_the_interval() -> None:
@@ -90,3 +91,11 @@ def test_tables_have_a_row_per_regime_and_say_what_is_missing() -> None:
     text = markdown(results)
     assert "| deep-2x2-100mbit-70%-x1-fp32 | parts fit | 1.000 s | hsdp 1.600 s | 1.60 (1.60–1.60)" in text
     assert "no plan fits" in text and "not measured: r: w" in text
+
+
+def test_a_plan_that_trains_something_else_or_exceeds_its_budget_never_passes() -> None:
+    for wrong in ({"losses_agree": False}, {"fits": False}):
+        measured = result(entry("hsdp", 3), network_s=0.1)
+        measured["comparison"]["contenders"][0] |= wrong
+        found = judge(measured)
+        assert found and found.peer == "hsdp" and found.passed is False
