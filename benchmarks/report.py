@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.plans import VARIANTS
-from benchmarks.regimes import Regime
+from benchmarks.regimes import COUNT, Regime
 from benchmarks.verdict import BARS, SHARE, Verdict, judge, ratio_of
 from hzplan.peers import LOCAL, OURS, POORER
 
@@ -34,6 +34,10 @@ def _head(results: Mapping[str, Any]) -> Iterator[str]:
         f"Measured {results['date']} at commit {commits} on {machine['cpus']} cores of "
         f"{machine['cpu']}, torch {machine['torch']}, with `{results['command']}`."
     )
+    measured = len(results["regimes"])
+    if measured < COUNT:
+        yield ""
+        yield f"**{measured} of {COUNT} regimes are measured so far**; the others say nothing yet."
     yield ""
     yield (
         "Every regime is a cluster in a box (`hzplan emulate`): network namespaces, with shaped links, "
