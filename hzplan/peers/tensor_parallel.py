@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -13,19 +12,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hzplan.models.gpt import GPT, MLP, Attention
-from hzplan.peers.contender import NotHere, Trainer
-from hzplan.peers.ddp import autocast, bucket_mb
+from hzplan.peers.contender import NotHere, Setting
+from hzplan.peers.ddp import DDP, bucket_mb
 from hzplan.peers.fsdp2 import inner_shards
 from hzplan.training.batches import Batches
 
 
-class TensorParallel(Trainer):
+class TensorParallel(DDP):
     """Attention heads and MLP columns are split over the ranks of a node (Megatron-LM, arXiv 1909.08053 §3).
 
     A group computes the micro-batches of all its ranks at once, so that the global batch is the same.
     """
 
-    name = "tp-dp"
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, name="tp-dp")
 
     def prepare(self) -> None:
         setting = self.setting
@@ -47,18 +47,10 @@ class TensorParallel(Trainer):
         self.model = self._replicas = DistributedDataParallel(
             model, process_group=replicas, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
         )
-        made, arguments = setting.optimizer_class()
-        self.optimizer = made(self.model.parameters(), **arguments)
+        self.make_optimizer()
 
     def data(self) -> Batches:
         return self.micro
-
-    def around(self, last: bool) -> AbstractContextManager[object]:
-        stack = ExitStack()
-        stack.enter_context(autocast(self.setting))
-        if not last:
-            stack.enter_context(self._replicas.no_sync())
-        return stack
 
     @torch.no_grad()
     def clip(self) -> None:
