@@ -14,7 +14,13 @@ from functools import cached_property
 from hzplan.formats.profile import Profile, UseCost
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import ITEM_BYTES, BucketLayout, TensorSpec, colour, slot_sizes
-from hzplan.schedule import Kind, Schedule, Task, Use, build
+from hzplan.schedule import Kind, Schedule, Task, build
+
+LANES = 2
+"""Exchanges of a tier that reduce at once: one begins while the other ends."""
+
+MOST_SCRATCH_BYTES = 2 << 20
+"""What they receive into, together. More does not make a link faster, and costs memory."""
 
 Curve = Sequence[tuple[int, float]]
 
@@ -33,6 +39,19 @@ def interpolate(curve: Curve, size: float) -> float:
             return low_s + (high_s - low_s) * (size - low) / (high - low)
     (low, low_s), (high, high_s) = curve[-2], curve[-1]
     return high_s + max(0.0, (high_s - low_s) / (high - low)) * (size - high)
+
+
+def scratch_bytes(received_bytes: int, ranks: int) -> int:
+    """Bytes of a tier's scratch for exchanges in which a rank receives up to ``received_bytes``.
+
+    Larger exchanges come in portions; each lane has room for two of at least an element from each of
+    ``ranks``.
+    """
+    if not received_bytes:
+        return 0
+    least = 2 * 8 * ranks
+    lane = max(least, min(MOST_SCRATCH_BYTES, received_bytes) // LANES)
+    return LANES * -(-lane // 256) * 256
 
 
 @dataclass(frozen=True)
@@ -217,7 +236,11 @@ class CostModel:
             optim_bytes=master_bytes * optimizer.state_per_element,
             staging_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
             scratch_bytes=tuple(
-                max((_received_bytes(bucket, mesh, s) for s in spans if s), default=0) if exchange else 0
+                scratch_bytes(
+                    max((_received_bytes(bucket, mesh, s) for s in spans if s), default=0), mesh.world
+                )
+                if exchange
+                else 0
                 for spans in final
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
@@ -235,7 +258,7 @@ class CostModel:
     ) -> Schedule:
         """The profile's uses as a step."""
         return build(
-            [Use(use.unit, use.phase) for use in self.profile.uses],
+            [use.use for use in self.profile.uses],
             {unit.name: unit.requires for unit in self.profile.units},
             [unit.name for unit in self.profile.units if any(t.trainable for t in unit.tensors)],
             tiers=len(self.mesh.tiers),

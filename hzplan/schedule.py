@@ -12,8 +12,9 @@ launches. It is a topological order of the DAG.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Literal
@@ -28,19 +29,21 @@ OPTIM_STREAM = "optim"
 
 @dataclass(frozen=True)
 class Use:
-    """A unit's turn in a forward and backward pass."""
+    """A unit's turn in a forward and backward pass; ``reads``: whether its parameters must be there."""
 
     unit: str
     phase: Literal["forward", "backward"]
+    reads: bool = True
 
     def __str__(self) -> str:
-        return f"{self.phase[0].upper()} {self.unit}"
+        letter = self.phase[0]
+        return f"{letter.upper() if self.reads else letter} {self.unit}"
 
     @classmethod
     def parse(cls, text: str) -> Use:
         """The inverse of ``str``."""
         letter, _, unit = text.partition(" ")
-        return cls(unit, "forward" if letter == "F" else "backward")
+        return cls(unit, "forward" if letter in "Ff" else "backward", letter.isupper())
 
 
 class Kind(Enum):
@@ -61,7 +64,9 @@ class Kind(Enum):
 class Task:
     """One node: what, on which stream, for which units, and after which others.
 
-    ``after`` are earlier indices of the same step, ``after_previous`` indices in the step before.
+    ``after`` are earlier indices of the same step, ``after_previous`` indices in the step before. Without the
+    order of the task's own stream, which says only that it begins after the one before it, they are ``needs``
+    and ``needs_previous``: what must be done for its data to be there.
     ``position`` counts the uses of the whole step (micro-batch × uses + use), -1 where none applies.
     """
 
@@ -73,6 +78,8 @@ class Task:
     position: int = -1
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
+    needs: tuple[int, ...] = ()
+    needs_previous: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         tier = f".{self.tier}" if self.tier >= 0 else ""
@@ -117,6 +124,10 @@ class Schedule:
         """The use that a task of a position belongs to."""
         return self.uses[task.position % len(self.uses)]
 
+    def reads(self, use: Use) -> tuple[str, ...]:
+        """The units that must be whole in a use's turn."""
+        return self.requires[use.unit] if use.reads else ()
+
     def micro_batch(self, task: Task) -> int:
         """The micro-batch that a task of a position belongs to."""
         return task.position // len(self.uses)
@@ -142,10 +153,11 @@ def build(
 ) -> Schedule:
     """Order one step.
 
-    ``uses``: the recorded sequence of one forward and backward; ``requires``: for every unit the units whose
-    parameters a use of it needs; ``trainable``: the units with trained tensors; ``prefetch``: how many uses
-    ahead of compute may be unsharded (at least 1); ``gradient_buffers``: how many units' gradients may be
-    there unreduced, the one that is being computed included (default: ``prefetch + 1``).
+    ``uses``: the recorded sequence of one forward and backward, in which a unit's first use reads;
+    ``requires``: for every unit the units whose parameters a use of it needs, if it reads any; ``trainable``:
+    the units with trained tensors; ``prefetch``: how many uses ahead of compute may be unsharded (at least
+    1); ``gradient_buffers``: how many units' gradients may be there unreduced, the one that is being computed
+    included (default: ``prefetch + 1``).
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
@@ -192,8 +204,11 @@ class _Builder:
     def add(self, kind: Kind, stream: str, *, after: Iterable[int] = (), **fields: object) -> int:
         """Append a task; the stream's order is an edge like any other."""
         index = len(self.tasks)
-        edges = sorted({*after, *([self.tail[stream]] if stream in self.tail else [])})
-        self.tasks.append(Task(index, kind, stream, after=tuple(edges), **fields))  # type: ignore[arg-type]
+        needs = {*after}
+        edges = needs | ({self.tail[stream]} if stream in self.tail else set())
+        self.tasks.append(
+            Task(index, kind, stream, after=_sorted(edges), needs=_sorted(needs), **fields)  # type: ignore[arg-type]
+        )
         self.tail[stream] = index
         return index
 
@@ -263,39 +278,39 @@ class _Builder:
             self.reduced |= dict.fromkeys(units, previous)
 
     def update(self) -> None:
-        """Optimizer steps in the order in which gradients arrive; parameters travel in forward order."""
+        """Optimizer steps in the order of use, or of gradients where they need not all be there first.
+
+        Parameters travel in forward order.
+        """
         barrier = set(self.reduced.values()) if self.clip else set()
         step = self.add(Kind.STEP, COMPUTE_STREAM, after=barrier)
+        first_use = {unit: self.runs[unit][0][0] for unit in self.reduced}
+        order = {unit: self.reduced[unit] for unit in sorted(first_use, key=lambda unit: first_use[unit])}
         updated = {
             unit: self.add(Kind.UPDATE, OPTIM_STREAM, after=[step, gradient], units=(unit,))
-            for unit, gradient in self.reduced.items()
+            for unit, gradient in (order.items() if self.clip else self.reduced.items())
         }
-        for unit in sorted(updated, key=lambda unit: self.runs[unit][0]):
-            previous = updated[unit]
+        for _, joined in itertools.groupby(order, key=lambda unit: first_use[unit]):
+            units = tuple(joined)
+            needed = [updated[unit] for unit in units]
             for tier in reversed(range(self.tiers)):
-                previous = self.add(Kind.SYNC, f"sync.{tier}", after=[previous], units=(unit,), tier=tier)
-            self.synced[unit] = previous
+                needed = [self.add(Kind.SYNC, f"sync.{tier}", after=needed, units=units, tier=tier)]
+            self.synced |= dict.fromkeys(units, needed[0])
 
     def with_wraps(self) -> tuple[Task, ...]:
         """Edges from the step before: each stream goes on, and a unit's first use needs its update."""
-        previous: dict[int, set[int]] = {}
         heads: dict[str, int] = {}
         for task in self.tasks:
             heads.setdefault(task.stream, task.index)
-        for stream, head in heads.items():
-            previous.setdefault(head, set()).add(self.tail[stream])
+        order = {head: {self.tail[stream]} for stream, head in heads.items()}
+        needs: dict[int, set[int]] = {}
         for unit, synced in self.synced.items():
-            previous.setdefault(self.first_unshard[unit], set()).add(synced)
+            needs.setdefault(self.first_unshard[unit], set()).add(synced)
         return tuple(
-            Task(
-                task.index,
-                task.kind,
-                task.stream,
-                task.units,
-                task.tier,
-                task.position,
-                task.after,
-                tuple(sorted(previous.get(task.index, ()))),
+            replace(
+                task,
+                after_previous=_sorted(order.get(task.index, set()) | needs.get(task.index, set())),
+                needs_previous=_sorted(needs.get(task.index, set())),
             )
             for task in self.tasks
         )
@@ -324,13 +339,18 @@ class _Builder:
         return {unit: tuple(intervals) for unit, intervals in lives.items()}
 
 
+def _sorted(indices: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(indices))
+
+
 def _runs(
     uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], prefetch: int, accumulation: int
 ) -> dict[str, list[Interval]]:
     """For every unit the (first, last) positions between which it stays whole."""
     runs: dict[str, list[Interval]] = {}
     for position in range(len(uses) * accumulation):
-        for unit in requires[uses[position % len(uses)].unit]:
+        use = uses[position % len(uses)]
+        for unit in requires[use.unit] if use.reads else ():
             intervals = runs.setdefault(unit, [])
             if intervals and position <= intervals[-1][1] + 1 + prefetch:
                 intervals[-1] = (intervals[-1][0], position)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 BUILT_IN = ("gpt:", "moe:", "hf:")
 """Models that a plan may name; anything else is code, which runs only when the user names it."""
 
+TRACED_STEPS = 5
+"""How many steps a trace shows."""
+
 
 def command(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, as hzplan solve wrote it.")],
@@ -40,6 +43,13 @@ def command(
     seed: Annotated[int, typer.Option(help="For initial weights and the order of the data.")] = 0,
     metrics: Annotated[
         Path | None, typer.Option(help="Write a JSON line for every step to this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Write what every stream of every rank did in the last {TRACED_STEPS} steps to this file, "
+            "for ui.perfetto.dev."
+        ),
     ] = None,
     against: Annotated[
         str | None,
@@ -63,7 +73,7 @@ def command(
     from hzplan.cli import ranks
 
     here = ranks.this_rank(nproc)
-    request = _Request(plan, model, data, steps, lr, seed, metrics, against, round_steps)
+    request = _Request(plan, model, data, steps, lr, seed, metrics, trace, against, round_steps)
     request.check_options()
     if here is None:  # what is wrong is said before ranks start
         ranks.start_here(request.prepare(nproc).plan.mesh.world)
@@ -71,6 +81,8 @@ def command(
 
     from hzplan import job
     from hzplan.cli.run_report import Report
+    from hzplan.formats.base import write_text
+    from hzplan.show.trace import document
     from hzplan.training.loop import RunOptions, train
 
     with job.join(here) as joined:
@@ -80,10 +92,12 @@ def command(
         if against is not None:
             request.compare(ready, shown=here.rank == 0, as_json=as_json)
             return
-        options = RunOptions(steps=steps, lr=lr, seed=seed)
+        options = RunOptions(steps=steps, lr=lr, seed=seed, record_steps=TRACED_STEPS if trace else 0)
         with Report(ready.plan, steps, ready.corpus, metrics, shown=here.rank == 0) as report:
             result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
         if here.rank == 0:
+            if trace is not None:
+                write_text(trace, document(result.recorded))
             report.show(result, as_json=as_json)
 
 
@@ -106,6 +120,7 @@ class _Request:
     lr: float
     seed: int
     metrics: Path | None
+    trace: Path | None
     against: str | None
     round_steps: int
 
@@ -117,16 +132,18 @@ class _Request:
             raise UserError(f"--lr {self.lr}: must be a number above 0")
         if self.round_steps < 1:
             raise UserError(f"--round-steps {self.round_steps}: a turn has at least 1 step")
-        if self.against is not None and self.metrics is not None:
-            raise UserError("--metrics is for a run of the plan alone; leave it or --against out")
+        for option, given in (("--metrics", self.metrics), ("--trace", self.trace)):
+            if self.against is not None and given is not None:
+                raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")
 
     def prepare(self, world: int | None, *, writes: bool = True) -> _Prepared:
         """Plan, model and data; UserError when one is missing or does not fit the others or the world."""
         from hzplan.cli.paths import check_writable
         from hzplan.peers import check_peers
 
-        if self.metrics is not None and writes:
-            check_writable(self.metrics, keep=self.plan)
+        for path in (self.metrics, self.trace) if writes else ():
+            if path is not None:
+                check_writable(path, keep=self.plan)
         plan = self._plan(world)
         peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)

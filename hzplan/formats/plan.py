@@ -148,10 +148,14 @@ class Plan(Strict):
                     raise ValueError(
                         f"units: {unit.name}: optim must have at least the shards of param and grad"
                     )
+        whole: set[str] = set()
         for index, use in enumerate(self.uses):
             phase, _, unit_name = use.partition(" ")
-            if phase not in ("F", "B") or unit_name not in names:
-                raise ValueError(f"uses.{index}: {use!r} is not 'F <unit>' or 'B <unit>'")
+            if phase not in ("F", "B", "b") or unit_name not in names:
+                raise ValueError(f"uses.{index}: {use!r} is not 'F <unit>', 'B <unit>' or 'b <unit>'")
+            if phase == "b" and unit_name not in whole:
+                raise ValueError(f"uses.{index}: {use!r} comes before any use that reads its parameters")
+            whole.add(unit_name)
         if self.batch.global_batch != mesh.world * self.batch.micro_batch * self.batch.accumulation:
             raise ValueError("batch: global_batch must be world × micro_batch × accumulation")
         return self

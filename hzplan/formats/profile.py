@@ -23,6 +23,7 @@ from hzplan.formats.base import (
 )
 from hzplan.hierarchy import Mesh
 from hzplan.layout import TensorSpec
+from hzplan.schedule import Use
 
 MAX_TENSOR_BYTES = 2**44
 
@@ -48,7 +49,8 @@ class TensorEntry(Strict):
 class UnitEntry(Strict):
     """A module that is unsharded as one: its own tensors, and the units that a use of it needs whole.
 
-    ``requires`` holds the unit itself, the units around it and the owners of weights tied to its own.
+    ``requires`` holds the unit itself, the units around it, the owners of weights tied to its own, and those
+    that it travels with because it, or they, are small.
     """
 
     name: str
@@ -74,11 +76,20 @@ class UseCost(Strict):
 
 
 class UseEntry(Strict):
-    """A unit's turn in one forward and backward pass, in the order recorded."""
+    """A unit's turn in one forward and backward pass, in the order recorded.
+
+    ``reads``: whether it reads parameters; an embedding's backward does not.
+    """
 
     unit: str
     phase: Phase
+    reads: bool = True
     costs: tuple[UseCost, ...]
+
+    @property
+    def use(self) -> Use:
+        """As the schedule sees it."""
+        return Use(self.unit, self.phase, self.reads)
 
 
 class CollectivePoint(Strict):
@@ -188,6 +199,11 @@ class Profile(Strict):
         for unit in self.units:
             if not set(unit.requires) <= known:
                 raise ValueError(f"units: {unit.name} requires a unit that is not listed")
+        whole: set[str] = set()
+        for index, entry in enumerate(self.uses):
+            if not entry.reads and (entry.phase == "forward" or entry.unit not in whole):
+                raise ValueError(f"uses.{index}: reads must be true in forward and at a unit's first use")
+            whole.add(entry.unit)
         sizes = [cost.micro_batch for cost in self.uses[0].costs]
         if not sizes or sorted(set(sizes)) != sizes:
             raise ValueError("uses.0.costs: micro-batch sizes must be there once each, smallest first")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hzplan.cost import LANES, scratch_bytes
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Operation
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.profiler.ranks import Ranks
@@ -96,7 +97,10 @@ def _cases(
     last = min(largest_bytes, LAST_BYTES) // mesh.shards[stage.low]
     wanted = sizes(FIRST_BYTES, last, FACTOR, size * dtype.itemsize)
     whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
-    scratch = torch.empty_like(whole).zero_()
+    # As much as the runtime gives a reduction.
+    scratch = torch.zeros(
+        scratch_bytes(whole.nbytes, size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+    )
     for operation, kind in OPERATIONS.items():
         for index, nbytes in enumerate(wanted):
             run = collective(

@@ -18,11 +18,13 @@ from hzplan.formats.profile import (
     Profile,
     TensorEntry,
     UnitEntry,
+    UseEntry,
     signature,
 )
 from hzplan.hierarchy import Mesh
 from hzplan.models.units import Unit, find_units, master_dtype_of
 from hzplan.models.workload import Workload
+from hzplan.profiler.joined import joined
 from hzplan.profiler.links import measure_links
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
@@ -72,6 +74,7 @@ def measure(
     uses = measure_uses(
         ranks,
         turns,
+        units,
         _steps(ranks, workload, model, batches, seed),
         label=workload.name,
         progress=parts.at,
@@ -90,6 +93,7 @@ def measure(
     largest_bytes = largest_elements * master_dtype.itemsize
     collectives = measure_links(ranks, mesh, master_dtype, largest_bytes, parts.at)
     tensors = [tensor for unit in entries for tensor in unit.tensors]
+    entries = _joined(entries, uses)
     profile = ranks.share(
         Profile(
             provenance=provenance(),
@@ -177,6 +181,16 @@ def _steps(
         )
         for size in micro_batches
     }
+
+
+def _joined(units: Sequence[UnitEntry], uses: Sequence[UseEntry]) -> tuple[UnitEntry, ...]:
+    """The units, small ones with the neighbour that they travel with."""
+    requires = joined(
+        {unit.name: unit.requires for unit in units},
+        {unit.name: sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in units},
+        [use.use for use in uses],
+    )
+    return tuple(unit.model_copy(update={"requires": requires[unit.name]}) for unit in units)
 
 
 def _entry(unit: Unit) -> UnitEntry:

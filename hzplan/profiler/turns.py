@@ -29,16 +29,34 @@ class Turns:
         self._scale = 1.0 / world
         self._uses: list[Use] = []
         self._probe: Probe = Silence()
+        self._on_turn: Callable[[int], None] | None = None
+        self._on_gradient: Callable[[Tensor], None] | None = None
         self.detach = attach(units, self)
 
-    def run(self, step: Callable[[], Tensor], probe: Probe | None = None) -> tuple[Use, ...]:
-        """One pass; ``step`` computes the loss. Returns the uses in order, with nothing of it kept."""
+    @property
+    def turn(self) -> int:
+        """The index of the use whose turn it is."""
+        return len(self._uses) - 1
+
+    def run(
+        self,
+        step: Callable[[], Tensor],
+        probe: Probe | None = None,
+        *,
+        on_turn: Callable[[int], None] | None = None,
+        on_gradient: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Use, ...]:
+        """One pass; ``step`` computes the loss. Returns the uses in order, with nothing of it kept.
+
+        ``on_turn`` hears of every turn as it begins, ``on_gradient`` of every gradient.
+        """
         self._probe, self._uses = probe or Silence(), []
+        self._on_turn, self._on_gradient = on_turn, on_gradient
         self._probe.cut()
         loss = step()
         loss.backward()
         del loss
-        self._probe = Silence()
+        self._probe, self._on_turn, self._on_gradient = Silence(), None, None
         return tuple(self._uses)
 
     def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
@@ -46,12 +64,16 @@ class Turns:
         if self._uses:
             self._probe.cut()
         self._uses.append(Use(unit, phase))
+        if self._on_turn is not None:
+            self._on_turn(self.turn)
 
     @torch.no_grad()
     def gradient(self, parameter: nn.Parameter) -> None:
         """The runtime's one copy: scaled, into a buffer that is there already."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        if self._on_gradient is not None:
+            self._on_gradient(gradient)
         deliver(gradient, self._slots[id(parameter)], self._scale, accumulate=False)
 
     def backward_end(self) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from hzplan.errors import UserError, one_line
 from hzplan.formats.profile import UseCost, UseEntry
+from hzplan.models.units import Unit
 from hzplan.profiler.clock import clock
 from hzplan.profiler.flops import FlopProbe
 from hzplan.profiler.memory import Segment, memory_trace
 from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.reads import unread_uses
 from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, spread
 from hzplan.profiler.turns import Turns
@@ -47,6 +49,7 @@ class Pass:
 def measure_uses(
     ranks: Ranks,
     turns: Turns,
+    units: Sequence[Unit],
     steps: Mapping[int, Step],
     *,
     label: str,
@@ -67,8 +70,15 @@ def measure_uses(
         raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} the micro-batch size")
     rows = _times(ranks, turns, passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
     costs = [_costs(each, mine) for each, mine in zip(passes, rows, strict=True)]
+    first = next(iter(steps.values()))
+    unread = frozenset.intersection(*ranks.gather(unread_uses(turns, units, first)))
     return tuple(
-        UseEntry(unit=use.unit, phase=use.phase, costs=tuple(by_use[index] for by_use in costs))
+        UseEntry(
+            unit=use.unit,
+            phase=use.phase,
+            reads=index not in unread,
+            costs=tuple(by_use[index] for by_use in costs),
+        )
         for index, use in enumerate(passes[0].uses)
     )
 

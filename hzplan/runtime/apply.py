@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from hzplan.schedule import Schedule, Use, build
 class Choice:
     """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
 
-    ``dtype``: what the model computes in, torch's name; None: what its parameters have.
+    ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``requires``: what
+    units need whole besides what the model says.
     """
 
     mesh: Mesh
@@ -42,6 +43,7 @@ class Choice:
     clip: bool
     dtype: str | None = None
     gradient_buffers: int | None = None
+    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -60,6 +62,7 @@ class Choice:
             clip=plan.clip,
             dtype=plan.model.dtype,
             gradient_buffers=plan.gradient_buffers,
+            requires={unit.name: unit.requires for unit in plan.units},
         )
 
 
@@ -149,7 +152,15 @@ def apply(
 def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
     """The schedule that a choice leads to; UserError when its uses do not fit the units."""
     listed = list(units)
-    requires = {unit.name: unit.requires for unit in listed}
+    requires = {
+        unit.name: tuple(dict.fromkeys([*unit.requires, *choice.requires.get(unit.name, ())]))
+        for unit in listed
+    }
+    for name in sorted({*choice.requires, *(u for wanted in requires.values() for u in wanted)}):
+        if name not in requires:
+            raise UserError(
+                f"the plan names unit {name}, which the model does not have; profile and solve again"
+            )
     for use in choice.uses:
         if use.unit not in requires:
             raise UserError(

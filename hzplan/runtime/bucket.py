@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hzplan.cost import reduce_spans
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import BucketLayout
-from hzplan.runtime.collectives import all_gather, reduce_scatter
+from hzplan.runtime.collectives import Works, all_gather, begin_gather, reduce_scatter
 from hzplan.runtime.groups import Communicators
 
 
@@ -131,18 +131,26 @@ class Bucket:
             return None
         return self.mesh.stage_in_tier(tier, self.layout.levels.param, self.layout.levels.optim)
 
-    # The collectives. Each runs on its stream's thread and touches only the buffers of this bucket.
+    # The collectives. Each runs on its stream's thread and touches only the buffers of this bucket. Gathers
+    # are under way when they return; a reduction is over. ``tag``: as for ``collectives.begin_gather``.
 
-    def unshard(self, tier: int, groups: Communicators) -> None:
+    def unshard(self, tier: int, groups: Communicators, tag: int = 0) -> Works:
         """Gather from the shard (or what the tier outside has gathered) into the slot."""
         if (stage := self.unshard_stage(tier)) is None:
-            return
+            return []
         shards, level = self.mesh.shards, self.layout.levels.param
         part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
-        all_gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
+        return begin_gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage], tag)
 
     def reduce(
-        self, tier: int, groups: Communicators, scratch: Tensor, *, final: bool, accumulate: bool
+        self,
+        tier: int,
+        groups: Communicators,
+        scratch: Tensor,
+        *,
+        final: bool,
+        accumulate: bool,
+        tag: int = 0,
     ) -> None:
         """Reduce this micro-batch's gradient down to ℓg, and on the last one the sum down to L.
 
@@ -161,28 +169,30 @@ class Bucket:
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.staging, 0, stage.high)
                 add = accumulate and arrives
-            reduce_scatter(target, source, groups["reduce", stage], scratch, accumulate=add)
+            reduce_scatter(target, source, groups["reduce", stage], scratch, accumulate=add, tag=tag)
 
-    def regather(self, tier: int, groups: Communicators) -> None:
+    def regather(self, tier: int, groups: Communicators, tag: int = 0) -> Works:
         """Gather the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.regather_stage(tier)) is None:
-            return
+            return []
         level = self.layout.levels.grad
-        all_gather(
+        return begin_gather(
             self.within(self.grad, level, stage.low),
             self.within(self.grad, level, stage.high),
             groups["sync", stage],
+            tag,
         )
 
-    def sync(self, tier: int, groups: Communicators) -> None:
+    def sync(self, tier: int, groups: Communicators, tag: int = 0) -> Works:
         """Gather updated parameters from ℓo to ℓp, in place."""
         if (stage := self.sync_stage(tier)) is None:
-            return
+            return []
         level = self.layout.levels.param
-        all_gather(
+        return begin_gather(
             self.within(self.param, level, stage.low),
             self.within(self.param, level, stage.high),
             groups["sync", stage],
+            tag,
         )
 
     def publish(self) -> None:

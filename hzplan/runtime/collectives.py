@@ -1,4 +1,5 @@
-"""Collectives as stateless functions: buffers and a group in, nothing kept. All block until done.
+"""Collectives as stateless functions: buffers and a group in, nothing kept. ``begin_gather`` apart,
+all block until done.
 
 Buffers nest: the smaller one is a rank's slice of the larger one, so gathers and scatters run in place.
 
@@ -20,6 +21,9 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Works = list[dist.Work | None]
+"""What is under way; gloo gives no handle to ranks outside the group, which do not call."""
+
 
 def exchanges(group: dist.ProcessGroup | None = None) -> bool:
     """Whether collectives of this group go point to point: on gloo.
@@ -34,30 +38,40 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
 
     ``part`` may be this rank's slice of ``whole``.
     """
-    if not exchanges(group):
-        _all_gather(whole, part, group=group)
-        return
     wait(begin_gather(whole, part, group))
 
 
-def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work | None]:
-    """``all_gather`` as an exchange that is under way; ``wait`` for what it returns."""
+def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, tag: int = 0) -> Works:
+    """``all_gather`` under way; ``wait`` for what it returns.
+
+    ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
+    """
+    if not exchanges(group):
+        return [_all_gather(whole, part, group=group, async_op=True)]
     slices, place = whole.view(group.size(), -1), group.rank()
     others = _others(group)
-    receives = [dist.irecv(slices[peer], group=group, group_src=peer) for peer in reversed(others)]
-    sends = [dist.isend(part, group=group, group_dst=peer) for peer in others]
+    receives = [dist.irecv(slices[peer], group=group, group_src=peer, tag=tag) for peer in reversed(others)]
+    sends = [dist.isend(part, group=group, group_dst=peer, tag=tag) for peer in others]
     if slices[place].data_ptr() != part.data_ptr():
         slices[place].copy_(part)
     return [*receives, *sends]
 
 
 def reduce_scatter(
-    part: Tensor, whole: Tensor, group: dist.ProcessGroup, scratch: Tensor, *, accumulate: bool = False
+    part: Tensor,
+    whole: Tensor,
+    group: dist.ProcessGroup,
+    scratch: Tensor,
+    *,
+    accumulate: bool = False,
+    tag: int = 0,
 ) -> None:
     """Sum all ranks' ``whole`` [group size × n] and leave (or add) this rank's slice in ``part`` [n].
 
     ``part`` may be this rank's slice of ``whole``, unless it is added to. Sums run in group order on every
-    rank, so results do not depend on timing. ``scratch`` [≥ (group size − 1) × n] is for what others send.
+    rank, so results do not depend on timing. ``scratch`` is for what others send: of every one of them n
+    elements, or where it is smaller (at least 2 × (group size − 1) elements) as many as fit twice, so that
+    one portion is summed while the next one travels. ``tag``: as for ``begin_gather``.
     """
     if not exchanges(group):
         target = scratch[: part.numel()] if accumulate else part
@@ -65,19 +79,41 @@ def reduce_scatter(
         if accumulate:
             part.add_(target)
         return
-    slices, place = whole.view(group.size(), -1), group.rank()
-    others = _others(group)
-    room = scratch[: len(others) * part.numel()].view(-1, part.numel())
-    received = dict(zip(sorted(others), room, strict=True))
-    receives = [dist.irecv(received[peer], group=group, group_src=peer) for peer in reversed(others)]
-    sends = [dist.isend(slices[peer], group=group, group_dst=peer) for peer in others]
-    wait([*receives, *sends])
-    terms = [received[member] if member != place else slices[place] for member in range(group.size())]
-    if accumulate:
-        for term in terms:
-            part.add_(term)
-    else:
-        _sum(terms, place, part)
+    size, place = group.size(), group.rank()
+    slices, others = whole.view(size, -1), _others(group)
+    length, fits = part.numel(), scratch.numel() // (size - 1)
+    portion = length if fits >= length else fits // 2
+    bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
+    halves = scratch[: min(2, len(bounds)) * (size - 1) * portion].view(-1, size - 1, portion)
+
+    def room(index: int) -> dict[int, Tensor]:
+        """By rank: where its share of a portion goes."""
+        start, end = bounds[index]
+        return {peer: halves[index % 2][row, : end - start] for row, peer in enumerate(sorted(others))}
+
+    def receive(index: int) -> Works:
+        target = room(index)
+        return [dist.irecv(target[peer], group=group, group_src=peer, tag=tag) for peer in reversed(others)]
+
+    def send(index: int) -> Works:
+        start, end = bounds[index]
+        return [dist.isend(slices[peer][start:end], group=group, group_dst=peer, tag=tag) for peer in others]
+
+    receives = [receive(index) for index in range(len(halves))]
+    sends = [work for index in range(len(halves)) for work in send(index)]
+    for index, (start, end) in enumerate(bounds):
+        wait(receives[index])
+        received, own = room(index), slices[place][start:end]
+        terms = [received[member] if member != place else own for member in range(size)]
+        if accumulate:
+            for term in terms:
+                part[start:end].add_(term)
+        else:
+            _sum(terms, place, part[start:end])
+        if index + 2 < len(bounds):
+            receives.append(receive(index + 2))
+            sends += send(index + 2)
+    wait(sends)
 
 
 def _sum(terms: Sequence[Tensor], place: int, out: Tensor) -> None:

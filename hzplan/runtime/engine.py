@@ -10,8 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hzplan.cost import LANES, scratch_bytes
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
+from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.collectives import Works, exchanges, wait
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.groups import Communicators
 from hzplan.runtime.optimizer import ShardedOptimizer
@@ -42,12 +45,13 @@ class Engine:
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.schedule = schedule
+        self._streams = streams
         self.mesh = mesh
         self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
         self.groups = Communicators(mesh, _wanted(units, len(mesh.tiers)))
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
-        self.executor = Executor(schedule, self.run, self.idle, streams)
+        self.executor = Executor(schedule, self.run, self.idle, streams, self._depth)
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }
@@ -83,14 +87,20 @@ class Engine:
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
+        exchanging = self.mesh.world > 1 and exchanges()
+        self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
+        sizes = [_received_bytes(self.units.values(), tier) for tier in range(len(self.mesh.tiers))]
         self._scratch = [
-            torch.zeros(_scratch_bytes(self.units.values(), tier), dtype=torch.uint8, device=device)
-            for tier in range(len(self.mesh.tiers))
+            [
+                torch.zeros(scratch_bytes(size, self.mesh.world) // LANES, dtype=torch.uint8, device=device)
+                for _ in range(LANES)
+            ]
+            for size in sizes
         ]
         return {
             "unshard_buffers": sum(slot.numel() for slot in unshard),
             "gradient_buffers": sum(slot.numel() for slot in staging),
-            "scratch": sum(scratch.numel() for scratch in self._scratch),
+            "scratch": sum(scratch.numel() for lanes in self._scratch for scratch in lanes),
         }
 
     # What tasks do, on their streams' threads.
@@ -99,37 +109,61 @@ class Engine:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
             return self.optimizer is not None and not any(self.units[u].trainable_buckets for u in task.units)
-        buckets = [bucket for unit in task.units for bucket in self.units[unit].buckets]
-        if task.kind is Kind.UNSHARD:
-            return all(bucket.unshard_stage(task.tier) is None for bucket in buckets)
-        if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            final = task.kind is Kind.FINAL_REDUCE
-            return not any(bucket.reduce_stages(task.tier, final=final) for bucket in buckets)
-        if task.kind is Kind.REGATHER:
-            return all(bucket.regather_stage(task.tier) is None for bucket in buckets)
-        return all(bucket.sync_stage(task.tier) is None for bucket in buckets)
+        return not self.stages(task)
+
+    def stages(self, task: Task) -> list[tuple[Bucket, Stage]]:
+        """The collectives of a communication task, in order."""
+        found: list[tuple[Bucket, Stage]] = []
+        for bucket in (bucket for unit in task.units for bucket in self.units[unit].buckets):
+            if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+                final = task.kind is Kind.FINAL_REDUCE
+                found += [(bucket, stage) for stage in bucket.reduce_stages(task.tier, final=final)]
+            elif task.kind in (Kind.UNSHARD, Kind.REGATHER, Kind.SYNC):
+                stage = {
+                    Kind.UNSHARD: bucket.unshard_stage,
+                    Kind.REGATHER: bucket.regather_stage,
+                    Kind.SYNC: bucket.sync_stage,
+                }[task.kind](task.tier)
+                found += [(bucket, stage)] if stage is not None else []
+        return found
+
+    def nbytes(self, task: Task) -> int:
+        """The bytes of a communication task's whole buffers, those of the coarser slice that it spans."""
+        gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER)
+        return sum(
+            (bucket.layout.master_nbytes if gradients else bucket.layout.nbytes)
+            // self.mesh.shards[stage.low]
+            for bucket, stage in self.stages(task)
+        )
 
     @torch.no_grad()
-    def run(self, task: Task) -> None:
-        """Do a task's work for all its units, one after the other."""
-        accumulate = task.position >= len(self.schedule.uses)
-        for name in task.units:
-            if task.kind is Kind.UPDATE:
-                assert self.optimizer is not None
+    def run(self, task: Task, lane: int = 0) -> None:
+        """Do a task's work for all its units: gathers together, reductions one after the other."""
+        if task.kind is Kind.UPDATE:
+            assert self.optimizer is not None
+            for name in task.units:
                 self.optimizer.update(name)
                 for bucket in self.units[name].trainable_buckets:
                     bucket.publish()
-                continue
-            for bucket in self.units[name].buckets:
-                if task.kind is Kind.UNSHARD:
-                    bucket.unshard(task.tier, self.groups)
-                elif task.kind is Kind.REGATHER:
-                    bucket.regather(task.tier, self.groups)
-                elif task.kind is Kind.SYNC:
-                    bucket.sync(task.tier, self.groups)
-                else:
-                    scratch, final = self._scratch[task.tier], task.kind is Kind.FINAL_REDUCE
-                    bucket.reduce(task.tier, self.groups, scratch, final=final, accumulate=accumulate)
+            return
+        tag = task.index + 1  # what is under way at once on a stream is told apart by it
+        buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
+        if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+            for bucket in buckets:
+                bucket.reduce(
+                    task.tier,
+                    self.groups,
+                    self._scratch[task.tier][lane],
+                    final=task.kind is Kind.FINAL_REDUCE,
+                    accumulate=task.position >= len(self.schedule.uses),
+                    tag=tag,
+                )
+            return
+        under_way: Works = []
+        for bucket in buckets:
+            gather = {Kind.UNSHARD: bucket.unshard, Kind.REGATHER: bucket.regather, Kind.SYNC: bucket.sync}
+            under_way += gather[task.kind](task.tier, self.groups, tag)
+        wait(under_way)
 
     # What the hooks report.
 
@@ -335,7 +369,7 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
     return {(kind, stage) for kind, stage in found if stage is not None}
 
 
-def _scratch_bytes(units: Iterable[UnitState], tier: int) -> int:
+def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
     """The most that a reduce on a tier receives: a rank's slice, from every other rank of the group."""
     return max(
         (
@@ -350,4 +384,4 @@ def _scratch_bytes(units: Iterable[UnitState], tier: int) -> int:
 
 
 def _needs_by_position(schedule: Schedule) -> list[tuple[str, ...]]:
-    return [schedule.requires[schedule.use(task).unit] for task in schedule.compute]
+    return [schedule.reads(schedule.use(task)) for task in schedule.compute]

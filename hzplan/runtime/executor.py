@@ -4,14 +4,13 @@ Two poorer ways to run it are there to be compared with (``Streams``): they foll
 which is the same on every rank and a topological order of the DAG, so they cannot deadlock either.
 
 The compute stream is the caller's thread. When it ends a compute task, the tasks that follow in the total
-launch order, up to the next compute task, are launched; a launched task runs once everything before it in
-the DAG is done. Since each stream's order is part of the DAG, a thread takes what is ready. Tasks with
-nothing to do end at once, on whatever thread ended the last task before them.
+launch order, up to the next compute task, are launched; a launched task runs once everything that it needs
+is done and everything before it on its stream has begun. Tasks with nothing to do end at once, on whatever
+thread ended the last task that they needed.
 """
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
@@ -27,13 +26,14 @@ POLL_S = 1.0
 
 @dataclass
 class StepRecord:
-    """What happened in one step: launch order, run order, and seconds (perf_counter) per task."""
+    """What happened in one step: launch order, and seconds (perf_counter) per task."""
 
     launched: list[int] = field(default_factory=list)
-    finished: dict[str, list[int]] = field(default_factory=dict)
+    begun: dict[str, list[int]] = field(default_factory=dict)  # by stream, in order
     start_s: dict[int, float] = field(default_factory=dict)
     end_s: dict[int, float] = field(default_factory=dict)
     exposed_s: dict[str, float] = field(default_factory=dict)
+    waits: list[tuple[float, float, str]] = field(default_factory=list)  # of compute: from, to, for what
 
 
 class Streams(Enum):
@@ -42,6 +42,37 @@ class Streams(Enum):
     TIERS = "a thread per stream"
     ONE = "one thread for all"
     NONE = "the compute thread"
+
+
+class _Line:
+    """Tasks that begin in order, up to ``width`` at once: what is ready waits for those before it to begin.
+
+    Then the first task of a line that is not done on all ranks has begun wherever it can, so ranks whose
+    tasks become ready in different orders do not wait for each other in a circle.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.tasks: list[int] = []
+        self.ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._early: set[int] = set()
+        self._next = 0
+
+    def release(self, index: int) -> list[int]:
+        """A task's needs are done; returns what has become ready to begin."""
+        self._early.add(index)
+        begun = []
+        while (first := self.tasks[self._next]) in self._early:
+            self._early.discard(first)
+            self._next = (self._next + 1) % len(self.tasks)
+            self.ready.put(first)
+            begun.append(first)
+        return begun
+
+    def restart(self) -> None:
+        """Nothing is launched, and what comes next is a step's first task."""
+        assert not self._early
+        self._next = 0
 
 
 class StreamError(RuntimeError):
@@ -54,26 +85,27 @@ class Executor:
     def __init__(
         self,
         schedule: Schedule,
-        run: Callable[[Task], None],
+        run: Callable[[Task, int], None],
         idle: Callable[[Task], bool],
         streams: Streams = Streams.TIERS,
+        depth: int = 1,
     ) -> None:
-        """``run`` does a task's work on its stream's thread; ``idle`` says that a task has none."""
+        """``run(task, lane)`` does a task's work on a thread; ``idle`` says that a task has none.
+
+        ``depth``: how many tasks of a tier's stream may be under way at once, each in a lane of its own; more
+        than one only where a backend does not need one order of launches on every rank.
+        """
         self.schedule = schedule
         self.tasks = schedule.tasks
         self._run = run
         self._streams = streams
-        self._idle = [task.stream != COMPUTE_STREAM and idle(task) for task in self.tasks]
+        self._idle = [task.stream != COMPUTE_STREAM and idle(task) for task in schedule.tasks]
         self._next = _launches(schedule)
-        self._after = [task.after for task in self.tasks]
-        self._after_previous = [task.after_previous for task in self.tasks]
-        if streams is not Streams.TIERS:
-            self._chain()
         self._followers: list[list[tuple[int, int]]] = [[] for _ in self.tasks]  # (task, steps ahead)
         for task in self.tasks:
-            for before in self._after[task.index]:
+            for before in task.needs:
                 self._followers[before].append((task.index, 0))
-            for before in self._after_previous[task.index]:
+            for before in task.needs_previous:
                 self._followers[before].append((task.index, 1))
         self._lock = threading.Lock()
         self._done = [-1] * len(self.tasks)  # the last step in which a task ended
@@ -87,36 +119,29 @@ class Executor:
         self.step = -1
         self.record = StepRecord()
         self._records = [self.record] * len(self.tasks)  # of the step in which a task was last launched
-        self._lanes = {
-            task.stream: task.stream if streams is Streams.TIERS else "all"
-            for task in self.tasks
-            if task.stream != COMPUTE_STREAM and not self._idle[task.index]
-        }
-        self._queues: dict[str, queue.SimpleQueue[int | None]] = {
-            lane: queue.SimpleQueue() for lane in sorted(set(self._lanes.values()))
-        }
+        self._lines: dict[str, _Line] = {}
+        for task in self.tasks:
+            if task.stream != COMPUTE_STREAM and not self._idle[task.index]:
+                name = task.stream if streams is Streams.TIERS else "all"
+                width = depth if task.tier >= 0 and streams is Streams.TIERS else 1
+                self._lines.setdefault(name, _Line(width)).tasks.append(task.index)
+        self._line_of = {index: line for line in self._lines.values() for index in line.tasks}
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"hzplan {lane}", daemon=True)
-            for lane in self._queues
+            threading.Thread(target=self._work, args=(line, lane), name=f"hzplan {name}", daemon=True)
+            for name, line in self._lines.items()
+            for lane in range(line.width)
             if streams is not Streams.NONE
         ]
         for thread in self._threads:
             thread.start()
 
-    def _chain(self) -> None:
-        """Make one stream of all: every task with something to do after the one before it in launch order."""
-        busy = [t.index for t in self.tasks if t.stream != COMPUTE_STREAM and not self._idle[t.index]]
-        for before, index in itertools.pairwise(busy):
-            self._after[index] = tuple(sorted({*self._after[index], before}))
-        if busy:
-            self._after_previous[busy[0]] = tuple(sorted({*self._after_previous[busy[0]], busy[-1]}))
-
     def close(self) -> None:
         """End the threads, after what was launched is done (or has failed)."""
         with suppress(StreamError):
             self.drain()
-        for stream_queue in self._queues.values():
-            stream_queue.put(None)
+        for line in self._lines.values():
+            for _ in range(line.width):
+                line.ready.put(None)
         for thread in self._threads:
             thread.join(timeout=10)
 
@@ -136,9 +161,7 @@ class Executor:
         if not ready:
             while not self._compute_ready.wait(POLL_S):
                 self._raise_error()
-            waited = time.perf_counter() - asked
-            cause = self._cause[task.index]
-            self.record.exposed_s[cause] = self.record.exposed_s.get(cause, 0.0) + waited
+            self._note_wait(asked, time.perf_counter(), self._cause[task.index])
         self._raise_error()
         self.record.start_s[task.index] = time.perf_counter()
 
@@ -174,6 +197,14 @@ class Executor:
         self.drain()
         with self._lock:
             self._done = [self.step] * len(self.tasks)
+            for line in self._lines.values():
+                line.restart()
+
+    def _note_wait(self, start_s: float, end_s: float, cause: str) -> None:
+        """Compute stood still."""
+        record = self.record
+        record.exposed_s[cause] = record.exposed_s.get(cause, 0.0) + end_s - start_s
+        record.waits.append((start_s, end_s, cause))
 
     def _admit(self, index: int) -> bool:
         """Note a task as launched; True when nothing before it is still open. Lock held."""
@@ -184,8 +215,8 @@ class Executor:
         self._launched[index] = self.step
         self._records[index] = self.record
         self._open += task.stream != COMPUTE_STREAM
-        self._waiting[index] = sum(self._done[u] < self.step for u in self._after[index]) + sum(
-            self._done[u] < self.step - 1 for u in self._after_previous[index]
+        self._waiting[index] = sum(self._done[u] < self.step for u in task.needs) + sum(
+            self._done[u] < self.step - 1 for u in task.needs_previous
         )
         return self._waiting[index] == 0
 
@@ -198,7 +229,8 @@ class Executor:
         elif self._idle[index]:
             self._complete(index)
         else:
-            self._queues[self._lanes[task.stream]].put(index)
+            for begun in self._line_of[index].release(index):
+                self._records[begun].begun.setdefault(self.tasks[begun].stream, []).append(begun)
 
     def _complete(self, index: int) -> None:
         """A task is done: release what waited for it alone. Lock held."""
@@ -214,36 +246,34 @@ class Executor:
                     self._release(follower, cause)
         self._all_done.notify_all()
 
-    def _work(self, lane: str) -> None:
+    def _work(self, line: _Line, lane: int) -> None:
         """A thread: run what is ready, in order."""
-        while (index := self._queues[lane].get()) is not None:
-            if not self._execute(index):
+        while (index := line.ready.get()) is not None:
+            if not self._execute(index, lane):
                 return
 
     def _work_here(self) -> None:
         """Run what is ready on the compute thread, which waits for nothing else meanwhile."""
-        for waiting in self._queues.values():
-            while not waiting.empty():
-                index = waiting.get()
-                if index is None or not self._execute(index):
+        for line in self._lines.values():
+            while not line.ready.empty():
+                index = line.ready.get()
+                if index is None or not self._execute(index, 0):
                     self._raise_error()
                     return
-                record, cause = self._records[index], _booking(self.tasks[index])
-                seconds = record.end_s[index] - record.start_s[index]
-                record.exposed_s[cause] = record.exposed_s.get(cause, 0.0) + seconds
+                record = self._records[index]
+                self._note_wait(record.start_s[index], record.end_s[index], _booking(self.tasks[index]))
 
-    def _execute(self, index: int) -> bool:
+    def _execute(self, index: int, lane: int) -> bool:
         """Run a task and release what waited for it; False when it failed."""
         started = time.perf_counter()
         try:
-            self._run(self.tasks[index])
+            self._run(self.tasks[index], lane)
         except BaseException as error:
             self._fail(index, error)
             return False
         record = self._records[index]
         record.start_s[index] = started
         record.end_s[index] = time.perf_counter()
-        record.finished.setdefault(self.tasks[index].stream, []).append(index)
         with self._lock:
             self._complete(index)
         return True

@@ -23,7 +23,6 @@ from hzplan.formats.plan import (
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import bucketise
-from hzplan.schedule import Use
 from hzplan.solver.evaluate import Evaluation, tensors_of
 from hzplan.solver.solve import Request, Solved
 
@@ -70,7 +69,7 @@ def as_plan(profile: Profile, chosen: Evaluation, *, proof: Proof, source: Sourc
         proof=proof,
         predicted=predict(profile, chosen),
         units=_units(profile, chosen.levels),
-        uses=tuple(str(Use(use.unit, use.phase)) for use in profile.uses),
+        uses=tuple(str(use.use) for use in profile.uses),
     )
 
 

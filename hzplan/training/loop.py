@@ -21,9 +21,11 @@ from hzplan.profiler.optimizer import OPTIMIZERS
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.show.trace import Span
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
 from hzplan.training.measure import peak_memory_bytes
+from hzplan.training.recording import Recording
 from hzplan.training.step import forward_backward
 
 WARM_UP_STEPS = 3
@@ -35,7 +37,11 @@ TRACED_STEP = 1
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to train. ``evaluate_every`` counts steps; the end is evaluated in any case."""
+    """How to train.
+
+    ``evaluate_every`` counts steps; the end is evaluated in any case. ``record_steps``: of how many steps at
+    the end to keep what every stream did.
+    """
 
     steps: int
     lr: float = 1e-3
@@ -43,6 +49,7 @@ class RunOptions:
     clip_norm: float = 1.0
     evaluate_every: int | None = None
     heldout_tokens: int = 1 << 16
+    record_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class RunResult:
     """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
 
     ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
-    order of uses and ran unoverlapped.
+    order of uses and ran unoverlapped. ``recorded``: what ``RunOptions.record_steps`` asked for, by rank.
     """
 
     steps: int
@@ -74,6 +81,7 @@ class RunResult:
     heldout_losses: tuple[tuple[int, float], ...]
     unigram_entropy_nats: float | None
     unplanned_steps: int
+    recorded: Mapping[str, list[Span]]
 
     @property
     def loss_first(self) -> float:
@@ -133,6 +141,7 @@ class _Trainer:
         self.model, self.optimizer = _parallelize(model, plan, options.lr)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.record: StepRecord = self.optimizer.engine.executor.record
+        self.recording = Recording(self.optimizer.engine, options.record_steps)
         self.unplanned = 0
         self.peak_memory_bytes = 0
         self.losses: list[float] = []
@@ -198,6 +207,7 @@ class _Trainer:
         record = self.optimizer.engine.executor.record
         waits = {} if record is self.record else record.exposed_s
         self.unplanned += record is self.record
+        self.recording.note()
         self.record = record
         names = list(self.plan.cluster.tier_names)
         return {name: waits.get(f"tier {tier}", 0.0) for tier, name in enumerate(names)} | {
@@ -259,6 +269,7 @@ class _Trainer:
             heldout_losses=tuple(self.heldout),
             unigram_entropy_nats=None if self.corpus is None else self.corpus.unigram_entropy_nats,
             unplanned_steps=self.unplanned,
+            recorded=self.recording.gather() if self.options.record_steps else {},
         )
 
 

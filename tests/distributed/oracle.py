@@ -21,6 +21,7 @@ from hzplan.models.workload import next_token_loss
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.schedule import Use
+from tests.distributed.lean import lean
 
 VOCAB, LENGTH, ROWS = 32, 8, 2
 
@@ -29,7 +30,8 @@ VOCAB, LENGTH, ROWS = 32, 8, 2
 class Case:
     """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``).
 
-    ``dtype``: what the model computes in.
+    ``dtype``: what the model computes in. ``lean``: nothing is gathered that is not read, small units travel
+    with others.
     """
 
     mesh: str
@@ -43,6 +45,7 @@ class Case:
     frozen: bool = False
     groups: bool = False
     seed: int = 0
+    lean: bool = False
 
     @property
     def name(self) -> str:
@@ -144,7 +147,20 @@ def choice(case: Case) -> Choice:
     triples = [Levels(*triple) for triple in legal(case.mesh)]
     names = [name for name, _ in fresh_model(case).named_parameters()]
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
-    return Choice(mesh, levels, uses_of(case), case.prefetch, case.accumulation, case.clip, case.dtype)
+    uses, requires = lean_uses() if case.lean else (uses_of(case), {})
+    return Choice(
+        mesh, levels, uses, case.prefetch, case.accumulation, case.clip, case.dtype, requires=requires
+    )
+
+
+@cache
+def lean_uses() -> tuple[tuple[Use, ...], dict[str, Any]]:
+    """The uses as the profiler writes them down, with small units joined to others."""
+    model = fresh_model(Case("1"))
+    uses, requires = lean(model, lambda: loss_of(model, batch(0, 0, 0)))
+    assert [str(use) for use in uses if not use.reads] == ["b positions", "b embed"]
+    assert requires["norm"] == ("norm", "head") and requires["positions"] == ("positions", "embed")
+    return uses, requires
 
 
 def sharded(case: Case) -> tuple[nn.Module, ShardedOptimizer]:
@@ -241,4 +257,5 @@ def random_cases(number: int) -> Iterator[Case]:
             frozen=rng.random() < 0.3,
             groups=rng.random() < 0.3,
             seed=seed,
+            lean=rng.random() < 0.5,
         )

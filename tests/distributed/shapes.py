@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.models.hooks import attach
-from hzplan.models.units import find_units
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.engine import Engine, Mode
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.schedule import Kind, Task, Use
+from tests.distributed.lean import lean
 
 STEPS, ACCUMULATION, WIDTH = 4, 3, 6
 
@@ -167,21 +166,13 @@ def fresh(name: str) -> nn.Module:
 @cache
 def uses_of(name: str) -> tuple[Use, ...]:
     """The recorded uses of one forward and backward."""
-    model, found = fresh(name), []
+    return _lean(name)[0]
 
-    class Recorder:
-        def enter(self, unit: str, phase: Any) -> None:
-            found.append(Use(unit, phase))
 
-        def gradient(self, parameter: nn.Parameter) -> None:
-            pass
-
-        def backward_end(self) -> None:
-            pass
-
-    attach(find_units(model), Recorder())
-    loss_of(model, 0, 0, 0).backward()
-    return tuple(found)
+@cache
+def _lean(name: str) -> tuple[tuple[Use, ...], dict[str, Any]]:
+    model = fresh(name)
+    return lean(model, lambda: loss_of(model, 0, 0, 0))
 
 
 @cache
@@ -210,7 +201,8 @@ def choice(name: str, levels: tuple[int, int, int], prefetch: int) -> Choice:
     """The same levels for all tensors, over all ranks."""
     names = {n: Levels(*levels) for n, _ in fresh(name).named_parameters()}
     mesh = Mesh.parse(str(dist.get_world_size()))
-    return Choice(mesh, names, uses_of(name), prefetch, ACCUMULATION, False)
+    uses, requires = _lean(name)
+    return Choice(mesh, names, uses, prefetch, ACCUMULATION, False, requires=requires)
 
 
 def start(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[nn.Module, ShardedOptimizer]:
@@ -231,10 +223,10 @@ def dawdling() -> Iterator[None]:
     """Every collective of a background task begins late, at random."""
     rng, run = random.Random(0), Engine.run
 
-    def late(self: Engine, task: Task) -> None:
+    def late(self: Engine, task: Task, lane: int = 0) -> None:
         if task.kind is not Kind.UPDATE:
             time.sleep(rng.uniform(0, 0.003))
-        run(self, task)
+        run(self, task, lane)
 
     with patch.object(Engine, "run", late):
         yield

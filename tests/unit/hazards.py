@@ -68,7 +68,7 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
         match task.kind:
             case Kind.COMPUTE:
                 index = task.position % len(schedule.uses)
-                for unit in schedule.requires[schedule.uses[index].unit]:
+                for unit in schedule.reads(schedule.uses[index]):
                     it.reads |= {("slot", unit), ("param", unit)}
                 for unit in reduced.get(index, ()):
                     it.writes |= {("staging", unit), ("grad", unit)}
@@ -80,7 +80,6 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                     it.reads |= {("param", unit), ("slot", unit)}
                     it.writes |= {("slot", unit), ("phantom slot", unit)}
             case Kind.REDUCE | Kind.FINAL_REDUCE:
-                it.writes |= {("scratch", str(task.tier))}
                 for unit in task.units:
                     it.writes |= {("staging", unit), ("grad", unit), ("phantom staging", unit)}
                 it.reads |= {("phantom staging", unit) for unit in phantom_of_staging.get(task.position, ())}
@@ -145,6 +144,14 @@ def _aliases(schedule: Schedule, resource: Resource) -> list[Resource]:
     return [(kind, other) for other in lives if other == unit or disjoint(lives[unit], lives[other])]
 
 
+def in_lanes(schedule: Schedule) -> list[Task]:
+    """The tasks in the order that the runtime keeps: of a tier's stream several may be under way at once."""
+    return [
+        replace(task, after=task.needs, after_previous=task.needs_previous) if task.tier >= 0 else task
+        for task in schedule.tasks
+    ]
+
+
 class Detector:
     """Finds the hazards of a schedule, and of the same tasks with other edges."""
 
@@ -177,7 +184,7 @@ class Detector:
 
     def hazards(self, tasks: Sequence[Task] | None = None) -> Iterator[Hazard]:
         """Conflicting pairs without a path between them."""
-        tasks = self.schedule.tasks if tasks is None else tasks
+        tasks = in_lanes(self.schedule) if tasks is None else tasks
         ancestors = reach(tasks)
         for node, mine in enumerate(self.conflicts):
             for resource, others in mine:

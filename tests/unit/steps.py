@@ -49,6 +49,8 @@ def chain(
 def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulation: int = 4) -> Step:
     """Chains, tied and nested units, modules called twice, recomputation, frozen units, parts of no gradient.
 
+    Some backwards read no parameter.
+
     As in any training step the first use of a unit is a forward before the first backward.
     """
     names = [f"u{i}" for i in range(draw(st.integers(1, max_units)))]
@@ -62,7 +64,7 @@ def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulat
     for name in reversed(forward):
         if draw(st.integers(0, 5)) == 0:
             continue  # no gradient comes by here
-        uses.append(Use(name, "backward"))
+        uses.append(Use(name, "backward", reads=draw(st.integers(0, 3)) > 0))
         if recompute and draw(st.booleans()):  # its backward begins, finds nothing saved, and computes again
             uses.append(Use(name, "forward"))
     trainable = tuple(name for name in names if draw(st.integers(0, 4)))

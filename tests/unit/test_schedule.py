@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hzplan.cost import Slots, assign_slots
 from hzplan.layout import TensorSpec
 from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
-from tests.unit.hazards import Detector, edges, implied, other_tenants, reduced_units, without
+from tests.unit.hazards import Detector, edges, implied, in_lanes, other_tenants, reduced_units, without
 from tests.unit.steps import Step, chain, steps
 
 # ---- structure ---------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def runs(step: Step, unit: str) -> list[int]:
     """The positions for which a unit has to be unsharded, by walking through the step."""
     found, last = [], None
     for position, use in enumerate(step.uses * step.accumulation):
-        if unit in step.requires[use.unit]:
+        if use.reads and unit in step.requires[use.unit]:
             # Kept while its next use is among the prefetch + 1 that follow.
             if last is None or position - last > step.prefetch + 1:
                 found.append(position)
@@ -75,6 +75,7 @@ def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> N
     schedule = step.build()
     reduced = reduced_units(schedule, step.trainable)
     trained = sum(map(len, reduced.values()))
+    travelling = {runs(step, unit)[0] for units in reduced.values() for unit in units}
     unshards = {position for unit in step.requires for position in runs(step, unit)}
     expected = {
         Kind.BEGIN: 1,
@@ -85,7 +86,7 @@ def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> N
         Kind.FINAL_REDUCE: len(reduced) * step.tiers,
         Kind.REGATHER: len(reduced) * step.tiers,
         Kind.UPDATE: trained,
-        Kind.SYNC: trained * step.tiers,
+        Kind.SYNC: len(travelling) * step.tiers,
     }
     assert Counter(task.kind for task in schedule.tasks) == {k: n for k, n in expected.items() if n}
     for task in schedule.tasks:
@@ -127,7 +128,9 @@ def test_an_unshard_is_launched_when_its_window_opens(step: Step) -> None:
 
 
 @given(steps())
-def test_updates_go_as_gradients_arrive_and_parameters_travel_in_forward_order(step: Step) -> None:
+def test_updates_and_parameters_go_in_forward_order_but_unclipped_updates_as_gradients_arrive(
+    step: Step,
+) -> None:
     schedule = step.build()
     reduced = reduced_units(schedule, step.trainable)
     arrival = [unit for index in sorted(reduced) for unit in reduced[index]]
@@ -136,7 +139,12 @@ def test_updates_go_as_gradients_arrive_and_parameters_travel_in_forward_order(s
         found = [task for task in schedule.tasks if (task.kind, task.tier) == (kind, tier)]
         return [unit for task in found for unit in task.units]
 
-    assert units(Kind.UPDATE, -1) == arrival
+    updated = units(Kind.UPDATE, -1)
+    if step.clip:
+        assert sorted(updated) == sorted(arrival)
+        assert (first := [runs(step, unit)[0] for unit in updated]) == sorted(first)
+    else:
+        assert updated == arrival
     for tier in range(step.tiers):
         travelled = units(Kind.SYNC, tier)
         assert sorted(travelled) == sorted(arrival)
@@ -218,7 +226,7 @@ class Machine:
     def task(self, task: Task, number: int) -> None:
         if task.kind is Kind.COMPUTE:
             index = task.position % len(self.step.uses)
-            for unit in self.step.requires[self.step.uses[index].unit]:
+            for unit in self.schedule.reads(self.step.uses[index]):
                 version = number if unit in self.trained else 0
                 assert self.whole.get(self.slots.unshard[unit]) == (unit, version), (
                     f"{task}: {unit} is not whole"
@@ -327,13 +335,13 @@ def test_an_edge_less_is_a_hazard(rule: str, name: str) -> None:
     after_kind, before_kinds, from_previous = LOAD_BEARING[rule]
     tenants = other_tenants(schedule)
     dropped = 0
-    for edge in edges(schedule.tasks):
+    for edge in edges(in_lanes(schedule)):
         before, after = schedule.tasks[edge[0]], schedule.tasks[edge[1]]
         if (
             before.stream == after.stream
             or (after.kind, edge[2]) != (after_kind, from_previous)
             or before.kind not in before_kinds
-            or implied(schedule.tasks, edge)
+            or implied(in_lanes(schedule), edge)
         ):
             continue
         if (after.kind, before.kind) == (Kind.UNSHARD, Kind.COMPUTE) and not any(
@@ -341,7 +349,7 @@ def test_an_edge_less_is_a_hazard(rule: str, name: str) -> None:
         ):
             continue  # at the turn from forward to backward nobody else can have the slot
         dropped += 1
-        assert detector.racy(without(schedule.tasks, edge)), f"{after} without {before}"
+        assert detector.racy(without(in_lanes(schedule), edge)), f"{after} without {before}"
     absent = (
         (" goes " in rule and step.tiers == 1)
         or (after_kind is Kind.REDUCE and step.accumulation == 1)
@@ -360,21 +368,21 @@ def test_an_edge_less_is_a_hazard_in_any_step(step: Step) -> None:
     windows = [
         LOAD_BEARING[rule] for rule in ("unshard waits for the window", "compute waits for a gradient slot")
     ]
-    for edge in edges(schedule.tasks):
+    for edge in edges(in_lanes(schedule)):
         before, after = schedule.tasks[edge[0]], schedule.tasks[edge[1]]
         if before.stream == after.stream or before.kind is Kind.BEGIN:
             continue
         if any(after.kind is kind and before.kind in kinds for kind, kinds, _ in windows):
             continue
-        if not implied(schedule.tasks, edge):
-            assert detector.racy(without(schedule.tasks, edge)), f"{after} without {before}"
+        if not implied(in_lanes(schedule), edge):
+            assert detector.racy(without(in_lanes(schedule), edge)), f"{after} without {before}"
 
 
 def test_the_detector_knows_every_kind_of_edge() -> None:
     """No edge between streams is left out of the rules above, but those from the step's begin."""
     rules = {(kind, before, previous) for kind, kinds, previous in LOAD_BEARING.values() for before in kinds}
     for step in MUTATED.values():
-        tasks = step.build().tasks
+        tasks = in_lanes(step.build())
         found = {
             (tasks[after].kind, tasks[before].kind, previous)
             for before, after, previous in edges(tasks)

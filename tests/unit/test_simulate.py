@@ -108,7 +108,11 @@ def test_clipping_keeps_the_update_behind_all_gradients() -> None:
     free, clipped = chain(2).build(), chain(2, clip=True).build()
     # u1's gradient is there before compute ends: its update goes during u0's reduce.
     assert replay(free, durations(free, lengths)).period_ns == 40 + 8 + 6
-    assert replay(clipped, durations(clipped, lengths)).period_ns == 40 + 8 + 6 + 6
+    # Both wait for u0's gradient; u0, which is used first, is updated first, and u1 while u0 computes.
+    assert replay(clipped, durations(clipped, lengths)).period_ns == 40 + 8 + 6
+    timeline = replay(clipped, durations(clipped, lengths))
+    gradients = max(timeline.end_ns[t.index] for t in clipped.tasks if t.kind is Kind.FINAL_REDUCE)
+    assert all(timeline.start_ns[t.index] >= gradients for t in clipped.tasks if t.kind is Kind.UPDATE)
 
 
 def test_a_tier_cannot_carry_more_than_its_load() -> None:
