@@ -159,7 +159,8 @@ def lean_uses() -> tuple[tuple[Use, ...], dict[str, Any]]:
     model = fresh_model(Case("1"))
     uses, requires = lean(model, lambda: loss_of(model, batch(0, 0, 0)))
     assert [str(use) for use in uses if not use.reads] == ["b positions", "b embed"]
-    assert requires["norm"] == ("norm", "head") and requires["positions"] == ("positions", "embed")
+    # The head is tied to the embedding, so neither takes others along.
+    assert requires["norm"] == ("norm", "layers.1") and requires["positions"] == ("positions", "layers.0")
     return uses, requires
 
 
