@@ -42,8 +42,18 @@ def free_port() -> int:
 @pytest.mark.distributed
 def test_run_trains_on_text(tmp_path: Path) -> None:
     make_plan("gpt:nano", mesh="2", micro_batch=8, accumulation=2, clip=True).save(tmp_path / "plan.json")
-    arguments = ("--steps", 80, "--lr", 1e-2, "--metrics", "out/metrics.jsonl", "--json")
-    done = hzplan("run", "plan.json", *arguments, cwd=tmp_path)
+    arguments = (
+        "--steps",
+        80,
+        "--lr",
+        1e-2,
+        "--metrics",
+        "out/metrics.jsonl",
+        "--trace",
+        "trace.json",
+        "--json",
+    )
+    done = hzplan("run", "plan.json", *arguments, "--json", cwd=tmp_path)
     assert done.code == 0, done.stderr
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
@@ -70,6 +80,15 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
     assert metrics[0]["loss"] == result["loss_first"]
     assert metrics[-1]["loss"] == result["loss_last"]
     assert "torchrun --nproc-per-node 2 -m hzplan run plan.json" in done.stderr
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    ran = [e for e in events if e["ph"] == "X"]
+    assert min(e["ts"] for e in ran) == 0
+    assert (
+        sum(e["name"].startswith("compute@") and e["pid"] == 1 for e in ran) == 5 * 2 * 12
+    )  # steps, batches
+    assert all(e["args"]["bytes"] > 0 for e in ran if e["name"].startswith("final-reduce"))
 
 
 @pytest.mark.distributed

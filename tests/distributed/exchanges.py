@@ -56,14 +56,16 @@ def _scatter(
     expected = sum(values(rank, size, dtype) for rank in order)
     assert isinstance(expected, Tensor)
     expected = expected.view(size, LENGTH)[place]
-    scratch = torch.full(((size - 1) * LENGTH,), -1, dtype=dtype)
-    whole = values(order[place], size, dtype)
-    part = whole.view(size, LENGTH)[place] if in_place else torch.empty(LENGTH, dtype=dtype)
-    reduce_scatter(part, whole, group, scratch)
-    if not torch.equal(part, expected):
-        wrong.append(f"reduce_scatter {order} {dtype} {in_place}")
-    added = torch.ones(LENGTH, dtype=dtype)
-    reduce_scatter(added, values(order[place], size, dtype), group, scratch, accumulate=True)
-    if not torch.equal(added, expected + 1):
-        wrong.append(f"reduce_scatter {order} {dtype} accumulate")
+    # Room for everything, and for portions of 50 and of 26 elements from everyone.
+    for room in ((size - 1) * LENGTH, (size - 1) * 100 + 1, 2 * (size - 1) * (1 + LENGTH // 40)):
+        scratch = torch.full((room,), -1, dtype=dtype)
+        whole = values(order[place], size, dtype)
+        part = whole.view(size, LENGTH)[place] if in_place else torch.empty(LENGTH, dtype=dtype)
+        reduce_scatter(part, whole, group, scratch)
+        if not torch.equal(part, expected):
+            wrong.append(f"reduce_scatter {order} {dtype} {in_place} {room}")
+        added = torch.ones(LENGTH, dtype=dtype)
+        reduce_scatter(added, values(order[place], size, dtype), group, scratch, accumulate=True)
+        if not torch.equal(added, expected + 1):
+            wrong.append(f"reduce_scatter {order} {dtype} accumulate {room}")
     return wrong
