@@ -53,7 +53,10 @@ def main() -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
-        sys.exit(app(prog_name="hzplan", standalone_mode=False))
+        code = app(prog_name="hzplan", standalone_mode=False)
+        if _place():
+            _leave(code or 0)
+        sys.exit(code)
     except KeyboardInterrupt:
         _fail(UserError("interrupted"), INTERRUPTED)
     except UserError as error:
@@ -63,6 +66,17 @@ def main() -> NoReturn:
         if usage:
             _fail(UserError(usage), UserError.exit_code)
         _fail(error, JobFailed.exit_code if _place() else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End a rank whose work is done, without taking the interpreter apart.
+
+    torch's communication threads outlive their groups; one that needs the interpreter while it is being
+    taken apart aborts the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:
