@@ -42,7 +42,7 @@ def joined(
             carrier[unit] = max(candidates, key=lambda other: (abs(places[other][0] - middle), other))
     together: dict[str, list[str]] = {}
     for unit in requires:
-        if unit in carrier:
+        if unit in carrier and carrier[unit] not in carrier:  # nobody is carried by what is carried itself
             together.setdefault(carrier[unit], [carrier[unit]]).append(unit)
     found = dict(requires)
     for members in together.values():

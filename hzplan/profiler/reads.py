@@ -79,7 +79,7 @@ def _finite_without(
         finite &= bool(gradient.isfinite().all())
 
     try:
-        with suppress(RuntimeError):  # the model's own, about what NaN does to it
+        with suppress(Exception):  # the user's model may raise anything about NaN
             return turns.run(step, on_turn=on_turn, on_gradient=on_gradient) == tuple(uses) and finite
         return False
     finally:

@@ -103,6 +103,12 @@ def test_a_norm_goes_with_the_head_and_not_with_a_block() -> None:
     assert found == alone(*units) | {"norm": ("norm", "head"), "head": ("head", "norm")}
 
 
+def test_what_is_carried_carries_nobody() -> None:
+    units = ("a", "b", "c")
+    found = joined(alone(*units), {"a": 1, "b": 16, "c": 256}, there_and_back(*units))
+    assert found == alone(*units) | {"b": ("b", "c"), "c": ("c", "b")}
+
+
 @pytest.mark.parametrize(
     ("requires", "nbytes", "uses"),
     [
