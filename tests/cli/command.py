@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,3 +58,20 @@ def hzplan(*arguments: object, cwd: Path, timeout_s: float = 120.0, **extra: str
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def started(*arguments: object, cwd: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """``hzplan`` at work in a folder, its output in pipes; killed if the test leaves it running."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "hzplan", *map(str, arguments)],
+        cwd=cwd,
+        env=environment(TMPDIR=str(cwd), **extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -18,7 +18,7 @@ import pytest
 from hzplan import emulate
 from hzplan.emulate import Cluster
 from hzplan.emulate.front import execute
-from tests.cli.command import Done, environment, hzplan
+from tests.cli.command import Done, environment, hzplan, started
 
 SMALL = ("emulate", "--nodes", 2, "--nproc", 2, "--network", "500mbit", "--no-verify")
 
@@ -318,19 +318,13 @@ def test_nothing_is_left_however_it_ends(tmp_path: Path) -> None:
     for number, (name, after_s, script) in enumerate(CASES):
         mark = f"HZ_MARK={uuid.uuid4().hex}"
         verify = ["--no-verify"] if number % 2 else []
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hzplan", "emulate", *size, *verify, "--", "sh", "-c", script],
-            cwd=tmp_path,
-            env=environment(TMPDIR=str(tmp_path), HZ_MARK=mark.split("=")[1]),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert process.stdout
-        with process, process.stdout:
+        command = ("emulate", *size, *verify, "--", "sh", "-c", script)
+        with started(*command, cwd=tmp_path, HZ_MARK=mark.split("=")[1]) as process:
+            assert process.stdout
             if after_s is not None:
                 time.sleep(after_s)
             elif "started" in script:
-                assert process.stdout.readline() == b"started\n"
+                assert process.stdout.readline() == "started\n"
                 assert len(processes_with(mark)) > 4  # so it is one that can be found
             if name is not None:
                 assert process.poll() is None or after_s is not None, (name, script)
@@ -348,16 +342,9 @@ def test_nothing_is_left_however_it_ends(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hzplan", *map(str, SMALL), "--", "sh", "-c", STUBBORN],
-        cwd=tmp_path,
-        env=environment(TMPDIR=str(tmp_path)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout
-    with process, process.stdout:
-        assert process.stdout.readline() == b"started\n"
+    with started(*SMALL, "--", "sh", "-c", STUBBORN, cwd=tmp_path) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         began = time.monotonic()

@@ -15,7 +15,7 @@ import pytest
 
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
-from tests.cli.command import environment, hzplan
+from tests.cli.command import environment, hzplan, started
 from tests.plans import make_plan
 
 RUN_KEYS = {
@@ -191,22 +191,16 @@ def test_run_joins_an_srun(tmp_path: Path, free_port: int) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interruption_ends_the_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
     make_plan("gpt:nano", mesh="2").save(tmp_path / "plan.json")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hzplan", "run", "plan.json", "--steps", "1000000", "--metrics", "m.jsonl"],
-        cwd=tmp_path,
-        env=environment(TMPDIR=str(tmp_path)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("Training"):
-            break
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 2
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    command = ("run", "plan.json", "--steps", "1000000", "--metrics", "m.jsonl")
+    with started(*command, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("Training"):
+                break
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 2
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert "Traceback" not in errors
     assert not any(is_running(child) for child in children)
