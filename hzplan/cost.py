@@ -335,11 +335,12 @@ def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]
     return Slots(colour(schedule.unshard_lives, sizes), colour(schedule.staging_lives, sizes))
 
 
-def memory(units: Mapping[str, UnitCost], slots: Slots, tiers: int, activation_peak: int) -> Memory:
+def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, activation_peak: int) -> Memory:
     """Memory of one rank over a step.
 
     Buffers are allocated once, so they count at every event; the events that differ are the uses
-    (activations and temporaries) and the optimizer step (its temporaries, with no activations alive).
+    (activations and temporaries) and the optimizer step (its temporaries). With clipping no activations are
+    alive then; without it, units are updated during backward.
     """
     parameters = sum(cost.param_bytes for cost in units.values())
     master = sum(cost.master_bytes for cost in units.values())
@@ -347,9 +348,11 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, tiers: int, activation_p
     optimizer = sum(cost.optim_bytes for cost in units.values())
     unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
     staging = sum(slot_sizes(slots.staging, {unit: units[unit].staging_bytes for unit in slots.staging}))
-    scratch = sum(max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(tiers))
+    scratch = sum(
+        max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
+    )
     update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
-    activations = max(activation_peak, update)
+    activations = max(activation_peak, update) if schedule.clip else activation_peak + update
     return Memory(
         parameters,
         master,

@@ -103,6 +103,7 @@ class Schedule:
     gradient_buffers: int
     accumulation: int
     clip: bool
+    options_read: int | None
     requires: Mapping[str, tuple[str, ...]]
     unshard_lives: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     staging_lives: Mapping[str, tuple[Interval, ...]] = field(repr=False)
@@ -199,7 +200,11 @@ class _Builder:
         self.first_unshard: dict[str, int] = {}  # unit -> first unshard task of the step
         self.reduces: list[int] = []  # the last task of every reduce, in order
         self.reduced: dict[str, int] = {}  # unit -> task after which its final gradient is there
+        self.updated: dict[str, int] = {}
         self.synced: dict[str, int] = {}
+        self.options_read: int | None = (
+            None  # the compute task that takes learning rates over for the updates
+        )
 
     def add(self, kind: Kind, stream: str, *, after: Iterable[int] = (), **fields: object) -> int:
         """Append a task; the stream's order is an edge like any other."""
@@ -220,8 +225,8 @@ class _Builder:
             computed = self.compute(position)
             if position + self.prefetch + 1 < self.positions:
                 self.unshard(position + self.prefetch + 1, after=computed)
-            self.reduce(position, after=computed)
-        self.update()
+            self.reduce(position, computed=computed)
+        self.step()
         return Schedule(
             tasks=self.with_wraps(),
             uses=self.uses,
@@ -230,6 +235,7 @@ class _Builder:
             gradient_buffers=self.gradient_buffers,
             accumulation=self.accumulation,
             clip=self.clip,
+            options_read=self.options_read,
             requires=self.requires,
             unshard_lives=self.unshard_lives(),
             staging_lives=self.staging_lives(),
@@ -257,14 +263,14 @@ class _Builder:
         use = self.uses[position % len(self.uses)]
         return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
 
-    def reduce(self, position: int, *, after: int) -> None:
+    def reduce(self, position: int, *, computed: int) -> None:
         """From the innermost tier outwards; on the last micro-batch to the end and back to the replicas."""
         units = self.reduced_at.get(position % len(self.uses))
         if not units:
             return
         final = position // len(self.uses) == self.accumulation - 1
         kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
-        previous = after
+        previous = computed
         for tier in range(self.tiers):
             previous = self.add(
                 kind, f"reduce.{tier}", after=[previous], units=units, tier=tier, position=position
@@ -276,29 +282,40 @@ class _Builder:
                     Kind.REGATHER, f"sync.{tier}", after=[previous], units=units, tier=tier, position=position
                 )
             self.reduced |= dict.fromkeys(units, previous)
+            if not self.clip:
+                if self.options_read is None:
+                    self.options_read = computed
+                for unit in units:
+                    self.update(unit, after=[previous], position=position)
 
-    def update(self) -> None:
-        """Optimizer steps in the order of use, or of gradients where they need not all be there first.
+    def update(self, unit: str, *, after: Iterable[int], position: int = -1) -> None:
+        """A unit's optimizer step."""
+        self.updated[unit] = self.add(
+            Kind.UPDATE, OPTIM_STREAM, after=after, units=(unit,), position=position
+        )
 
-        Parameters travel in forward order.
+    def step(self) -> None:
+        """The end: with clipping all updates, in the order of use; then parameters travel in that order.
+
+        Without clipping units have been updated as their gradients came.
         """
-        barrier = set(self.reduced.values()) if self.clip else set()
-        step = self.add(Kind.STEP, COMPUTE_STREAM, after=barrier)
         first_use = {unit: self.runs[unit][0][0] for unit in self.reduced}
-        order = {unit: self.reduced[unit] for unit in sorted(first_use, key=lambda unit: first_use[unit])}
-        updated = {
-            unit: self.add(Kind.UPDATE, OPTIM_STREAM, after=[step, gradient], units=(unit,))
-            for unit, gradient in (order.items() if self.clip else self.reduced.items())
-        }
+        order = sorted(first_use, key=lambda unit: first_use[unit])
+        step = self.add(Kind.STEP, COMPUTE_STREAM, after=self.reduced.values() if self.clip else ())
+        if self.clip:
+            self.options_read = step
+            for unit in order:
+                self.update(unit, after=[step, self.reduced[unit]])
         for _, joined in itertools.groupby(order, key=lambda unit: first_use[unit]):
             units = tuple(joined)
-            needed = [updated[unit] for unit in units]
+            needed = [self.updated[unit] for unit in units]
             for tier in reversed(range(self.tiers)):
                 needed = [self.add(Kind.SYNC, f"sync.{tier}", after=needed, units=units, tier=tier)]
             self.synced |= dict.fromkeys(units, needed[0])
 
     def with_wraps(self) -> tuple[Task, ...]:
-        """Edges from the step before: each stream goes on, and a unit's first use needs its update."""
+        """Edges from the step before: each stream goes on, a unit's first use needs its update, and learning
+        rates may change when all updates have read them."""
         heads: dict[str, int] = {}
         for task in self.tasks:
             heads.setdefault(task.stream, task.index)
@@ -306,6 +323,8 @@ class _Builder:
         needs: dict[int, set[int]] = {}
         for unit, synced in self.synced.items():
             needs.setdefault(self.first_unshard[unit], set()).add(synced)
+        if self.options_read is not None and self.updated:
+            needs.setdefault(self.options_read, set()).add(self.tail[OPTIM_STREAM])
         return tuple(
             replace(
                 task,

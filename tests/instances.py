@@ -128,7 +128,7 @@ def try_everything(profile: Profile, request: Request) -> Truth:
         slots, peak = assign_slots(schedule, tensors), model.activation_peak_bytes(size)
         for combination in itertools.product(*options):
             units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
-            needed = memory(units, slots, len(model.mesh.tiers), peak).peak
+            needed = memory(units, slots, schedule, peak).peak
             smallest = needed if smallest is None else min(smallest, needed)
             if needed <= request.memory_bytes:
                 objective = objective_ns(schedule, model.durations(schedule, units, size))

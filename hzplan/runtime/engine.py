@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.cost import LANES, scratch_bytes
+from hzplan.errors import UserError
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
@@ -65,6 +66,7 @@ class Engine:
         self._position = -1  # the use whose turn it is, in scheduled mode
         self._running = False
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
+        self._updates = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._step_started = False
         self._micro_batch = 0
         self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
@@ -224,16 +226,22 @@ class Engine:
     def wait_gradients(self) -> None:
         """Return when every gradient of this step is reduced."""
         self._require_complete()
+        if not self.schedule.clip:
+            raise UserError(
+                "gradients are clipped, but the plan was solved without clipping and updates units during "
+                "backward; solve with --clip"
+            )
         if self.mode is Mode.SCHEDULED:
             self._start_step()
-            # Where the plan does not foresee clipping, the step waits for nothing.
-            self.executor.wait(t.index for t in self.schedule.tasks if t.kind is Kind.REGATHER)
 
     def step(self) -> None:
         """The user's optimizer.step(): launch updates and the gathering of parameters."""
         assert self.optimizer is not None
         self._require_complete()
-        self.optimizer.take_over_options()
+        if self._updated_in_backward():
+            self.optimizer.check_options()
+        else:
+            self.optimizer.take_over_options()
         if self.mode is Mode.SCHEDULED:
             self._start_step()
             self.executor.end(self._step_task)
@@ -247,6 +255,12 @@ class Engine:
         if not self._step_started:
             self.executor.start(self._step_task)
             self._step_started = True
+
+    def _updated_in_backward(self) -> set[str]:
+        """The units whose updates this step has launched already, as plans without clipping do."""
+        if self.schedule.clip:
+            return set()
+        return {name for task in self._updates if self.executor.ran(task) for name in task.units}
 
     def _require_complete(self) -> None:
         wanted = self.schedule.accumulation
@@ -266,7 +280,11 @@ class Engine:
         return use.unit == unit and use.phase == phase
 
     def _begin_turn(self, position: int) -> None:
-        self.executor.start(self.schedule.compute[position])
+        task = self.schedule.compute[position]
+        self.executor.start(task)
+        if task.index == self.schedule.options_read:
+            assert self.optimizer is not None
+            self.optimizer.take_over_options()
         for name in self._needs[position]:
             self.units[name].become_whole()
         self._position, self._running = position, True
@@ -298,7 +316,15 @@ class Engine:
         if training and self.mode is Mode.BETWEEN:
             self.executor.step += 1
             self.mode = Mode.DEMAND
-        self._make_whole(self.schedule.requires.get(unit, (unit,)))
+        wanted = self.schedule.requires.get(unit, (unit,))
+        updated = self._updated_in_backward() if self.mode is Mode.DEMAND else set()
+        for name in wanted:
+            if name in updated:
+                raise UserError(
+                    f"unit {name!r} is used between its last backward and step(), but under a plan without "
+                    "clipping it has been updated already; evaluate after step(), or solve with --clip"
+                )
+        self._make_whole(wanted)
 
     def _make_whole(self, names: Iterable[str]) -> None:
         wanted = list(names)
@@ -332,8 +358,10 @@ class Engine:
 
     def _update_on_demand(self) -> None:
         self._make_whole(())  # what an evaluation left whole has old values from here on
+        updated = self._updated_in_backward()
         for name in self._trainable:
-            self.run(Task(-1, Kind.UPDATE, "", (name,)))
+            if name not in updated:
+                self.run(Task(-1, Kind.UPDATE, "", (name,)))
             for tier in reversed(range(len(self.mesh.tiers))):
                 self.run(Task(-1, Kind.SYNC, "", (name,), tier))
         self.executor.skip_step()

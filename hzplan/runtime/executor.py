@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -177,20 +177,16 @@ class Executor:
         if self._streams is Streams.NONE:
             self._work_here()
 
-    def wait(self, tasks: Iterable[int]) -> None:
-        """Wait until tasks of this step are done."""
-        wanted = list(tasks)
-        with self._all_done:
-            while any(self._done[index] < self.step for index in wanted) and self._error is None:
-                self._all_done.wait(POLL_S)
-        self._raise_error()
-
     def drain(self) -> None:
         """Wait until everything launched is done."""
         with self._all_done:
             while self._open and self._error is None:
                 self._all_done.wait(POLL_S)
         self._raise_error()
+
+    def ran(self, task: Task) -> bool:
+        """Whether a task was launched in this step; once drained, whether it is done."""
+        return self._launched[task.index] == self.step
 
     def skip_step(self) -> None:
         """Count the rest of this step as done (it was done by other means)."""

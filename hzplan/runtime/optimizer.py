@@ -80,6 +80,7 @@ class ShardedOptimizer(Optimizer):
                 self._pieces += params
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
+        self._options: list[Group] = []  # what the updates of this step go by
         super().__init__(
             [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
             if self._pieces
@@ -91,6 +92,8 @@ class ShardedOptimizer(Optimizer):
         """Launch the update of every unit and the gathering of its parameters, and return.
 
         The next forward waits for what it needs. Called after the last backward of the plan's accumulation.
+        Under a plan without clipping units are updated in that backward, as soon as their gradients are
+        there: set learning rates before it.
         """
         if closure is not None:
             raise UserError("hzplan's optimizer takes no closure; call backward() yourself, then step()")
@@ -101,9 +104,23 @@ class ShardedOptimizer(Optimizer):
 
     def take_over_options(self) -> None:
         """Copy learning rates and the like from ``param_groups`` to the inner optimizers."""
+        self._options = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+        ]
         for inner in self._inner.values():
-            for mine, group in zip(inner.param_groups, self.param_groups, strict=True):
-                mine.update({key: value for key, value in group.items() if key != "params"})
+            for mine, options in zip(inner.param_groups, self._options, strict=True):
+                mine.update(options)
+
+    def check_options(self) -> None:
+        """UserError when they have changed since they were taken over."""
+        for index, (group, taken) in enumerate(zip(self.param_groups, self._options, strict=True)):
+            for key, value in taken.items():
+                if group[key] is not value and group[key] != value:
+                    raise UserError(
+                        f"parameter group {index}: {key} changed between backward and step(), but under a "
+                        "plan without clipping units are updated during backward; set it before, or solve "
+                        "with --clip"
+                    )
 
     @torch.no_grad()
     def update(self, unit: str) -> None:
@@ -116,6 +133,7 @@ class ShardedOptimizer(Optimizer):
         """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm before.
 
         Each rank sums the squares of the slice it owns at the finest level, in float64; the world adds up.
+        UserError under a plan without clipping, where updates wait for no norm.
         """
         self.engine.wait_gradients()
         total = torch.zeros((), dtype=torch.float64)

@@ -67,7 +67,7 @@ def evaluate(
         objective_ns(schedule, durations),
         sum(tier_loads_ns(schedule, durations)),
         replay_shared(schedule, durations),
-        memory(units, slots, schedule.tiers, model.activation_peak_bytes(micro_batch)),
+        memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
     )
 
 

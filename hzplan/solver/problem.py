@@ -244,7 +244,8 @@ def _memory_terms(problem: Problem, row: str) -> Terms:
     """Σ x·resident bytes, and one variable per shared buffer, at least as large as each user of it:
 
     slot c ≥ Σ_p x[u,p]·bytes_p for every unit u that has slot c; likewise exchange buffers per tier, and
-    what the optimizer's temporaries exceed the activations by. What remains of the peak is constant.
+    the optimizer's temporaries, with clipping what they exceed the activations by. What remains of the peak
+    is constant.
     """
     families, slots = problem.question.families, problem.question.slots
     terms: Terms = []
@@ -270,6 +271,7 @@ def _memory_terms(problem: Problem, row: str) -> Terms:
             shared(f"{name}_{slot}", {unit: getattr(families[unit], of) for unit in users})
     for tier in range(problem.question.short.tiers):
         shared(f"exchange_{tier}", {unit: family.scratch[:, tier] for unit, family in families.items()})
-    free = problem.question.model.activation_peak_bytes(problem.question.micro_batch)
+    clip, micro_batch = problem.question.short.clip, problem.question.micro_batch
+    free = problem.question.model.activation_peak_bytes(micro_batch) if clip else 0
     shared("update", {unit: family.temporary for unit, family in families.items()}, free)
     return terms

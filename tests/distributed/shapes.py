@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hzplan.errors import UserError
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.engine import Engine, Mode
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.schedule import Kind, Task, Use
+from hzplan.schedule import Task, Use
 from tests.distributed.lean import lean
 
 STEPS, ACCUMULATION, WIDTH = 4, 3, 6
@@ -33,11 +34,12 @@ class Scaled(nn.Module):
         self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 300))
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.cut = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.shift
-        for layer in self.layers:
-            x = layer(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x.detach() if self.cut and index == 2 else x)
         return x * self.scale[:WIDTH]
 
 
@@ -197,18 +199,20 @@ def one_process(name: str, world: int) -> dict[str, Tensor]:
     return {n: value.detach() for n, value in model.named_parameters()}
 
 
-def choice(name: str, levels: tuple[int, int, int], prefetch: int) -> Choice:
+def choice(name: str, levels: tuple[int, int, int], prefetch: int, *, clip: bool = False) -> Choice:
     """The same levels for all tensors, over all ranks."""
     names = {n: Levels(*levels) for n, _ in fresh(name).named_parameters()}
     mesh = Mesh.parse(str(dist.get_world_size()))
     uses, requires = _lean(name)
-    return Choice(mesh, names, uses, prefetch, ACCUMULATION, False, requires=requires)
+    return Choice(mesh, names, uses, prefetch, ACCUMULATION, clip, requires=requires)
 
 
-def start(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[nn.Module, ShardedOptimizer]:
+def start(
+    name: str, levels: tuple[int, int, int], prefetch: int, *, clip: bool = False
+) -> tuple[nn.Module, ShardedOptimizer]:
     """The model in shards over all ranks, and its optimizer."""
     arguments = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}
-    return apply(fresh(name), choice(name, levels, prefetch), torch.optim.SGD, **arguments)
+    return apply(fresh(name), choice(name, levels, prefetch, clip=clip), torch.optim.SGD, **arguments)
 
 
 def error(optimizer: ShardedOptimizer, expected: dict[str, Tensor]) -> float:
@@ -220,12 +224,11 @@ def error(optimizer: ShardedOptimizer, expected: dict[str, Tensor]) -> float:
 
 @contextmanager
 def dawdling() -> Iterator[None]:
-    """Every collective of a background task begins late, at random."""
+    """Every background task begins late, at random."""
     rng, run = random.Random(0), Engine.run
 
     def late(self: Engine, task: Task, lane: int = 0) -> None:
-        if task.kind is not Kind.UPDATE:
-            time.sleep(rng.uniform(0, 0.003))
+        time.sleep(rng.uniform(0, 0.003))
         run(self, task, lane)
 
     with patch.object(Engine, "run", late):
@@ -265,29 +268,48 @@ def run_models(cases: list[tuple[str, tuple[int, int, int], int]]) -> list[Any]:
 def run_loops(_: Any) -> dict[str, Any]:
     """Each loop's error, sharded all the way; what it raised where that is the point."""
     with dawdling():
-        return {
-            loop.__name__: loop() for loop in (evaluates_before_step, schedules_rate, forgets_backward, aside)
-        }
+        loops: tuple[Callable[[], Any], ...] = (
+            evaluates_before_step,
+            schedules_rate,
+            forgets_backward,
+            ends_backward_early,
+            unclipped,
+            aside,
+        )
+        return {loop.__name__: loop() for loop in loops}
 
 
-def steps_of(model: nn.Module, optimizer: Any, step: int, ranks: range) -> None:
+def nothing(model: nn.Module, step: int, micro_batch: int) -> None:
+    """Before a micro-batch."""
+
+
+Before = Callable[[nn.Module, int, int], None]
+
+
+def steps_of(model: nn.Module, step: int, ranks: range, before: Before) -> None:
     """All micro-batches of a step."""
     for micro_batch in range(ACCUMULATION):
+        before(model, step, micro_batch)
         for rank in ranks:
             (loss_of(model, step, micro_batch, rank) / (ACCUMULATION * len(ranks))).backward()
 
 
-def compare(name: str, between: Callable[[nn.Module, Any, int], None]) -> float:
+def compare(
+    name: str, between: Callable[[nn.Module, Any, int], None], before: Before = nothing, *, clip: bool = False
+) -> float:
     """Train in shards and in one process, ``between`` following the last backward of every step."""
     world, rank = dist.get_world_size(), dist.get_rank()
     single = fresh(name)
     plain = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
-    model, optimizer = start(name, (1, 1, 1), 1)
+    model, optimizer = start(name, (1, 1, 1), 1, clip=clip)
     for step in range(STEPS):
         plain.zero_grad()
-        steps_of(single, plain, step, range(world))
+        steps_of(single, step, range(world), before)
+        for parameter in single.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         between(single, plain, step)
-        steps_of(model, optimizer, step, range(rank, rank + 1))
+        steps_of(model, step, range(rank, rank + 1), before)
         between(model, optimizer, step)
     found = error(optimizer, {n: value.detach() for n, value in single.named_parameters()})
     optimizer.engine.close()
@@ -307,7 +329,7 @@ def evaluates_before_step() -> float:
                 loss_of(model, 99, 0, 0)
         optimizer.step()
 
-    return compare("checkpointed", between)
+    return compare("checkpointed", between, clip=True)
 
 
 def schedules_rate() -> float:
@@ -332,6 +354,43 @@ def forgets_backward() -> float:
             loss_of(model, 99, 0, 0)
 
     return compare("checkpointed", between)
+
+
+def ends_backward_early() -> float:
+    """Every other step's last backward stops half-way, when some units have been updated already."""
+
+    def before(model: nn.Module, step: int, micro_batch: int) -> None:
+        assert isinstance(model, Scaled)
+        model.cut = step % 2 == 1 and micro_batch == ACCUMULATION - 1
+
+    return compare("scaled", lambda model, optimizer, step: optimizer.step(), before)
+
+
+def unclipped() -> dict[str, str]:
+    """What a plan without clipping refuses between backward and step(), when units are updated already."""
+
+    def clips(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+        optimizer.clip_grad_norm_(1.0)
+
+    def changes_rate(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+        optimizer.step()
+
+    def evaluates(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+        with torch.no_grad():
+            loss_of(model, 99, 0, 0)
+
+    found = {}
+    for deed in (clips, changes_rate, evaluates):
+        model, optimizer = start("scaled", (1, 1, 1), 1)
+        steps_of(model, 0, range(1), nothing)
+        try:
+            deed(model, optimizer)
+            found[deed.__name__] = ""
+        except UserError as refused:
+            found[deed.__name__] = str(refused)
+        optimizer.engine.close()
+    return found
 
 
 def aside() -> dict[str, Any]:

@@ -45,7 +45,9 @@ def looped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return on_ranks(2, "tests.distributed.shapes:run_loops", None, tmp_path_factory.mktemp("loops"))
 
 
-@pytest.mark.parametrize("loop", ["evaluates_before_step", "schedules_rate", "forgets_backward"])
+@pytest.mark.parametrize(
+    "loop", ["evaluates_before_step", "schedules_rate", "forgets_backward", "ends_backward_early"]
+)
 def test_loops_equal_one_process(loop: str, looped: dict[str, Any]) -> None:
     assert looped[loop] <= 1e-9
 
@@ -53,3 +55,15 @@ def test_loops_equal_one_process(loop: str, looped: dict[str, Any]) -> None:
 def test_a_unit_that_training_does_not_use(looped: dict[str, Any]) -> None:
     assert looped["aside"]["error"] <= 1e-9
     assert "'aside' has a gradient, but took no part" in looped["aside"]["raised"]
+
+
+@pytest.mark.parametrize(
+    ("deed", "refused"),
+    [
+        ("clips", "gradients are clipped, but the plan was solved without clipping"),
+        ("changes_rate", "parameter group 0: lr changed between backward and step()"),
+        ("evaluates", "is used between its last backward and step()"),
+    ],
+)
+def test_what_cannot_follow_updates_in_backward(deed: str, refused: str, looped: dict[str, Any]) -> None:
+    assert refused in looped["unclipped"][deed]

@@ -85,16 +85,16 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 it.reads |= {("phantom staging", unit) for unit in phantom_of_staging.get(task.position, ())}
             case Kind.REGATHER:
                 it.writes |= {("grad", unit) for unit in task.units}
-            case Kind.STEP:  # where the user clips, and where learning rates are taken over
-                it.writes |= {("options", "")}
-                if schedule.clip:
-                    it.writes |= {("grad", unit) for unit in everywhere}
+            case Kind.STEP if schedule.clip:
+                it.writes |= {("grad", unit) for unit in everywhere}
             case Kind.UPDATE:
                 it.reads |= {("options", "")} | {("grad", unit) for unit in task.units}
                 for unit in task.units:
                     it.writes |= {("param", unit), ("optimizer", unit)}
             case Kind.SYNC:
                 it.writes |= {("param", unit) for unit in task.units}
+        if task.index == schedule.options_read:
+            it.writes |= {("options", "")}
         found.append(it)
     return found
 
