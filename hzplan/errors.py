@@ -36,9 +36,35 @@ class JobFailed(UserError):
     exit_code = 4
 
 
+class StreamError(JobFailed):
+    """What this rank did with others, or beside its compute, failed; ``__cause__`` says how.
+
+    ``lost_peer``: another rank's death looks to be the reason, which that rank knows better.
+    """
+
+    def __init__(self, message: str, *, lost_peer: bool = False) -> None:
+        super().__init__(message)
+        self.lost_peer = lost_peer
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """``Type: message`` of any exception in one line of about ``limit`` characters, to quote it."""
     text = " ".join(str(error).split())
     if len(text) > limit:
         text = text[:limit].rstrip() + "…"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def last_cause(error: BaseException) -> BaseException:
+    """The exception at the bottom of a chain of ``raise … from``."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception looks like another rank's death, and so is not the cause of the job's."""
+    text = str(error)
+    return isinstance(error, ConnectionError) or "gloo" in text or "Connection" in text

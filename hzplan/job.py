@@ -196,21 +196,6 @@ def with_exit_code(message: str, exit_code: int) -> UserError:
     return kind(message)
 
 
-def last_cause(error: BaseException) -> BaseException:
-    """The exception at the bottom of a chain of ``raise … from``."""
-    seen = {id(error)}
-    while error.__cause__ is not None and id(error.__cause__) not in seen:
-        error = error.__cause__
-        seen.add(id(error))
-    return error
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception looks like another rank's death, and so is not the cause of the job's."""
-    text = str(error)
-    return isinstance(error, ConnectionError) or "gloo" in text or "Connection" in text
-
-
 def record_failure(message: str, exit_code: int, *, lost_peer: bool) -> None:
     """Leave word for whoever launched this rank: torch's error file, with a part that ours reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

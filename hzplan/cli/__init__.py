@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hzplan import __version__, job
-from hzplan.errors import JobFailed, UserError, one_line
+from hzplan.errors import JobFailed, StreamError, UserError, is_lost_peer, last_cause, one_line
 
 COMMANDS = ("profile", "solve", "run", "check", "demo", "emulate")
 INTERRUPTED = 130
@@ -83,17 +83,19 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
     """Say it once, and end."""
     here = _place()
     theirs = not isinstance(error, UserError)
-    cause = job.last_cause(error)
+    cause = last_cause(error)
     message = one_line(cause) if theirs else str(error)
-    if here and theirs:
+    of_rank = theirs or isinstance(error, StreamError)  # others are every rank's
+    if here and of_rank:
         message = f"rank {here.rank}: {message}"
     if theirs and not _debug():
         message += " (HZPLAN_DEBUG=1 shows where)"
     if _debug():
         traceback.print_exc()
     if here:
-        job.record_failure(message, exit_code, lost_peer=theirs and job.is_lost_peer(cause))
-    if here is None or not (here.launched_here or (here.rank and not theirs)):
+        lost = error.lost_peer if isinstance(error, StreamError) else theirs and is_lost_peer(cause)
+        job.record_failure(message, exit_code, lost_peer=lost)
+    if here is None or not (here.launched_here or (here.rank and not of_rank)):
         print(f"hzplan: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

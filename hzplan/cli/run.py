@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hzplan.errors import UserError
+from hzplan.job import TIMEOUT_S
 
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
@@ -61,6 +62,12 @@ def command(
         ),
     ] = None,
     round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,
+    skip_nonfinite: Annotated[
+        bool, typer.Option(help="Leave out steps whose gradients are not finite, instead of stopping.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that ranks wait for each other before they give the job up.")
+    ] = TIMEOUT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Train a model as a plan says, and compare what was predicted with what is measured.
@@ -73,7 +80,9 @@ def command(
     from hzplan.cli import ranks
 
     here = ranks.this_rank(nproc)
-    request = _Request(plan, model, data, steps, lr, seed, metrics, trace, against, round_steps)
+    request = _Request(
+        plan, model, data, steps, lr, seed, metrics, trace, against, round_steps, skip_nonfinite, timeout
+    )
     request.check_options()
     if here is None:  # what is wrong is said before ranks start
         ranks.start_here(request.prepare(nproc).plan.mesh.world)
@@ -85,14 +94,20 @@ def command(
     from hzplan.show.trace import document
     from hzplan.training.loop import RunOptions, train
 
-    with job.join(here) as joined:
+    with job.join(here, timeout_s=timeout) as joined:
         ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
         if against is not None:
             request.compare(ready, shown=here.rank == 0, as_json=as_json)
             return
-        options = RunOptions(steps=steps, lr=lr, seed=seed, record_steps=TRACED_STEPS if trace else 0)
+        options = RunOptions(
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            record_steps=TRACED_STEPS if trace else 0,
+            skip_nonfinite=skip_nonfinite,
+        )
         with Report(ready.plan, steps, ready.corpus, metrics, shown=here.rank == 0) as report:
             result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
         if here.rank == 0:
@@ -123,6 +138,8 @@ class _Request:
     trace: Path | None
     against: str | None
     round_steps: int
+    skip_nonfinite: bool
+    timeout_s: float
 
     def check_options(self) -> None:
         """UserError for numbers that make no sense."""
@@ -132,6 +149,8 @@ class _Request:
             raise UserError(f"--lr {self.lr}: must be a number above 0")
         if self.round_steps < 1:
             raise UserError(f"--round-steps {self.round_steps}: a turn has at least 1 step")
+        if not 1 <= self.timeout_s < float("inf"):
+            raise UserError(f"--timeout {self.timeout_s}: ranks wait for at least 1 second")
         for option, given in (("--metrics", self.metrics), ("--trace", self.trace)):
             if self.against is not None and given is not None:
                 raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")
@@ -145,6 +164,11 @@ class _Request:
             if path is not None:
                 check_writable(path, keep=self.plan)
         plan = self._plan(world)
+        if self.skip_nonfinite and not plan.clip:
+            raise UserError(
+                f"--skip-nonfinite: {self.plan} was solved without clipping, so parameters are updated in "
+                "backward; solve with --clip"
+            )
         peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)
         return _Prepared(plan, workload, self._corpus(workload), peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +52,8 @@ class Report:
 
     def on_step(self, stats: StepStats) -> None:
         """Show a step, and write its line."""
+        if stats.skipped:
+            console.remark(f"step {stats.step}: skipped, its gradients are not finite")
         speed = stats.tokens / stats.step_s
         self._bar.update(
             f"step {stats.step + 1}/{self._steps}  loss {stats.loss:.3f}  "
@@ -60,6 +63,7 @@ class Report:
         if self._file is not None:
             line = asdict(stats)
             line["exposed_comm_s"] = dict(stats.exposed_comm_s)
+            line["loss"] = stats.loss if math.isfinite(stats.loss) else None
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -75,8 +79,9 @@ def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
     predicted = plan.predicted
     return {
         "steps": result.steps,
-        "loss_first": result.loss_first,
-        "loss_last": result.loss_last,
+        "loss_first": result.loss_first if math.isfinite(result.loss_first) else None,
+        "loss_last": result.loss_last if math.isfinite(result.loss_last) else None,
+        "skipped_steps": result.skipped_steps,
         "heldout_loss": result.heldout_loss,
         "unigram_entropy": result.unigram_entropy_nats,
         "tokens_per_s": result.tokens_per_s,
@@ -116,6 +121,8 @@ def _print(plan: Plan, result: RunResult) -> None:
     out = console.stdout()
     out.print(table)
     out.print(f"Loss {result.loss_first:.3f} → {result.loss_last:.3f}, held-out {_heldout(result)}.")
+    if result.skipped_steps:
+        out.print(f"{result.skipped_steps} of {result.steps} steps were skipped: gradients were not finite.")
     if result.unplanned_steps:
         out.print(
             f"{result.unplanned_steps} of {result.steps} steps left the plan's order of uses and ran without "

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hzplan.hierarchy import Mesh
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
-from hzplan.runtime.collectives import begin_gather, reduce_scatter, wait
+from hzplan.runtime.collectives import begin_gather, reduce_scatter
+from hzplan.runtime.faults import Transfer, wait
 
 
 class ExchangeAllGather:
@@ -41,12 +42,12 @@ class ExchangeAllGather:
 class _UnderWay(dist.Work):
     """An exchange as one piece of work."""
 
-    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
         super().__init__()
-        self._works = works
+        self._transfers = transfers
 
     def wait(self, timeout: Any = None) -> bool:
-        wait(self._works)
+        wait(self._transfers)
         return True
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from hzplan.cost import reduce_spans
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import BucketLayout
-from hzplan.runtime.collectives import Works, all_gather, begin_gather, reduce_scatter
+from hzplan.runtime.collectives import all_gather, begin_gather, reduce_scatter
+from hzplan.runtime.faults import Transfer
 from hzplan.runtime.groups import Communicators
 
 
@@ -134,7 +135,7 @@ class Bucket:
     # The collectives. Each runs on its stream's thread and touches only the buffers of this bucket. Gathers
     # are under way when they return; a reduction is over. ``tag``: as for ``collectives.begin_gather``.
 
-    def unshard(self, tier: int, groups: Communicators, tag: int = 0) -> Works:
+    def unshard(self, tier: int, groups: Communicators, tag: int = 0) -> list[Transfer]:
         """Gather from the shard (or what the tier outside has gathered) into the slot."""
         if (stage := self.unshard_stage(tier)) is None:
             return []
@@ -171,7 +172,7 @@ class Bucket:
                 add = accumulate and arrives
             reduce_scatter(target, source, groups["reduce", stage], scratch, accumulate=add, tag=tag)
 
-    def regather(self, tier: int, groups: Communicators, tag: int = 0) -> Works:
+    def regather(self, tier: int, groups: Communicators, tag: int = 0) -> list[Transfer]:
         """Gather the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.regather_stage(tier)) is None:
             return []
@@ -183,7 +184,7 @@ class Bucket:
             tag,
         )
 
-    def sync(self, tier: int, groups: Communicators, tag: int = 0) -> Works:
+    def sync(self, tier: int, groups: Communicators, tag: int = 0) -> list[Transfer]:
         """Gather updated parameters from ℓo to ℓp, in place."""
         if (stage := self.sync_stage(tier)) is None:
             return []

@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hzplan.runtime.faults import Transfer, wait
+
 # torch renamed both; the older names remain for the older versions that the package admits.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Works = list[dist.Work | None]
-"""What is under way; gloo gives no handle to ranks outside the group, which do not call."""
 
 
 def exchanges(group: dist.ProcessGroup | None = None) -> bool:
@@ -41,17 +40,17 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     wait(begin_gather(whole, part, group))
 
 
-def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, tag: int = 0) -> Works:
+def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, tag: int = 0) -> list[Transfer]:
     """``all_gather`` under way; ``wait`` for what it returns.
 
     ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
     """
     if not exchanges(group):
-        return [_all_gather(whole, part, group=group, async_op=True)]
+        return [Transfer(_all_gather(whole, part, group=group, async_op=True))]
     slices, place = whole.view(group.size(), -1), group.rank()
     others = _others(group)
-    receives = [dist.irecv(slices[peer], group=group, group_src=peer, tag=tag) for peer in reversed(others)]
-    sends = [dist.isend(part, group=group, group_dst=peer, tag=tag) for peer in others]
+    receives = [_receive(slices[peer], peer, group, tag) for peer in reversed(others)]
+    sends = [_send(part, peer, group, tag) for peer in others]
     if slices[place].data_ptr() != part.data_ptr():
         slices[place].copy_(part)
     return [*receives, *sends]
@@ -91,13 +90,13 @@ def reduce_scatter(
         start, end = bounds[index]
         return {peer: halves[index % 2][row, : end - start] for row, peer in enumerate(sorted(others))}
 
-    def receive(index: int) -> Works:
+    def receive(index: int) -> list[Transfer]:
         target = room(index)
-        return [dist.irecv(target[peer], group=group, group_src=peer, tag=tag) for peer in reversed(others)]
+        return [_receive(target[peer], peer, group, tag) for peer in reversed(others)]
 
-    def send(index: int) -> Works:
+    def send(index: int) -> list[Transfer]:
         start, end = bounds[index]
-        return [dist.isend(slices[peer][start:end], group=group, group_dst=peer, tag=tag) for peer in others]
+        return [_send(slices[peer][start:end], peer, group, tag) for peer in others]
 
     receives = [receive(index) for index in range(len(halves))]
     sends = [work for index in range(len(halves)) for work in send(index)]
@@ -129,8 +128,12 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [(place + step) % size for step in range(1, size)]
 
 
-def wait(works: Sequence[dist.Work | None]) -> None:
-    """Return when all of an exchange has arrived and gone."""
-    for work in works:
-        assert work is not None, "every rank of the group takes part"
-        work.wait()
+def _receive(into: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Transfer:
+    """``peer``: its rank in the group."""
+    work = dist.irecv(into, group=group, group_src=peer, tag=tag)
+    return Transfer(work, dist.get_global_rank(group, peer))
+
+
+def _send(part: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Transfer:
+    work = dist.isend(part, group=group, group_dst=peer, tag=tag)
+    return Transfer(work, dist.get_global_rank(group, peer))

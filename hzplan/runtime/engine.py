@@ -15,8 +15,9 @@ from hzplan.errors import UserError
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
-from hzplan.runtime.collectives import Works, exchanges, wait
+from hzplan.runtime.collectives import exchanges
 from hzplan.runtime.executor import Executor, Streams
+from hzplan.runtime.faults import Transfer, wait
 from hzplan.runtime.groups import Communicators
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
@@ -161,7 +162,7 @@ class Engine:
                     tag=tag,
                 )
             return
-        under_way: Works = []
+        under_way: list[Transfer] = []
         for bucket in buckets:
             gather = {Kind.UNSHARD: bucket.unshard, Kind.REGATHER: bucket.regather, Kind.SYNC: bucket.sync}
             under_way += gather[task.kind](task.tier, self.groups, tag)
@@ -226,11 +227,7 @@ class Engine:
     def wait_gradients(self) -> None:
         """Return when every gradient of this step is reduced."""
         self._require_complete()
-        if not self.schedule.clip:
-            raise UserError(
-                "gradients are clipped, but the plan was solved without clipping and updates units during "
-                "backward; solve with --clip"
-            )
+        self._require_clip("gradients are clipped")
         if self.mode is Mode.SCHEDULED:
             self._start_step()
 
@@ -247,9 +244,30 @@ class Engine:
             self.executor.end(self._step_task)
         else:
             self._update_on_demand()
+        self._end_step()
+
+    def skip_step(self) -> None:
+        """Instead of ``step``: gradients are left unused."""
+        self._require_complete()
+        self._require_clip("a step is skipped")
+        if self.mode is Mode.SCHEDULED:
+            self._start_step()  # which waits for the gradients
+        else:
+            self._make_whole(())
+        self.executor.skip_step()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._step_started = False
         self.mode = Mode.BETWEEN
         self._micro_batch = 0
+
+    def _require_clip(self, what: str) -> None:
+        if not self.schedule.clip:
+            raise UserError(
+                f"{what}, but the plan was solved without clipping and updates units during backward; solve "
+                "with --clip"
+            )
 
     def _start_step(self) -> None:
         if not self._step_started:

@@ -15,10 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch.autograd import profiler
+
+from hzplan.errors import StreamError
+from hzplan.runtime.faults import named
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
 POLL_S = 1.0
@@ -75,10 +79,6 @@ class _Line:
         self._next = 0
 
 
-class StreamError(RuntimeError):
-    """A task on a background thread failed; ``__cause__`` says how."""
-
-
 class Executor:
     """Runs steps of one schedule. All methods are called on the compute thread."""
 
@@ -115,7 +115,7 @@ class Executor:
         self._compute_ready = threading.Event()
         self._all_done = threading.Condition(self._lock)
         self._open = 0  # launched and not ended
-        self._error: BaseException | None = None
+        self._error: StreamError | None = None
         self.step = -1
         self.record = StepRecord()
         self._records = [self.record] * len(self.tasks)  # of the step in which a task was last launched
@@ -261,11 +261,12 @@ class Executor:
 
     def _execute(self, index: int, lane: int) -> bool:
         """Run a task and release what waited for it; False when it failed."""
-        started = time.perf_counter()
+        task, started = self.tasks[index], time.perf_counter()
         try:
-            self._run(self.tasks[index], lane)
-        except BaseException as error:
-            self._fail(index, error)
+            with named(f"stream {task.stream}, task {task}"), _span(task):
+                self._run(task, lane)
+        except StreamError as error:
+            self._fail(error)
             return False
         record = self._records[index]
         record.start_s[index] = started
@@ -274,11 +275,9 @@ class Executor:
             self._complete(index)
         return True
 
-    def _fail(self, index: int, error: BaseException) -> None:
-        failure = StreamError(f"{self.tasks[index].stream}: task {self.tasks[index]} failed: {error}")
-        failure.__cause__ = error
+    def _fail(self, error: StreamError) -> None:
         with self._lock:
-            self._error = self._error or failure
+            self._error = self._error or error
             self._all_done.notify_all()
         self._compute_ready.set()
 
@@ -303,3 +302,10 @@ def _launches(schedule: Schedule) -> dict[int, list[int]]:
 def _booking(task: Task) -> str:
     """What waiting for a task is booked to."""
     return f"tier {task.tier}" if task.tier >= 0 else "optim"
+
+
+def _span(task: Task) -> AbstractContextManager[object]:
+    """A task as torch's profiler shows it, where it shows all threads; free while no profiler runs."""
+    if getattr(profiler, "_is_profiler_enabled", True):
+        return profiler.record_function(f"hzplan {task}")
+    return nullcontext()

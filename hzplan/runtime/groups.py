@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -32,9 +33,16 @@ class Communicators:
                     list(members),
                     use_local_synchronization=True,
                     sort_ranks=False,
+                    timeout=timeout_of(world),
                     group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
                 )
             self._groups[kind, stage] = self._made[world, kind, members]
 
     def __getitem__(self, key: tuple[str, Stage]) -> dist.ProcessGroup:
         return self._groups[key]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's collectives may take; a new group's default is not the job's. None: unknown."""
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)

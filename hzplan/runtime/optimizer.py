@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
+from hzplan.runtime.faults import named
 
 if TYPE_CHECKING:
     from hzplan.runtime.engine import Engine
@@ -54,7 +56,7 @@ class ShardedOptimizer(Optimizer):
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._inner: dict[str, Optimizer] = {}
         self._pieces: list[nn.Parameter] = []
-        self._owned_gradients: list[Tensor] = []
+        self._owned_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's at the finest level
         everything: list[list[nn.Parameter]] = [[] for _ in groups]
         for unit in units:
             mine: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -69,7 +71,8 @@ class ShardedOptimizer(Optimizer):
                     piece = nn.Parameter(param)
                     piece.grad = grad
                     mine[group_of[id(owner)]].append(piece)
-                self._owned_gradients += [grad for _, _, grad in bucket.pieces(bucket.mesh.levels)]
+                owned = self._owned_gradients.setdefault(unit.name, [])
+                owned += [grad for _, _, grad in bucket.pieces(bucket.mesh.levels)]
             if any(mine):
                 self._inner[unit.name] = optimizer_class(
                     [dict(option, params=params) for option, params in zip(options, mine, strict=True)],
@@ -137,10 +140,11 @@ class ShardedOptimizer(Optimizer):
         """
         self.engine.wait_gradients()
         total = torch.zeros((), dtype=torch.float64)
-        for grad in self._owned_gradients:
+        for grad in itertools.chain.from_iterable(self._owned_gradients.values()):
             total += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(total)
+            with named("clipping: all-reduce of the norm"):
+                dist.all_reduce(total)
         norm = total.sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1.0:
@@ -148,6 +152,31 @@ class ShardedOptimizer(Optimizer):
                 assert piece.grad is not None
                 piece.grad.mul_(scale)
         return norm
+
+    def skip_step(self) -> None:
+        """Instead of ``step``: leave parameters and optimizer state as they are; every rank calls it.
+
+        UserError under a plan without clipping, which has updated them in backward.
+        """
+        self.engine.skip_step()
+
+    @torch.no_grad()
+    def nonfinite_units(self) -> list[str]:
+        """The units with a gradient that is infinite or not a number on any rank, the model's last ones first.
+
+        Backward gets there in that order, so the first one is the nearest to the cause. Every rank calls it, after ``clip_grad_norm_`` or between steps. For when a norm or a loss is not
+        finite: it reads all gradients.
+        """
+        self.engine.executor.drain()
+        names = [*reversed(self._owned_gradients)]
+        found = torch.tensor(
+            [any(not grad.isfinite().all() for grad in self._owned_gradients[name]) for name in names],
+            dtype=torch.uint8,
+        )
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            with named("looking for gradients that are not finite: all-reduce"):
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
 
 
 def check_elementwise(optimizer_class: Any) -> None:

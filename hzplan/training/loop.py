@@ -35,12 +35,17 @@ TRACED_STEP = 1
 """The step whose memory is traced: the first one in which the optimizer's state is there from the start."""
 
 
+MOST_SKIPPED = 20
+"""As many steps in a row without a finite gradient are no accident."""
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """How to train.
 
     ``evaluate_every`` counts steps; the end is evaluated in any case. ``record_steps``: of how many steps at
-    the end to keep what every stream did.
+    the end to keep what every stream did. ``skip_nonfinite``: leave out steps whose gradients are not finite
+    (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping.
     """
 
     steps: int
@@ -50,11 +55,15 @@ class RunOptions:
     evaluate_every: int | None = None
     heldout_tokens: int = 1 << 16
     record_steps: int = 0
+    skip_nonfinite: bool = False
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's."""
+    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's.
+
+    ``skipped``: gradients were not finite, and nothing was updated.
+    """
 
     step: int
     loss: float
@@ -62,6 +71,7 @@ class StepStats:
     exposed_comm_s: Mapping[str, float]
     tokens: int
     peak_memory_bytes: int
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ class RunResult:
     """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
 
     ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
-    order of uses and ran unoverlapped. ``recorded``: what ``RunOptions.record_steps`` asked for, by rank.
+    order of uses and ran unoverlapped; in ``skipped_steps`` gradients were not finite. ``recorded``: what
+    ``RunOptions.record_steps`` asked for, by rank.
     """
 
     steps: int
@@ -81,6 +92,7 @@ class RunResult:
     heldout_losses: tuple[tuple[int, float], ...]
     unigram_entropy_nats: float | None
     unplanned_steps: int
+    skipped_steps: int
     recorded: Mapping[str, list[Span]]
 
     @property
@@ -143,6 +155,8 @@ class _Trainer:
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
         self.unplanned = 0
+        self.skipped: set[int] = set()
+        self.skipped_in_a_row = 0
         self.peak_memory_bytes = 0
         self.losses: list[float] = []
         self.heldout: list[tuple[int, float]] = []
@@ -189,9 +203,31 @@ class _Trainer:
             rank=self.rank,
         )
         if self.plan.clip:
-            self.optimizer.clip_grad_norm_(self.options.clip_norm)
+            norm = self.optimizer.clip_grad_norm_(self.options.clip_norm)
+            if not norm.isfinite():
+                self.leave_out(step)
+                return total.to(self.device)
+        self.skipped_in_a_row = 0
         self.optimizer.step()
         return total.to(self.device)
+
+    def leave_out(self, step: int) -> None:
+        """A step's gradients are not finite: skip it, or say so and stop."""
+        self.skipped_in_a_row += 1
+        self.skipped.add(step)
+        if not self.options.skip_nonfinite or self.skipped_in_a_row > MOST_SKIPPED:
+            times = "" if self.skipped_in_a_row == 1 else f" ({self.skipped_in_a_row} steps in a row)"
+            raise UserError(
+                f"step {step}: gradients of {self.nonfinite()} are not finite{times}; try a lower --lr"
+                + ("" if self.options.skip_nonfinite else ", or --skip-nonfinite")
+            )
+        self.optimizer.skip_step()
+
+    def nonfinite(self) -> str:
+        """The units whose gradients are not finite, at most three of them by name."""
+        units = self.optimizer.nonfinite_units()
+        more = f" and {len(units) - 3} more" if len(units) > 3 else ""
+        return f"unit{'s' * (len(units) != 1)} {', '.join(units[:3])}{more}"
 
     def traced_step(self, step: int) -> Tensor:
         """The same, and note the most memory that it takes on any rank."""
@@ -217,13 +253,20 @@ class _Trainer:
     def finish(self, pending: _Pending) -> None:
         """A step's loss has arrived from all ranks."""
         loss = pending.mean(self.world)
-        if not math.isfinite(loss):
+        skipped = pending.step in self.skipped
+        if not math.isfinite(loss) and not skipped:
             raise UserError(f"the loss of step {pending.step} is {loss}; try a lower --lr")
         self.losses.append(loss)
         tokens = self.plan.batch.global_batch * self.workload.seq_len
         self.stats.append(
             StepStats(
-                pending.step, loss, pending.step_s, pending.exposed_comm_s, tokens, self.peak_memory_bytes
+                pending.step,
+                loss,
+                pending.step_s,
+                pending.exposed_comm_s,
+                tokens,
+                self.peak_memory_bytes,
+                skipped,
             )
         )
         self.on_step(self.stats[-1])
@@ -269,6 +312,7 @@ class _Trainer:
             heldout_losses=tuple(self.heldout),
             unigram_entropy_nats=None if self.corpus is None else self.corpus.unigram_entropy_nats,
             unplanned_steps=self.unplanned,
+            skipped_steps=len(self.skipped),
             recorded=self.recording.gather() if self.options.record_steps else {},
         )
 

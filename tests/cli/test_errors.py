@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.cli.command import Done, hzplan
 from tests.plans import make_plan
 
 FACTORIES = """
-import os, signal
+import os, signal, time
 from hzplan.models.gpt import GPT, PRESETS
 
 def model():
@@ -51,6 +52,14 @@ class Late:
         self.calls += 1
         if second() and self.calls == 4:
             raise ValueError("a strange\\nbatch")
+        return next_token_loss(model, batch)
+
+class Sleeps(Late):
+    def loss(self, model, batch):
+        from hzplan.models.workload import next_token_loss
+        self.calls += 1
+        if second() and self.calls == 4:
+            time.sleep(100)
         return next_token_loss(model, batch)
 """
 
@@ -211,6 +220,7 @@ def test_too_little_data(folder: Path) -> None:
         (("run", "plan.json", "--lr", "nan"), "--lr nan"),
         (("run", "plan.json", "--lr", "-1"), "--lr -1"),
         (("run", "plan.json", "--nproc", "0"), "--nproc 0"),
+        (("run", "plan.json", "--timeout", "0"), "--timeout 0"),
         (("run", "plan.json", "--metrics", "."), ".: is a folder"),
         (("run", "plan.json", "--metrics", "plan.json/m.jsonl"), "plan.json/m.jsonl: cannot be written"),
         (("profile",), "Missing argument"),
@@ -278,6 +288,12 @@ def test_rank_that_fails_in_training(folder: Path) -> None:
     assert "Traceback" not in done.stderr
     said = [line for line in done.lines if line.startswith("hzplan: ")]
     assert said == ["hzplan: rank 1: ValueError: a strange batch (HZPLAN_DEBUG=1 shows where)"]
+
+
+def test_a_rank_that_does_not_arrive_is_named(folder: Path) -> None:
+    (folder / "factories.py").write_text(FACTORIES)
+    line = refuse(folder, "run", "plan.json", "factories:Sleeps", "--steps", 50, "--timeout", 3, code=4)
+    assert re.search(r"rank 0: stream reduce.0, task .*: rank 1 did not arrive within 3 s$", line)
 
 
 def test_debugging_shows_the_traceback(folder: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from hzplan.errors import UserError
-from hzplan.models.workload import load
+from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import full_parameters, parallelize
 from hzplan.training.batches import SyntheticBatches, TextBatches, reads_bytes
 from hzplan.training.data import Corpus, heldout_windows
@@ -123,3 +127,81 @@ def test_a_loss_that_is_no_number_ends_the_run() -> None:
     broken = replace(nano, loss=lambda model, batch: nano.loss(model, batch) * float("nan"))
     with pytest.raises(UserError, match="loss of step 0 is nan"):
         train(make_plan("gpt:nano", mesh="1"), broken, corpus(), RunOptions(steps=5))
+
+
+class _Poisoned(torch.autograd.Function):
+    """Passes values on, and NaN back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradients[0] * float("nan")
+
+
+def poisoned(steps: Collection[int], unit: str = "layers.1") -> Workload:
+    """gpt:nano, in some steps (of one micro-batch each) with gradients that are NaN from a unit on."""
+    nano, calls = load("gpt:nano"), itertools.count()
+
+    def loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        if not torch.is_grad_enabled() or next(calls) not in steps:
+            return nano.loss(model, batch)
+        module = model.get_submodule(unit)
+        handle = module.register_forward_hook(lambda module, inputs, output: _Poisoned.apply(output))
+        try:
+            return nano.loss(model, batch)
+        finally:
+            handle.remove()
+
+    return replace(nano, loss=loss)
+
+
+def test_gradients_that_are_not_finite_are_reported_with_their_unit() -> None:
+    plan = make_plan("gpt:nano", mesh="1", clip=True)
+    with pytest.raises(
+        UserError, match=r"^step 2: gradients of units layers.1, layers.0, positions and 1 more are"
+    ):
+        train(plan, poisoned([2]), corpus(), RunOptions(steps=5))
+
+
+def test_steps_without_finite_gradients_can_be_skipped() -> None:
+    plan = make_plan("gpt:nano", mesh="1", clip=True)
+    heard: list[StepStats] = []
+    options = RunOptions(steps=8, skip_nonfinite=True)
+    result = train(plan, poisoned([2, 5]), corpus(), options, heard.append)
+    assert [stats.step for stats in heard if stats.skipped] == [2, 5]
+    assert result.skipped_steps == 2
+    assert all(math.isfinite(loss) for loss in result.losses)
+    with pytest.raises(UserError, match=r"^step 21: .*are not finite \(21 steps in a row\)"):
+        train(plan, poisoned(range(1, 99)), corpus(), replace(options, steps=50))
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    nano, bad = load("gpt:nano"), poisoned([1])
+    model, optimizer = parallelize(nano.build(), make_plan("gpt:nano", mesh="1", clip=True), lr=0.1)
+    batch = nano.batch(1, torch.Generator().manual_seed(0))
+    weights = []
+    for step in range(3):
+        bad.loss(model, batch).backward()
+        finite = bool(optimizer.clip_grad_norm_(1.0).isfinite())
+        assert finite == (step != 1)
+        if finite:
+            optimizer.step()
+        else:
+            optimizer.skip_step()
+        weights.append(full_parameters(optimizer))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert any(not torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+    assert all(value.isfinite().all() for value in weights[2].values())
+    optimizer.engine.close()
+
+
+def test_without_clipping_no_step_can_be_skipped() -> None:
+    nano = load("gpt:nano")
+    model, optimizer = parallelize(nano.build(), make_plan("gpt:nano", mesh="1"), lr=0.1)
+    nano.loss(model, nano.batch(1, torch.Generator().manual_seed(0))).backward()
+    with pytest.raises(UserError, match="a step is skipped, but the plan was solved without clipping"):
+        optimizer.skip_step()
+    optimizer.engine.close()

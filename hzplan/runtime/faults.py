@@ -1,0 +1,83 @@
+"""Collectives that do not finish: which ranks are to blame, said where it is noticed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hzplan.errors import StreamError, is_lost_peer, one_line
+
+GRACE = timedelta(milliseconds=200)
+"""How long the others of an exchange have once one of them has not arrived."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A send or receive with one rank (``peer``, in the world), or a collective of a whole group (None)."""
+
+    work: dist.Work | None
+    peer: int | None = None
+
+
+class Unfinished(RuntimeError):
+    """Part of an exchange did not finish: what with, as one phrase; ``__cause__`` is the backend's error."""
+
+
+def wait(transfers: Sequence[Transfer]) -> None:
+    """Return when everything has arrived and gone. Raises Unfinished naming the ranks that it failed with."""
+    began = time.monotonic()
+    for index, transfer in enumerate(transfers):
+        assert transfer.work is not None, "every rank of the group takes part"
+        try:
+            transfer.work.wait()
+        except RuntimeError as error:
+            after_s = time.monotonic() - began
+            missing = {transfer.peer} | {
+                other.peer for other in transfers[index + 1 :] if not _finishes(other)
+            }
+            raise Unfinished(_phrase(error, [p for p in missing if p is not None], after_s)) from error
+
+
+def _finishes(transfer: Transfer) -> bool:
+    assert transfer.work is not None
+    with suppress(RuntimeError):
+        transfer.work.wait(GRACE)
+        return True
+    return False
+
+
+def _phrase(error: RuntimeError, missing: Sequence[int], after_s: float) -> str:
+    if not missing:
+        return f"it did not finish within {after_s:.0f} s" if _is_late(error) else one_line(error)
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
+    if _is_late(error):
+        return f"{who} did not arrive within {after_s:.0f} s"
+    return f"the connection to {who} broke" if is_lost_peer(error) else f"with {who}: {one_line(error)}"
+
+
+def _is_late(error: BaseException) -> bool:
+    """Whether a backend gave up waiting; gloo tells one operation so, the pair's others of a "timeout"."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Errors of the block as StreamError: what was going on, and why it failed."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error if isinstance(error, Unfinished) else error
+        lost, late = is_lost_peer(cause), _is_late(cause)
+        if isinstance(error, Unfinished):
+            why = str(error)
+        elif lost:
+            why = "other ranks are late" if late else "the connection to another rank broke"
+        else:
+            why = one_line(error)
+        raise StreamError(f"{what}: {why}", lost_peer=lost and not late) from error
