@@ -162,10 +162,11 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def nonfinite_units(self) -> list[str]:
-        """The units with a gradient that is infinite or not a number on any rank, the model's last ones first.
+        """The units with a gradient that is infinite or not a number on any rank, the last of the model first.
 
-        Backward gets there in that order, so the first one is the nearest to the cause. Every rank calls it, after ``clip_grad_norm_`` or between steps. For when a norm or a loss is not
-        finite: it reads all gradients.
+        Backward gets there in that order, so the first one is the nearest to the cause. Every rank calls it,
+        after ``clip_grad_norm_`` or between steps; for when a norm or a loss is not finite, as it reads all
+        gradients.
         """
         self.engine.executor.drain()
         names = [*reversed(self._owned_gradients)]
