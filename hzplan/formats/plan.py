@@ -174,10 +174,10 @@ class Plan(Strict):
         return self._levels(self.mesh, bucket.shards)
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: str | Path) -> Plan:
         """Read a plan; UserError of one line when it is not one."""
-        return read(path, cls, form="hzplan.plan", version=1)
+        return read(Path(path), cls, form="hzplan.plan", version=1)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the canonical text, whole or not at all."""
-        write_text(path, to_text(self))
+        write_text(Path(path), to_text(self))

@@ -239,13 +239,13 @@ class Profile(Strict):
         return tuple(cost.micro_batch for cost in self.uses[0].costs)
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: str | Path) -> Profile:
         """Read a profile; UserError of one line when it is not one."""
-        return read(path, cls, form="hzplan.profile", version=1)
+        return read(Path(path), cls, form="hzplan.profile", version=1)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the canonical text, whole or not at all."""
-        write_text(path, to_text(self))
+        write_text(Path(path), to_text(self))
 
 
 def signature(tensors: Iterable[TensorSpec]) -> str:

@@ -11,9 +11,12 @@ thread ended the last task that they needed.
 
 from __future__ import annotations
 
+import atexit
 import queue
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -26,6 +29,9 @@ from hzplan.runtime.faults import named
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
 POLL_S = 1.0
+
+LEAVE_S = 30.0
+"""How long a process whose script has ended waits for what it has launched."""
 
 
 @dataclass
@@ -134,16 +140,36 @@ class Executor:
         ]
         for thread in self._threads:
             thread.start()
+        _running.add(self)
 
     def close(self) -> None:
         """End the threads, after what was launched is done (or has failed)."""
         with suppress(StreamError):
             self.drain()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         for line in self._lines.values():
             for _ in range(line.width):
                 line.ready.put(None)
         for thread in self._threads:
             thread.join(timeout=10)
+        self._threads.clear()
+
+    def end_with_process(self) -> None:
+        """What ``close`` does, for as long as the end of the process may take.
+
+        A thread that comes back from a collective while the interpreter is taken apart aborts the process.
+        After an error the other ranks may be gone: nothing is waited for.
+        """
+        failed = getattr(sys, "last_value", None) is not None
+        until = time.monotonic() + (0.5 if failed else LEAVE_S)
+        with self._all_done:
+            while self._open and self._error is None and (left := until - time.monotonic()) > 0:
+                self._all_done.wait(left)
+            open_tasks = self._open and self._error is None
+        if not open_tasks:
+            self._end_threads()
 
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
@@ -309,3 +335,12 @@ def _span(task: Task) -> AbstractContextManager[object]:
     if getattr(profiler, "_is_profiler_enabled", True):
         return profiler.record_function(f"hzplan {task}")
     return nullcontext()
+
+
+_running: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_process() -> None:
+    for executor in list(_running):
+        executor.end_with_process()

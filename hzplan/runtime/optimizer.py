@@ -162,7 +162,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def nonfinite_units(self) -> list[str]:
-        """The units with a gradient that is infinite or not a number on any rank, the last of the model first.
+        """The units with a gradient that is infinite or not a number on any rank, the model's last first.
 
         Backward gets there in that order, so the first one is the nearest to the cause. Every rank calls it,
         after ``clip_grad_norm_`` or between steps; for when a norm or a loss is not finite, as it reads all

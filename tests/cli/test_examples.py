@@ -1,0 +1,57 @@
+"""The example loops: a few lines apart, and the same training."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import ROOT, environment, hzplan
+
+EXAMPLES = ROOT / "examples"
+
+
+def code_of(path: Path) -> list[str]:
+    """The lines after the docstring."""
+    return path.read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
+
+
+def test_the_loops_are_four_lines_apart() -> None:
+    difference = difflib.ndiff(code_of(EXAMPLES / "train_fsdp2.py"), code_of(EXAMPLES / "train.py"))
+    ours = [line for line in difference if line.startswith("+ ") and line.strip() != "+"]
+    assert 1 <= len(ours) <= 4, ours
+
+
+def losses(script: str, folder: Path) -> list[float]:
+    """What a script prints as two ranks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_both_loops_train_alike(tmp_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    model = ("mymodel:Transformer", "--nproc", 2, "--micro-batch", 4, "-o", "profile.json")
+    assert hzplan("profile", *model, cwd=folder).code == 0
+    # Less than replicas of everything need.
+    budget = ("--memory", "18MiB", "--global-batch", 16, "-o", "plan.json")
+    assert hzplan("solve", "profile.json", *budget, cwd=folder).code == 0
+    planned, fsdp2 = losses("train.py", folder), losses("train_fsdp2.py", folder)
+    assert len(planned) == len(fsdp2) == 6
+    assert planned == pytest.approx(fsdp2, rel=1e-3)
+    assert planned[-1] < planned[0] - 1
