@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import ClassVar
@@ -46,3 +48,14 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long a group's collectives may take; a new group's default is not the job's. None: unknown."""
     backend = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+@atexit.register
+def _keep() -> None:
+    """Leave the groups to the operating system.
+
+    Taking one apart ends the waits of threads that are still in its collectives, after an error for
+    instance; these then want the interpreter, which is no more, and that aborts the process.
+    """
+    for group in Communicators._made.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

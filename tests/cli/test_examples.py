@@ -27,9 +27,9 @@ def test_the_loops_are_four_lines_apart() -> None:
     assert 1 <= len(ours) <= 4, ours
 
 
-def losses(script: str, folder: Path) -> list[float]:
-    """What a script prints as two ranks."""
-    done = subprocess.run(
+def as_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A script under torchrun."""
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
         cwd=folder,
         env=environment(OMP_NUM_THREADS="1"),
@@ -38,20 +38,44 @@ def losses(script: str, folder: Path) -> list[float]:
         timeout=200,
         check=False,
     )
+
+
+def losses(script: str, folder: Path) -> list[float]:
+    """What a script prints; it must end well."""
+    done = as_two_ranks(script, folder)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_both_loops_train_alike(tmp_path: Path) -> None:
-    folder = shutil.copytree(EXAMPLES, tmp_path / "examples")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples, with a plan for two ranks."""
+    folder = shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("user") / "examples")
     model = ("mymodel:Transformer", "--nproc", 2, "--micro-batch", 4, "-o", "profile.json")
     assert hzplan("profile", *model, cwd=folder).code == 0
     # Less than replicas of everything need.
     budget = ("--memory", "18MiB", "--global-batch", 16, "-o", "plan.json")
     assert hzplan("solve", "profile.json", *budget, cwd=folder).code == 0
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_both_loops_train_alike(folder: Path) -> None:
     planned, fsdp2 = losses("train.py", folder), losses("train_fsdp2.py", folder)
     assert len(planned) == len(fsdp2) == 6
     assert planned == pytest.approx(fsdp2, rel=1e-3)
     assert planned[-1] < planned[0] - 1
+
+
+@pytest.mark.distributed
+def test_an_error_in_the_loop_stays_what_it_is(folder: Path) -> None:
+    """Collectives are under way in threads when the interpreter ends, which must not abort it."""
+    raising = "    if step == 3 and dist.get_rank() == 1:\n        raise ValueError('mine')\n"
+    text = (folder / "train.py").read_text(encoding="utf-8")
+    broken = text.replace("    scheduler.step()\n", f"    scheduler.step()\n{raising}")
+    (folder / "broken.py").write_text(broken, encoding="utf-8")
+    done = as_two_ranks("broken.py", folder)
+    assert "ValueError: mine" in done.stderr
+    assert "terminate called" not in done.stderr
+    assert re.search(r"exitcode +: 1 ", done.stderr)
