@@ -105,13 +105,13 @@ def ddp_peak_bytes(profile_path: Path, global_batch: int, model: str, folder: Pa
     replicas = evaluate(cost, uniform(profile, Levels(0, 0, 0)), schedule, MICRO_BATCH)
     plan = folder / "ddp.json"
     given(profile, profile_path, replicas, Request(1 << 40, global_batch)).save(plan)
-    return int(_output([sys.executable, "-m", "benchmarks.peak", str(plan), model]))
+    return int(output_of([sys.executable, "-m", "benchmarks.peak", str(plan), model]))
 
 
 def emulated(regime: Regime, *command: object) -> str:
     """Run ``hzplan`` on every rank of the regime's cluster; what rank 0 printed."""
     words = [sys.executable, "-m", "hzplan"]
-    return _output(
+    return output_of(
         [
             *words,
             "emulate",
@@ -126,7 +126,7 @@ def emulated(regime: Regime, *command: object) -> str:
     )
 
 
-def _output(command: Sequence[str]) -> str:
+def output_of(command: Sequence[str]) -> str:
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -13,6 +13,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
@@ -93,6 +95,72 @@ def random_delays(_: Any) -> list[list[float]]:
             found.append(train(MIXED, model, optimizer))
             optimizer.engine.close()
     return found
+
+
+# ---- allocations ---------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new storage that a thread's operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        self.operations += 1
+        self.nbytes += sum(
+            tensor.untyped_storage().nbytes() for tensor in _tensors(out) if _storage(tensor) not in known
+        )
+        return out
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def allocations(_: Any) -> dict[str, dict[str, Any]]:
+    """Per case: bytes that communication tasks allocate after the second step, operations, buffers moved."""
+    found = {}
+    for case in (SHARDED, MIXED, SYNCED, replace(MIXED, dtype="bfloat16")):
+        run, counts = Engine.run, {"nbytes": 0, "operations": 0}
+
+        def counted(self: Engine, task: Task, lane: int = 0, run: Any = run, counts: Any = counts) -> None:
+            if task.kind is Kind.UPDATE:
+                run(self, task, lane)
+                return
+            with Allocations() as mode:
+                run(self, task, lane)
+            for name in counts:
+                counts[name] += getattr(mode, name)
+
+        model, optimizer = sharded(case)
+        engine = optimizer.engine
+        train(replace(case, steps=2), model, optimizer)
+        engine.executor.drain()
+        before = _addresses(engine)
+        with patch.object(Engine, "run", counted):
+            engine.executor._run = engine.run
+            train(case, model, optimizer)
+            engine.executor.drain()
+        found[case.name] = counts | {"moved": before != _addresses(engine)}
+        engine.close()
+    return found
+
+
+def _addresses(engine: Engine) -> list[int]:
+    """Where every buffer of the runtime lies."""
+    buckets = [bucket for unit in engine.units.values() for bucket in unit.buckets]
+    kept = [t for b in buckets for t in (b.param, b.whole, b.master, b.grad) if t is not None]
+    return [tensor.data_ptr() for tensor in [*kept, *(s for lanes in engine._scratch for s in lanes)]]
 
 
 # ---- mutations -----------------------------------------------------------------------------------------
@@ -212,8 +280,9 @@ def demand(_: Any) -> dict[str, list[float]]:
         model = Branching().double()
         uses = [Use(u, p) for u, p in _sequence(model)]
         names = {name: levels for name, _ in model.named_parameters()}
+        clip = levels != Levels(1, 1, 2)
         model, optimizer = apply(
-            model, Choice(mesh, names, tuple(uses), 1, 2, False), torch.optim.SGD, lr=0.1, momentum=0.5
+            model, Choice(mesh, names, tuple(uses), 1, 2, clip), torch.optim.SGD, lr=0.1, momentum=0.5
         )
         plain = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
         off, modes = [], []
@@ -231,7 +300,7 @@ def demand(_: Any) -> dict[str, list[float]]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             modes.append(optimizer.engine.mode is Mode.SCHEDULED)
-            if step == 3:  # after a wait for the gradients too
+            if step == 3 and clip:  # after a wait for the gradients too
                 optimizer.engine.wait_gradients()
                 off.append(_evaluate(model, single, step))
             optimizer.step()

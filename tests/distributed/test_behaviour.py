@@ -33,6 +33,16 @@ def test_nothing_depends_on_timing(tmp_path: Path) -> None:
     assert all(losses == first for losses in others)  # bit for bit
 
 
+def test_communication_allocates_nothing(tmp_path: Path) -> None:
+    """After the second step: no new storage in any operation of a communication task, on any stream."""
+    found = on_ranks(4, f"{MODULE}:allocations", None, tmp_path)
+    assert len(found) == 4
+    for name, counts in found.items():
+        assert counts["operations"] > 100, name
+        assert counts["nbytes"] == 0, name
+        assert not counts["moved"], name
+
+
 def test_mutants_are_caught(tmp_path: Path) -> None:
     found = on_ranks(4, f"{MODULE}:mutations", None, tmp_path)
     mutants = {name: max(errors) for name, errors in found.items() if not name.startswith("unmutated")}

@@ -1,0 +1,132 @@
+"""One training under one random plan after the other, beside one process: ``make soak``."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hzplan.runtime.apply import apply, full_parameters
+from tests.distributed.oracle import Case, batch, choice, fresh_model, loss_of, param_groups
+from tests.distributed.ranks import on_ranks
+
+WORLD = 4
+LR = 1e-3
+"""Low: a higher rate makes of rounding noise, which no order of sums avoids, more in 2,000 steps."""
+
+
+def cases(number: int) -> list[Case]:
+    """Random legal plans of four ranks, with a triple for every tensor."""
+    found = []
+    for seed in range(number):
+        rng = random.Random(1_000_000 + seed)
+        found.append(
+            Case(
+                rng.choice(("4", "2|2", "2,2")),
+                accumulation=rng.choice((1, 2)),
+                prefetch=rng.choice((1, 2, 3)),
+                clip=rng.random() < 0.5,
+                seed=seed,
+                lean=rng.random() < 0.5,
+            )
+        )
+    return found
+
+
+def soak(payload: dict[str, int]) -> dict[str, float]:
+    """On every rank: the largest error of a loss and of a weight, and how far training came.
+
+    The optimizer's state begins anew with every plan, in both; weights go on.
+    """
+    weights = reference = {name: p.detach() for name, p in fresh_model(Case("1")).named_parameters()}
+    loss_error = weight_error = 0.0
+    first, began = None, time.monotonic()
+    plans = cases(payload["steps"] // payload["every"])
+    for number, case in enumerate(plans):
+        case = replace(case, steps=payload["every"])
+        offset = number * case.steps
+        losses, weights = _sharded(case, weights, offset)
+        expected, reference = _one_process(case, reference, offset)
+        loss_error = max(loss_error, *(abs(a - b) for a, b in zip(losses, expected, strict=True)))
+        errors = [float((weights[name] - reference[name]).norm()) for name in reference]
+        weight_error = max(weight_error, *errors)
+        first = losses[0] if first is None else first
+        if dist.get_rank() == 0 and payload["shown"]:
+            print(
+                f"step {offset + case.steps}: {case.name}, loss {losses[-1]:.4f}, errors {loss_error:.1e} "
+                f"and {weight_error:.1e}, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+    assert first is not None
+    return {"loss_error": loss_error, "weight_error": weight_error, "first": first, "last": losses[-1]}
+
+
+def _loaded(case: Case, weights: dict[str, Tensor]) -> nn.Module:
+    model = fresh_model(case)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model
+
+
+def _sharded(case: Case, weights: dict[str, Tensor], offset: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = _loaded(case, weights)
+    model, optimizer = apply(model, choice(case), params=param_groups(case, model), lr=LR)
+    losses = []
+    for step in range(case.steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for micro_batch in range(case.accumulation):
+            loss = loss_of(model, batch(offset + step, micro_batch, dist.get_rank())) / case.accumulation
+            loss.backward()
+            total += loss.detach()
+        if case.clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(total)
+    found = full_parameters(optimizer)
+    optimizer.engine.close()
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return list(map(float, mean / WORLD)), found
+
+
+def _one_process(
+    case: Case, weights: dict[str, Tensor], offset: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = _loaded(case, weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro_batch in range(case.accumulation):
+            for rank in range(WORLD):
+                loss = loss_of(model, batch(offset + step, micro_batch, rank)) / (case.accumulation * WORLD)
+                loss.backward()
+                total += float(loss.detach())
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def main(steps: int = 2000, every: int = 20) -> dict[str, Any]:
+    """Run it; the errors."""
+    payload = {"steps": steps, "every": every, "shown": True}
+    with tempfile.TemporaryDirectory() as folder:
+        return on_ranks(WORLD, "tests.distributed.soak:soak", payload, Path(folder))
+
+
+if __name__ == "__main__":
+    found = main(*map(int, sys.argv[1:]))
+    print(found)
+    sys.exit(not (found["loss_error"] <= 1e-9 and found["weight_error"] <= 1e-9))
