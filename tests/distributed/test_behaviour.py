@@ -29,7 +29,7 @@ def test_launch_order_is_the_schedules(tmp_path: Path) -> None:
 
 def test_nothing_depends_on_timing(tmp_path: Path) -> None:
     first, *others = on_ranks(4, f"{MODULE}:random_delays", None, tmp_path)
-    assert len(others) == 5
+    assert len(others) == 50
     assert all(losses == first for losses in others)  # bit for bit
 
 
