@@ -136,6 +136,27 @@ def reduce_spans(mesh: Mesh, tier: int, grad_level: int, *, final: bool) -> tupl
     return own, rest
 
 
+MOST_LOST = 0.9
+"""Of compute's speed, with all tiers at work."""
+
+
+@dataclass(frozen=True)
+class Interference:
+    """What compute and communication cost each other while both run, by tier.
+
+    ``lost``: the share of compute's speed that a tier at work takes; shares add up over tiers, to less than
+    1. ``slowdown``: how many times as long a tier's tasks take while compute runs.
+    """
+
+    lost: tuple[float, ...]
+    slowdown: tuple[float, ...]
+
+    @classmethod
+    def none(cls, tiers: int) -> Interference:
+        """Nobody disturbs anybody."""
+        return cls((0.0,) * tiers, (1.0,) * tiers)
+
+
 @dataclass(frozen=True)
 class CostModel:
     """A profile, made ready for questions."""
@@ -157,6 +178,19 @@ class CostModel:
     @cached_property
     def _optimizer_curve(self) -> list[tuple[int, float]]:
         return [(point.elements, point.seconds) for point in self.profile.optimizer.points]
+
+    @cached_property
+    def interference(self) -> Interference:
+        """As measured; none where it was not."""
+        entries = self.profile.interference
+        if not entries:
+            return Interference.none(len(self.mesh.tiers))
+        total = sum(entry.compute_lost for entry in entries)
+        scale = min(1.0, MOST_LOST / total) if total else 1.0
+        return Interference(
+            tuple(entry.compute_lost * scale for entry in entries),
+            tuple(entry.slowdown for entry in entries),
+        )
 
     def collective_ns(self, operation: str, stage: Stage | None, nbytes: int) -> int:
         """Nanoseconds of a collective whose whole buffer has ``nbytes``; 0 where there is no stage."""

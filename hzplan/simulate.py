@@ -1,16 +1,18 @@
 """Replay a schedule with durations: the timeline of the steady state and the exposed communication.
 
 Two readings of the same DAG. ``replay`` gives every task the whole of its link: that is the ILP's objective,
-and with it the load of each tier a lower bound. ``replay_shared`` lets tasks that use one tier at the same
-time share its bandwidth equally, which is what is reported as the prediction.
+and with it the load of each tier, and of the processors, a lower bound. ``replay_shared`` lets tasks that use
+one tier at the same time share its bandwidth equally, and slows compute and communication by what they cost
+each other, which is what is reported as the prediction.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hzplan.cost import Interference
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
 MAX_STEPS = 24
@@ -55,14 +57,21 @@ def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
     return _timeline(schedule, starts, ends, period)
 
 
-def objective_ns(schedule: Schedule, durations_ns: Sequence[int]) -> float:
+def objective_ns(
+    schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
+) -> float:
     """A lower bound on a step's time for these durations, and what the ILP minimises.
 
-    The period in which no two tasks share a link, or the whole load of a tier if that is more: whatever
-    the sharing, a tier cannot carry its bytes faster.
+    The largest of three: the period in which no two tasks share a link; the whole load of a tier, which
+    cannot carry its bytes faster, whatever the sharing; and compute, plus of every tier's load the share that
+    it takes of compute's speed. The last holds because compute either waits while a tier is at work, which
+    costs the period more, or loses that share of its speed, and a tier is at work no shorter than its load.
     """
     loads = tier_loads_ns(schedule, durations_ns)
-    return max(replay(schedule, durations_ns).period_ns, *loads)
+    lost = interference.lost if interference else (0.0,) * schedule.tiers
+    compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
+    processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
+    return max(replay(schedule, durations_ns).period_ns, processors, *loads)
 
 
 def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
@@ -74,8 +83,17 @@ def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
     return loads
 
 
-def replay_shared(schedule: Schedule, durations_ns: Sequence[int], steps: int = 4) -> Timeline:
-    """Event by event: tasks active on one tier progress at equal shares of its bandwidth."""
+def replay_shared(
+    schedule: Schedule,
+    durations_ns: Sequence[int],
+    interference: Interference | None = None,
+    steps: int = 4,
+) -> Timeline:
+    """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
+
+    While a tier is at work compute progresses slower, and while compute runs the tier's tasks do.
+    """
+    cost = interference or Interference.none(schedule.tiers)
     total = len(schedule.tasks)
     streams = list(schedule.streams.values())
     heads = [0] * len(streams)
@@ -119,7 +137,12 @@ def replay_shared(schedule: Schedule, durations_ns: Sequence[int], steps: int = 
         on_tier: dict[int, int] = {}
         for stream in remaining:
             on_tier[task_of(stream).tier] = on_tier.get(task_of(stream).tier, 0) + 1
-        slowdown = {s: on_tier[t] if (t := task_of(s).tier) >= 0 else 1 for s in remaining}
+        computing = any(task_of(stream).stream == COMPUTE_STREAM for stream in remaining)
+        speed = 1.0 - sum(cost.lost[tier] for tier in on_tier if tier >= 0)
+        slowdown = {
+            stream: _slowdown(task_of(stream), on_tier, speed, cost if computing else None)
+            for stream in remaining
+        }
         elapsed = min(work * slowdown[stream] for stream, work in remaining.items())
         now += elapsed
         for stream in list(remaining):
@@ -137,6 +160,15 @@ def replay_shared(schedule: Schedule, durations_ns: Sequence[int], steps: int = 
         [ends[base + i] for i in range(total)],
         period,
     )
+
+
+def _slowdown(task: Task, on_tier: Mapping[int, int], speed: float, cost: Interference | None) -> float:
+    """How many times as long a task takes beside what else is under way."""
+    if task.stream == COMPUTE_STREAM:
+        return 1.0 / speed
+    if task.tier < 0:
+        return 1.0
+    return on_tier[task.tier] * (cost.slowdown[task.tier] if cost else 1.0)
 
 
 def _steady(begins: Sequence[float]) -> float | None:

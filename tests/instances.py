@@ -77,6 +77,10 @@ def random_profile(
                 for stage in mesh.stages()
                 for operation in ("all_gather", "reduce_scatter", "all_reduce")
             ],
+            "interference": [
+                {"compute_lost": rng.uniform(0, 0.7), "slowdown": rng.uniform(1, 3)} for _ in mesh.tiers
+            ]
+            * rng.randint(0, 1),
         }
     )
 
@@ -131,7 +135,7 @@ def try_everything(profile: Profile, request: Request) -> Truth:
             needed = memory(units, slots, schedule, peak).peak
             smallest = needed if smallest is None else min(smallest, needed)
             if needed <= request.memory_bytes:
-                objective = objective_ns(schedule, model.durations(schedule, units, size))
+                objective = objective_ns(schedule, model.durations(schedule, units, size), model.interference)
                 best = objective if best is None else min(best, objective)
     assert smallest is not None
     return Truth(best, smallest)

@@ -109,6 +109,17 @@ class CollectiveCurve(Strict):
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
 
 
+class InterferenceEntry(Strict):
+    """What a tier's communication and compute cost each other while both run, on all ranks at once.
+
+    ``compute_lost``: the share of compute's speed that is lost; ``slowdown``: how many times as long a
+    collective takes.
+    """
+
+    compute_lost: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+    slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+
+
 class OptimizerPoint(Strict):
     """Seconds of one optimizer step on this many elements."""
 
@@ -165,7 +176,10 @@ class ProvenanceEntry(Strict):
 
 
 class Profile(Strict):
-    """What ``hzplan profile`` measured and ``hzplan solve`` reads."""
+    """What ``hzplan profile`` measured and ``hzplan solve`` reads.
+
+    ``interference`` is by tier, empty where it was not measured.
+    """
 
     format: Literal["hzplan.profile"] = "hzplan.profile"
     version: Literal[1] = 1
@@ -176,6 +190,7 @@ class Profile(Strict):
     units: tuple[UnitEntry, ...] = Field(min_length=1)
     uses: tuple[UseEntry, ...] = Field(min_length=1)
     collectives: tuple[CollectiveCurve, ...]
+    interference: tuple[InterferenceEntry, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -186,6 +201,8 @@ class Profile(Strict):
             raise ValueError(f"cluster.mesh: {error}") from None
         if len(self.cluster.tier_names) != len(mesh.tiers):
             raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+        if len(self.interference) not in (0, len(mesh.tiers)):
+            raise ValueError(f"interference: {len(mesh.tiers)} entries needed, one per tier, or none")
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ValueError("units: a name appears twice")

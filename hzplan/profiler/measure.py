@@ -24,6 +24,7 @@ from hzplan.formats.profile import (
 from hzplan.hierarchy import Mesh
 from hzplan.models.units import Unit, find_units, master_dtype_of
 from hzplan.models.workload import Workload
+from hzplan.profiler.interference import measure_interference
 from hzplan.profiler.joined import joined
 from hzplan.profiler.links import measure_links
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
@@ -39,6 +40,7 @@ PASS_S = 6.0
 OPTIMIZER_S = 2.0
 MACHINE_S = 1.0
 STAGE_S = 4.0
+TOGETHER_S = 2.0
 
 
 def measure(
@@ -66,21 +68,16 @@ def measure(
     ranks = Ranks.here()
     batches = _checked(ranks, mesh, tier_names, micro_batches, dtype, optimizer)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    parts = Progress(progress, PASS_S * len(batches) + OPTIMIZER_S + MACHINE_S + STAGE_S * len(mesh.stages()))
+    links_s, together_s = STAGE_S * len(mesh.stages()), TOGETHER_S * len(mesh.tiers)
+    parts = Progress(progress, PASS_S * len(batches) + OPTIMIZER_S + MACHINE_S + links_s + together_s)
     model, units = _build(workload, seed, torch_dtype, ranks.device)
     entries = tuple(_entry(unit) for unit in units)
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
     turns = Turns(units, ranks.size)
-    uses = measure_uses(
-        ranks,
-        turns,
-        units,
-        _steps(ranks, workload, model, batches, seed),
-        label=workload.name,
-        progress=parts.at,
-    )
+    steps = _steps(ranks, workload, model, batches, seed)
+    uses = measure_uses(ranks, turns, units, steps, label=workload.name, progress=parts.at)
     turns.detach()
-    del model, units, turns
+    del units, turns
     master_dtype = master_dtype_of(torch_dtype)
     largest_elements = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
@@ -88,10 +85,13 @@ def measure(
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, torch_dtype)
     memory = memory_bytes or rank_memory_bytes(ranks)
-    parts.part("links", STAGE_S * len(mesh.stages()))
+    parts.part("links", links_s)
     # Gradients are the largest buffers that travel. A link's time depends on bytes, whatever they are.
     largest_bytes = largest_elements * master_dtype.itemsize
     collectives = measure_links(ranks, mesh, master_dtype, largest_bytes, parts.at)
+    parts.part("compute and links together", together_s)
+    forward_backward = partial(_forward_backward, model, steps[batches[0]])
+    interference = measure_interference(ranks, mesh, master_dtype, largest_bytes, forward_backward, parts.at)
     tensors = [tensor for unit in entries for tensor in unit.tensors]
     entries = _joined(entries, uses)
     profile = ranks.share(
@@ -117,6 +117,7 @@ def measure(
             units=entries,
             uses=uses,
             collectives=collectives,
+            interference=interference,
         )
     )
     parts.finish("measured")
@@ -181,6 +182,12 @@ def _steps(
         )
         for size in micro_batches
     }
+
+
+def _forward_backward(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    loss().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def _joined(units: Sequence[UnitEntry], uses: Sequence[UseEntry]) -> tuple[UnitEntry, ...]:

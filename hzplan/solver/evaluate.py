@@ -64,9 +64,9 @@ def evaluate(
         schedule,
         slots,
         units,
-        objective_ns(schedule, durations),
+        objective_ns(schedule, durations, model.interference),
         sum(tier_loads_ns(schedule, durations)),
-        replay_shared(schedule, durations),
+        replay_shared(schedule, durations, model.interference),
         memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
     )
 

@@ -229,15 +229,30 @@ def _middle_rows(problem: Problem) -> None:
 
 
 def _capacity_rows(problem: Problem, period: pulp.LpVariable) -> None:
-    """T ≥ Σ d over all tasks of a tier in the whole step: a tier cannot carry its bytes faster."""
-    for tier in range(problem.question.short.tiers):
-        load: dict[pulp.LpVariable, float] = defaultdict(float)
-        for task in problem.question.schedule.tasks:
-            if task.tier == tier:
-                for variable, coefficient in _length(problem, task)[0]:
-                    load[variable] += coefficient
+    """T ≥ Σ d over all tasks of a tier in the whole step: a tier cannot carry its bytes faster.
+
+    T ≥ compute + Σ_t lost_t · Σ d of tier t: compute waits or is slowed while a tier is at work.
+    """
+    whole = problem.question.schedule
+    loads: list[dict[pulp.LpVariable, float]] = [defaultdict(float) for _ in range(whole.tiers)]
+    compute = 0.0
+    for task in whole.tasks:
+        lengths, constant = _length(problem, task)
+        compute += constant
+        if task.tier >= 0:
+            for variable, coefficient in lengths:
+                loads[task.tier][variable] += coefficient
+    for tier, load in enumerate(loads):
         terms = [(period, 1.0), *((variable, -coefficient) for variable, coefficient in load.items())]
         problem.add(f"capacity of tier {tier}", terms, pulp.LpConstraintGE, 0)
+    lost = problem.question.model.interference.lost
+    if any(lost):
+        work: dict[pulp.LpVariable, float] = defaultdict(float)
+        for share, load in zip(lost, loads, strict=True):
+            for variable, coefficient in load.items():
+                work[variable] += share * coefficient
+        terms = [(period, 1.0), *((variable, -coefficient) for variable, coefficient in work.items())]
+        problem.add("capacity of processors", terms, pulp.LpConstraintGE, compute)
 
 
 def _memory_terms(problem: Problem, row: str) -> Terms:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hzplan.cost import Interference
 from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule
 from hzplan.simulate import objective_ns, replay, replay_shared, tier_loads_ns
 from tests.unit.steps import Step, chain, steps
@@ -205,6 +206,41 @@ def test_no_stream_and_no_tier_carries_more_than_a_period(drawn: tuple[Schedule,
     ]
     assert objective_ns(schedule, lengths) == max(alone.period_ns, *loads)
     assert shared.period_ns >= objective_ns(schedule, lengths) - 1e-6
+
+
+@st.composite
+def disturbed(draw: st.DrawFn) -> tuple[Schedule, list[int], Interference]:
+    """A timed schedule, and what its tiers cost compute and the reverse."""
+    schedule, lengths = draw(timed())
+    shares = st.floats(0, 0.9 / schedule.tiers)
+    lost = tuple(draw(shares) for _ in range(schedule.tiers))
+    return schedule, lengths, Interference(lost, tuple(draw(st.floats(1, 4)) for _ in lost))
+
+
+@given(disturbed())
+def test_interference_makes_nothing_faster_and_keeps_the_bound(
+    drawn: tuple[Schedule, list[int], Interference],
+) -> None:
+    schedule, lengths, cost = drawn
+    assert objective_ns(schedule, lengths, cost) >= objective_ns(schedule, lengths)
+    shared = replay_shared(schedule, lengths, cost)
+    assert shared.period_ns >= objective_ns(schedule, lengths, cost) * (1 - 1e-9) - 1e-6
+    none = replay_shared(schedule, lengths, Interference.none(schedule.tiers))
+    assert none == replay_shared(schedule, lengths)
+
+
+def test_compute_and_communication_slow_each_other() -> None:
+    """u1's gradient travels while u0 computes backward, u0's afterwards, alone."""
+    schedule = chain(2).build()
+    lengths = durations(schedule, {"compute": 10, "final-reduce": 5})
+    assert replay_shared(schedule, lengths).period_ns == 40 + 5
+    cost = Interference((0.5,), (1.2,))
+    # Of 5 the link takes 6 beside compute, which gets 3 done meanwhile, and needs 7 more.
+    assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 6 + 7 + 5)
+    assert objective_ns(schedule, lengths, cost) == max(45, 40 + 0.5 * 10)
+    cost = Interference((0.8,), (1.0,))
+    assert objective_ns(schedule, lengths, cost) == 40 + 0.8 * 10
+    assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 5 + 9 + 5)
 
 
 @given(timed(), st.data())

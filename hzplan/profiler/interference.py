@@ -1,0 +1,155 @@
+"""What compute and communication cost each other while both run: tier by tier, all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hzplan.cost import LANES, scratch_bytes
+from hzplan.formats.profile import InterferenceEntry
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.profiler.links import collective
+from hzplan.profiler.quiet import no_garbage_collection
+from hzplan.profiler.ranks import Ranks
+from hzplan.runtime.groups import Communicators
+
+ROUNDS = 3
+TOGETHER_S = 0.4
+COMPUTE_CALLS = 4
+"""As many calls of compute, or as many seconds, communication lasts at least while both run."""
+MOST_BYTES = 4 << 20
+ALONE_CALLS = 3
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Seconds of a call of each, alone and together, on this rank."""
+
+    compute: float
+    compute_together: float
+    communication: float
+    communication_together: float
+
+
+def measure_interference(
+    ranks: Ranks,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    largest_bytes: int,
+    compute: Callable[[], None],
+    progress: Callable[[float], None],
+) -> tuple[InterferenceEntry, ...]:
+    """For every tier: how much slower ``compute`` gets while its collectives run, and these while it does.
+
+    Gathers and reductions over the whole tier in turn, as the runtime issues them, on buffers of
+    ``largest_bytes`` of a model, at most 4 MiB. Medians over rounds of the mean rank. The same on every rank.
+    """
+    tiers = range(len(mesh.tiers)) if ranks.size > 1 else range(0)
+    found = []
+    for tier in tiers:
+        stage = Stage(*mesh.tier_bounds[tier])
+        communicate = _communication(ranks, mesh, stage, dtype, largest_bytes)
+        rounds = []
+        with no_garbage_collection():
+            for number in range(ROUNDS):
+                rounds.append(ranks.gather(_sample(ranks, compute, communicate)))
+                progress((tier + (number + 1) / ROUNDS) / len(mesh.tiers))
+        found.append(_entry(rounds))
+    return tuple(found)
+
+
+def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
+    """From samples by round and rank."""
+    lost = [statistics.fmean(1 - s.compute / s.compute_together for s in by_rank) for by_rank in rounds]
+    slower = [
+        statistics.fmean(s.communication_together / s.communication for s in by_rank) for by_rank in rounds
+    ]
+    return InterferenceEntry(
+        compute_lost=round(min(1.0, max(0.0, statistics.median(lost))), 4),
+        slowdown=round(max(1.0, statistics.median(slower)), 4),
+    )
+
+
+def _communication(
+    ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
+) -> Callable[[], None]:
+    """A gather and a reduction over a stage."""
+    groups = Communicators(mesh, [("unshard", stage), ("reduce", stage)])
+    size, place = mesh.group_size(stage), mesh.group(ranks.rank, stage).index(ranks.rank)
+    elements = max(size, min(largest_bytes, MOST_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
+    whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
+    scratch = torch.zeros(
+        scratch_bytes(whole.nbytes, size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+    )
+    gather = collective("all_gather", groups["unshard", stage], size, place, whole, scratch)
+    reduce = collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)
+
+    def both() -> None:
+        gather()
+        reduce()
+        ranks.finish_device()
+
+    both()
+    return both
+
+
+def _sample(ranks: Ranks, compute: Callable[[], None], communicate: Callable[[], None]) -> _Sample:
+    alone = _seconds(ranks, compute)
+    communication = max(ranks.gather(_seconds(ranks, communicate)))
+    calls = math.ceil(max(TOGETHER_S, COMPUTE_CALLS * max(ranks.gather(alone))) / communication)
+    together = _Together(communicate, calls)
+    ranks.barrier()
+    computed = together.run(compute)
+    return _Sample(alone, computed, communication, together.seconds)
+
+
+def _seconds(ranks: Ranks, call: Callable[[], None]) -> float:
+    ranks.barrier()
+    seconds = []
+    for _ in range(ALONE_CALLS):
+        began = time.perf_counter()
+        call()
+        ranks.finish_device()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+class _Together:
+    """Communication on a thread of its own, as many calls as all ranks agree on, while compute runs."""
+
+    def __init__(self, communicate: Callable[[], None], calls: int) -> None:
+        self._communicate, self._calls = communicate, calls
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def run(self, compute: Callable[[], None]) -> float:
+        """Median seconds of the calls of compute that ended before communication did."""
+        thread = threading.Thread(target=self._work, daemon=True)
+        thread.start()
+        seconds: list[float] = []
+        while not self._ended.is_set():
+            began = time.perf_counter()
+            compute()
+            seconds.append(time.perf_counter() - began)
+        thread.join()
+        if self._error is not None:
+            raise self._error
+        return statistics.median(seconds[:-1] or seconds)
+
+    def _work(self) -> None:
+        try:
+            began = time.perf_counter()
+            for _ in range(self._calls):
+                self._communicate()
+            self.seconds = (time.perf_counter() - began) / self._calls
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
