@@ -117,4 +117,11 @@ def _links(profile: Profile) -> Table:
             console.duration(last.seconds),
             f"{last.bytes / last.seconds / 1e9:.2f}" if last.seconds else "–",
         )
+    if profile.interference:
+        pairs = zip(names, profile.interference, strict=True)
+        table.caption = "while both run: " + "; ".join(
+            f"{name} costs compute {entry.compute_lost:.0%}, its collectives take {entry.slowdown:.2f} times"
+            for name, entry in pairs
+        )
+        table.caption_justify = "left"
     return table
