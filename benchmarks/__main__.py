@@ -52,7 +52,7 @@ def main(
     if (reason := available()) is not None:
         sys.exit(f"benchmarks need emulated clusters: {reason}")
     chosen = [r for r in regimes.load() if (full or r.quick or only) and (only or "") in r.name]
-    results = _about()
+    results = about()
     path = output or ROOT / "benchmarks" / "results" / f"{results['date']}{'-full' if full else ''}.json"
     if path.exists():  # go on where it stopped
         results["regimes"] = json.loads(path.read_text(encoding="utf-8"))["regimes"]
@@ -72,7 +72,7 @@ def main(
     _write_docs(results, docs)
 
 
-def _about() -> dict[str, Any]:
+def about() -> dict[str, Any]:
     ask = ["git", "rev-parse", "--short", "HEAD"]
     head = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
