@@ -373,8 +373,9 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
     """Memory of one rank over a step.
 
     Buffers are allocated once, so they count at every event; the events that differ are the uses
-    (activations and temporaries) and the optimizer step (its temporaries). With clipping no activations are
-    alive then; without it, units are updated during backward.
+    (activations and temporaries) and the optimizer step (its temporaries). Without clipping units are updated
+    during backward, beside all activations; with it in the first turns of the next forward, when few are
+    alive, which are neglected.
     """
     parameters = sum(cost.param_bytes for cost in units.values())
     master = sum(cost.master_bytes for cost in units.values())

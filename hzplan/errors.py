@@ -67,4 +67,6 @@ def last_cause(error: BaseException) -> BaseException:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception looks like another rank's death, and so is not the cause of the job's."""
     text = str(error)
-    return isinstance(error, ConnectionError) or "gloo" in text or "Connection" in text
+    return isinstance(error, ConnectionError) or any(
+        word in text for word in ("gloo", "Connection", "closure")
+    )

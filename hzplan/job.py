@@ -129,6 +129,8 @@ class Job:
         """
         import torch.distributed as dist
 
+        from hzplan.runtime.faults import named
+
         result: list[T] = []
         failure: tuple[int, str] | None = None
         try:
@@ -136,7 +138,8 @@ class Job:
         except UserError as error:
             failure = (error.exit_code, str(error))
         failures: list[tuple[int, str] | None] = [None] * self.place.world
-        dist.all_gather_object(failures, failure)
+        with named("ranks comparing notes: all-gather"):
+            dist.all_gather_object(failures, failure)
         for rank, found in enumerate(failures):
             if found is not None:
                 code, message = found

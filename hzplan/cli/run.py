@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BUILT_IN = ("gpt:", "moe:", "hf:")
 """Models that a plan may name; anything else is code, which runs only when the user names it."""
 
+MOST_TIMEOUT_S = 1e6
+
 TRACED_STEPS = 5
 """How many steps a trace shows."""
 
@@ -149,8 +151,10 @@ class _Request:
             raise UserError(f"--lr {self.lr}: must be a number above 0")
         if self.round_steps < 1:
             raise UserError(f"--round-steps {self.round_steps}: a turn has at least 1 step")
-        if not 1 <= self.timeout_s < float("inf"):
-            raise UserError(f"--timeout {self.timeout_s}: ranks wait for at least 1 second")
+        if not 1 <= self.timeout_s <= MOST_TIMEOUT_S:
+            raise UserError(f"--timeout {self.timeout_s}: between 1 and {MOST_TIMEOUT_S:.0f} seconds")
+        if self.against is not None and self.skip_nonfinite:
+            raise UserError("--skip-nonfinite is for a run of the plan alone; leave it or --against out")
         for option, given in (("--metrics", self.metrics), ("--trace", self.trace)):
             if self.against is not None and given is not None:
                 raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")

@@ -52,8 +52,8 @@ class Report:
 
     def on_step(self, stats: StepStats) -> None:
         """Show a step, and write its line."""
-        if stats.skipped:
-            console.remark(f"step {stats.step}: skipped, its gradients are not finite")
+        if stats.skipped and self._shown:
+            console.remark(f"step {stats.step}: skipped, gradients of {stats.skipped} are not finite")
         speed = stats.tokens / stats.step_s
         self._bar.update(
             f"step {stats.step + 1}/{self._steps}  loss {stats.loss:.3f}  "

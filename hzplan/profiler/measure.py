@@ -111,7 +111,7 @@ def measure(
                 device=ranks.device.type,
                 memory_bytes=memory,
                 peak_flops=peak,
-                scattered_by_exchange=ranks.size > 1 and exchanges(),
+                scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
             ),
             optimizer=update,
             units=entries,

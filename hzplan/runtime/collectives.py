@@ -24,12 +24,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchanges(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether collectives of this group go point to point: on gloo.
+def exchanges(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a group's collectives on a device's tensors go point to point: on gloo.
 
     Its own reduce-scatter moves as many bytes as an all-reduce, an exchange and a local sum half of that.
+    The backend is asked, not its name in the job's start, which may leave the choice to torch.
     """
-    return str(dist.get_backend(group)) == "gloo"
+    group = group or dist.group.WORLD
+    assert group is not None
+    return str(group._get_backend(device).name()) == "gloo"
 
 
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
@@ -45,7 +48,7 @@ def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, tag: int
 
     ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
     """
-    if not exchanges(group):
+    if not exchanges(whole.device, group):
         return [Transfer(_all_gather(whole, part, group=group, async_op=True))]
     slices, place = whole.view(group.size(), -1), group.rank()
     others = _others(group)
@@ -67,19 +70,20 @@ def reduce_scatter(
 ) -> None:
     """Sum all ranks' ``whole`` [group size × n] and leave (or add) this rank's slice in ``part`` [n].
 
-    ``part`` may be this rank's slice of ``whole``, unless it is added to. Sums run in group order on every
-    rank, so results do not depend on timing. ``scratch`` is for what others send: of every one of them n
-    elements, or where it is smaller (at least 2 × (group size − 1) elements) as many as fit twice, so that
-    one portion is summed while the next one travels. ``tag``: as for ``begin_gather``.
+    ``part`` may be this rank's slice of ``whole``, unless it is added to; the rest of ``whole`` is not kept.
+    Exchanges sum in group order on every rank, so results do not depend on timing. Their ``scratch`` is for
+    what others send: of every one of them n elements, or where it is smaller (at least 2 × (group size − 1)
+    elements) as many as fit twice, so that one portion is summed while the next one travels. ``tag``: as for
+    ``begin_gather``.
     """
-    if not exchanges(group):
-        target = scratch[: part.numel()] if accumulate else part
+    size, place = group.size(), group.rank()
+    slices, others = whole.view(size, -1), _others(group)
+    if not exchanges(whole.device, group):
+        target = slices[place] if accumulate else part  # in place: what was there has been summed
         _reduce_scatter(target, whole, group=group)
         if accumulate:
             part.add_(target)
         return
-    size, place = group.size(), group.rank()
-    slices, others = whole.view(size, -1), _others(group)
     length, fits = part.numel(), scratch.numel() // (size - 1)
     portion = length if fits >= length else fits // 2
     bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]

@@ -48,7 +48,7 @@ class Engine:
         self.units = {unit.name: unit for unit in units}
         self.schedule = schedule
         self._streams = streams
-        self.mesh = mesh
+        self.mesh, self.device = mesh, device
         self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
         self.groups = Communicators(mesh, _wanted(units, len(mesh.tiers)))
@@ -90,9 +90,12 @@ class Engine:
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
-        exchanging = self.mesh.world > 1 and exchanges()
+        exchanging = self.mesh.world > 1 and exchanges(device)
         self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
-        sizes = [_received_bytes(self.units.values(), tier) for tier in range(len(self.mesh.tiers))]
+        sizes = [
+            _received_bytes(self.units.values(), tier) if exchanging else 0
+            for tier in range(len(self.mesh.tiers))
+        ]
         self._scratch = [
             [
                 torch.zeros(scratch_bytes(size, self.mesh.world) // LANES, dtype=torch.uint8, device=device)
@@ -235,12 +238,13 @@ class Engine:
         """The user's optimizer.step(): launch updates and the gathering of parameters."""
         assert self.optimizer is not None
         self._require_complete()
+        if self.mode is Mode.SCHEDULED:
+            self._start_step()
         if self._updated_in_backward():
             self.optimizer.check_options()
         else:
             self.optimizer.take_over_options()
         if self.mode is Mode.SCHEDULED:
-            self._start_step()
             self.executor.end(self._step_task)
         else:
             self._update_on_demand()

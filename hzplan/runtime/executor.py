@@ -12,6 +12,8 @@ thread ended the last task that they needed.
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import queue
 import sys
 import threading
@@ -30,8 +32,12 @@ from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
 POLL_S = 1.0
 
+BETTER_S = 1.0
+"""How long a broken connection waits for another stream to know better."""
+
 LEAVE_S = 30.0
-"""How long a process whose script has ended waits for what it has launched."""
+FAILED_LEAVE_S = 0.5
+"""How long a process whose script has ended waits for what it has launched; and after an error."""
 
 
 @dataclass
@@ -146,30 +152,29 @@ class Executor:
         """End the threads, after what was launched is done (or has failed)."""
         with suppress(StreamError):
             self.drain()
-        self._end_threads()
+        self._end_threads(10.0)
 
-    def _end_threads(self) -> None:
+    def _end_threads(self, most_s: float) -> bool:
+        """Whether all have ended in time."""
+        until = time.monotonic() + most_s
         for line in self._lines.values():
             for _ in range(line.width):
                 line.ready.put(None)
         for thread in self._threads:
-            thread.join(timeout=10)
-        self._threads.clear()
+            thread.join(timeout=max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def end_with_process(self) -> None:
-        """What ``close`` does, for as long as the end of the process may take.
+    def end_with_process(self) -> bool:
+        """What ``close`` does, for as long as the end of the process may take; False when it took too long.
 
-        A thread that comes back from a collective while the interpreter is taken apart aborts the process.
         After an error the other ranks may be gone: nothing is waited for.
         """
-        failed = getattr(sys, "last_value", None) is not None
-        until = time.monotonic() + (0.5 if failed else LEAVE_S)
+        failed = getattr(sys, "last_value", None) is not None or self._error is not None
+        until = time.monotonic() + (FAILED_LEAVE_S if failed else LEAVE_S)
         with self._all_done:
             while self._open and self._error is None and (left := until - time.monotonic()) > 0:
                 self._all_done.wait(left)
-            open_tasks = self._open and self._error is None
-        if not open_tasks:
-            self._end_threads()
+        return self._end_threads(FAILED_LEAVE_S)
 
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
@@ -302,13 +307,17 @@ class Executor:
         return True
 
     def _fail(self, error: StreamError) -> None:
+        """Keep the error that says most: a broken connection is often what another one's failure left."""
         with self._lock:
-            self._error = self._error or error
+            if self._error is None or (self._error.lost_peer and not error.lost_peer):
+                self._error = error
             self._all_done.notify_all()
         self._compute_ready.set()
 
     def _raise_error(self) -> None:
         if self._error is not None:
+            if self._error.lost_peer:
+                time.sleep(BETTER_S)
             raise self._error
 
 
@@ -342,5 +351,16 @@ _running: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 @atexit.register
 def _end_with_process() -> None:
+    """Threads that come back from a collective while the interpreter is taken apart abort the process.
+
+    Where some are still in one, which happens when ranks fail, what would follow is left out: the process
+    ends here, as one that failed.
+    """
+    ended = True
     for executor in list(_running):
-        executor.end_with_process()
+        ended &= executor.end_with_process()
+    if not ended:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -37,9 +37,9 @@ def wait(transfers: Sequence[Transfer]) -> None:
             transfer.work.wait()
         except RuntimeError as error:
             after_s = time.monotonic() - began
-            missing = {transfer.peer} | {
-                other.peer for other in transfers[index + 1 :] if not _finishes(other)
-            }
+            missing = {transfer.peer}
+            if _is_late(error):  # then it is over in any case; else a wait that ends would break connections
+                missing |= {other.peer for other in transfers[index + 1 :] if not _finishes(other)}
             raise Unfinished(_phrase(error, [p for p in missing if p is not None], after_s)) from error
 
 
@@ -61,9 +61,8 @@ def _phrase(error: RuntimeError, missing: Sequence[int], after_s: float) -> str:
 
 
 def _is_late(error: BaseException) -> bool:
-    """Whether a backend gave up waiting; gloo tells one operation so, the pair's others of a "timeout"."""
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
+    """Whether a backend gave up waiting. (gloo then closes all connections, of which others complain.)"""
+    return "timed out" in str(error).lower()
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def named(what: str) -> Iterator[None]:
         if isinstance(error, Unfinished):
             why = str(error)
         elif lost:
-            why = "other ranks are late" if late else "the connection to another rank broke"
+            why = "other ranks did not arrive in time" if late else "the connection to another rank broke"
         else:
             why = one_line(error)
         raise StreamError(f"{what}: {why}", lost_peer=lost and not late) from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import ClassVar
@@ -35,7 +33,7 @@ class Communicators:
                     list(members),
                     use_local_synchronization=True,
                     sort_ranks=False,
-                    timeout=timeout_of(world),
+                    timeout=_timeout(mesh, kind, stage, world),
                     group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
                 )
             self._groups[kind, stage] = self._made[world, kind, members]
@@ -44,18 +42,20 @@ class Communicators:
         return self._groups[key]
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group's collectives may take; a new group's default is not the job's. None: unknown."""
-    backend = group._get_backend(group._device_types[0])
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+LATER = 0.1
+"""Of the job's timeout, by place in a chain of stages."""
 
 
-@atexit.register
-def _keep() -> None:
-    """Leave the groups to the operating system.
+def _timeout(mesh: Mesh, kind: str, stage: Stage, world: dist.ProcessGroup) -> timedelta | None:
+    """The job's timeout, for a new group's default is another; more for stages that wait for others' first.
 
-    Taking one apart ends the waits of threads that are still in its collectives, after an error for
-    instance; these then want the interpreter, which is no more, and that aborts the process.
+    A rank that hangs holds up its group of the first stage, and that group the next stage's. Who waits for
+    the rank itself must be the first to give up. None: the job's is not known.
     """
-    for group in Communicators._made.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    backend = world._get_backend(world._device_types[0])
+    given: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    if given is None:
+        return None
+    tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= stage.low < high)
+    place = tier if kind == "reduce" else len(mesh.tiers) - 1 - tier
+    return given * (1 + LATER * place)

@@ -106,9 +106,17 @@ class ShardedOptimizer(Optimizer):
         """Nothing to do: the first backward of a step overwrites."""
 
     def take_over_options(self) -> None:
-        """Copy learning rates and the like from ``param_groups`` to the inner optimizers."""
+        """Copy learning rates and the like from ``param_groups`` to the inner optimizers.
+
+        Tensors too: schedulers change them in place, while updates may still be under way.
+        """
         self._options = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.param_groups
         ]
         for inner in self._inner.values():
             for mine, options in zip(inner.param_groups, self._options, strict=True):
@@ -118,7 +126,9 @@ class ShardedOptimizer(Optimizer):
         """UserError when they have changed since they were taken over."""
         for index, (group, taken) in enumerate(zip(self.param_groups, self._options, strict=True)):
             for key, value in taken.items():
-                if group[key] is not value and group[key] != value:
+                now = group[key]
+                same = torch.equal(now, value) if isinstance(value, Tensor) else now == value
+                if not same:
                     raise UserError(
                         f"parameter group {index}: {key} changed between backward and step(), but under a "
                         "plan without clipping units are updated during backward; set it before, or solve "
@@ -139,9 +149,9 @@ class ShardedOptimizer(Optimizer):
         UserError under a plan without clipping, where updates wait for no norm.
         """
         self.engine.wait_gradients()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         for grad in itertools.chain.from_iterable(self._owned_gradients.values()):
-            total += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
+            total += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
         if dist.is_initialized() and dist.get_world_size() > 1:
             with named("clipping: all-reduce of the norm"):
                 dist.all_reduce(total)
@@ -173,6 +183,7 @@ class ShardedOptimizer(Optimizer):
         found = torch.tensor(
             [any(not grad.isfinite().all() for grad in self._owned_gradients[name]) for name in names],
             dtype=torch.uint8,
+            device=self.engine.device,
         )
         if dist.is_initialized() and dist.get_world_size() > 1:
             with named("looking for gradients that are not finite: all-reduce"):

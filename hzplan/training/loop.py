@@ -20,6 +20,7 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
+from hzplan.runtime.faults import named
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.show.trace import Span
 from hzplan.training.batches import Batches, batches
@@ -62,7 +63,7 @@ class RunOptions:
 class StepStats:
     """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's.
 
-    ``skipped``: gradients were not finite, and nothing was updated.
+    ``skipped``: which units' gradients were not finite, so that nothing was updated; else empty.
     """
 
     step: int
@@ -71,7 +72,7 @@ class StepStats:
     exposed_comm_s: Mapping[str, float]
     tokens: int
     peak_memory_bytes: int
-    skipped: bool = False
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class _Trainer:
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
         self.unplanned = 0
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, str] = {}  # step -> the units concerned
         self.skipped_in_a_row = 0
         self.peak_memory_bytes = 0
         self.losses: list[float] = []
@@ -214,11 +215,11 @@ class _Trainer:
     def leave_out(self, step: int) -> None:
         """A step's gradients are not finite: skip it, or say so and stop."""
         self.skipped_in_a_row += 1
-        self.skipped.add(step)
+        self.skipped[step] = units = self.nonfinite()
         if not self.options.skip_nonfinite or self.skipped_in_a_row > MOST_SKIPPED:
             times = "" if self.skipped_in_a_row == 1 else f" ({self.skipped_in_a_row} steps in a row)"
             raise UserError(
-                f"step {step}: gradients of {self.nonfinite()} are not finite{times}; try a lower --lr"
+                f"step {step}: gradients of {units} are not finite{times}; try a lower --lr"
                 + ("" if self.options.skip_nonfinite else ", or --skip-nonfinite")
             )
         self.optimizer.skip_step()
@@ -253,7 +254,7 @@ class _Trainer:
     def finish(self, pending: _Pending) -> None:
         """A step's loss has arrived from all ranks."""
         loss = pending.mean(self.world)
-        skipped = pending.step in self.skipped
+        skipped = self.skipped.get(pending.step, "")
         if not math.isfinite(loss) and not skipped:
             raise UserError(f"the loss of step {pending.step} is {loss}; try a lower --lr")
         self.losses.append(loss)
@@ -282,7 +283,10 @@ class _Trainer:
         for batch in self.data.heldout(count, self.rank, self.world):
             total += self.workload.loss(self.model, batch).cpu()
         self.model.train()
-        self.heldout.append((step, self.over_ranks([float(total) / count])[0] / self.world))
+        loss = self.over_ranks([float(total) / count])[0] / self.world
+        if not math.isfinite(loss):
+            raise UserError(f"the held-out loss after step {step} is {loss}; try a lower --lr")
+        self.heldout.append((step, loss))
 
     def over_ranks(
         self, values: list[float], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -290,8 +294,9 @@ class _Trainer:
         """Numbers combined over all ranks."""
         if self.world == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with named("figures of all ranks: all-reduce"):
+            dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
 
     def result(self, untimed: set[int]) -> RunResult:
@@ -327,7 +332,8 @@ class _Pending:
 
     def mean(self, world: int) -> float:
         if self._work is not None:
-            self._work.wait()
+            with named(f"the mean loss of step {self.step}: all-reduce"):
+                self._work.wait()
         return float(self._loss) / world
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hzplan.runtime.apply import apply, full_parameters
-from tests.distributed.oracle import Case, batch, choice, fresh_model, loss_of, param_groups
+from tests.distributed.oracle import Case, batch, choice, fresh_model, loss_of, param_groups, worst
 from tests.distributed.ranks import on_ranks
 
 WORLD = 4
@@ -55,9 +55,9 @@ def soak(payload: dict[str, int]) -> dict[str, float]:
         offset = number * case.steps
         losses, weights = _sharded(case, weights, offset)
         expected, reference = _one_process(case, reference, offset)
-        loss_error = max(loss_error, *(abs(a - b) for a, b in zip(losses, expected, strict=True)))
+        loss_error = worst([loss_error, *(abs(a - b) for a, b in zip(losses, expected, strict=True))])
         errors = [float((weights[name] - reference[name]).norm()) for name in reference]
-        weight_error = max(weight_error, *errors)
+        weight_error = worst([weight_error, *errors])
         first = losses[0] if first is None else first
         if dist.get_rank() == 0 and payload["shown"]:
             print(

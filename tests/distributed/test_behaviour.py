@@ -28,15 +28,17 @@ def test_launch_order_is_the_schedules(tmp_path: Path) -> None:
 
 
 def test_nothing_depends_on_timing(tmp_path: Path) -> None:
-    first, *others = on_ranks(4, f"{MODULE}:random_delays", None, tmp_path)
-    assert len(others) == 50
-    assert all(losses == first for losses in others)  # bit for bit
+    found = on_ranks(4, f"{MODULE}:random_delays", None, tmp_path)
+    assert len(found) == 2  # with clipping and without
+    for first, *others in found.values():
+        assert len(others) == 50
+        assert all(losses == first for losses in others)  # bit for bit
 
 
 def test_communication_allocates_nothing(tmp_path: Path) -> None:
     """After the second step: no new storage in any operation of a communication task, on any stream."""
     found = on_ranks(4, f"{MODULE}:allocations", None, tmp_path)
-    assert len(found) == 4
+    assert len(found) == 5
     for name, counts in found.items():
         assert counts["operations"] > 100, name
         assert counts["nbytes"] == 0, name
@@ -47,7 +49,7 @@ def test_mutants_are_caught(tmp_path: Path) -> None:
     found = on_ranks(4, f"{MODULE}:mutations", None, tmp_path)
     mutants = {name: max(errors) for name, errors in found.items() if not name.startswith("unmutated")}
     sound = {name: max(errors) for name, errors in found.items() if name.startswith("unmutated")}
-    assert len(mutants) == 4 and len(sound) == 3
+    assert len(mutants) == 4 and len(sound) == 4
     assert all(error <= 1e-9 for error in sound.values()), sound
     assert all(error > 1e-6 for error in mutants.values()), mutants
 
