@@ -145,22 +145,19 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm before.
 
-        Each rank sums the squares of the slice it owns at the finest level, in float64; the world adds up.
-        UserError under a plan without clipping, where updates wait for no norm.
+        Each rank takes the norm of the slice it owns at the finest level; their squares are added up over the
+        world in float64. UserError under a plan without clipping, where updates wait for no norm.
         """
         self.engine.wait_gradients()
-        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        for grad in itertools.chain.from_iterable(self._owned_gradients.values()):
-            total += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
+        owned = [*itertools.chain.from_iterable(self._owned_gradients.values())]
+        total = nn.utils.get_total_norm(owned, foreach=True).to(self.engine.device, torch.float64) ** 2
         if dist.is_initialized() and dist.get_world_size() > 1:
             with named("clipping: all-reduce of the norm"):
                 dist.all_reduce(total)
         norm = total.sqrt()
         scale = float(max_norm / (norm + 1e-6))
-        if scale < 1.0:
-            for piece in self._pieces:
-                assert piece.grad is not None
-                piece.grad.mul_(scale)
+        if scale < 1.0 and self._pieces:
+            torch._foreach_mul_([p.grad for p in self._pieces if p.grad is not None], scale)
         return norm
 
     def skip_step(self) -> None:
