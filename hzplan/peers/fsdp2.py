@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hzplan.hierarchy import Mesh
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
-from hzplan.runtime.collectives import begin_gather, reduce_scatter
+from hzplan.runtime.collectives import Gather, Reduction
 from hzplan.runtime.faults import Transfer, wait
 
 
@@ -32,7 +32,7 @@ class ExchangeAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        under_way = _UnderWay(begin_gather(output_tensor, input_tensor, group))
+        under_way = _UnderWay(Gather(output_tensor, input_tensor, group).begin())
         if async_op:
             return under_way
         under_way.wait()
@@ -64,7 +64,7 @@ class ExchangeReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         room = input_tensor.new_empty(input_tensor.numel() - output_tensor.numel())
-        reduce_scatter(output_tensor, input_tensor, group, room)
+        Reduction(output_tensor, input_tensor, group, room).run()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 

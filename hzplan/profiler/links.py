@@ -18,7 +18,8 @@ from hzplan.hierarchy import Mesh, Stage
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, rising, sizes, spread
-from hzplan.runtime.collectives import all_gather, reduce_scatter
+from hzplan.runtime.collectives import Gather, Reduction
+from hzplan.runtime.faults import wait
 from hzplan.runtime.groups import Communicators
 
 FIRST_BYTES = 4 << 10
@@ -119,12 +120,12 @@ def collective(
     """A call as the runtime issues it: in place, with this rank's the ``place``-th of ``size`` parts."""
     length = whole.numel() // size
     part = whole[place * length : (place + 1) * length]
-    calls: dict[Operation, Callable[[], None]] = {
-        "all_gather": lambda: all_gather(whole, part, group),
-        "reduce_scatter": lambda: reduce_scatter(part, whole, group, scratch),
-        "all_reduce": lambda: _all_reduce(whole, group),
-    }
-    return calls[operation]
+    if operation == "all_gather":
+        gather = Gather(whole, part, group)
+        return lambda: wait(gather.begin())
+    if operation == "reduce_scatter":
+        return Reduction(part, whole, group, scratch).run
+    return partial(_all_reduce, whole, group)
 
 
 def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:

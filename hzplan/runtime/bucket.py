@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hzplan.cost import reduce_spans
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import BucketLayout
-from hzplan.runtime.collectives import all_gather, begin_gather, reduce_scatter
-from hzplan.runtime.faults import Transfer
+from hzplan.runtime.collectives import Gather, Reduction
+from hzplan.runtime.faults import wait
 from hzplan.runtime.groups import Communicators
 
 
@@ -132,68 +132,58 @@ class Bucket:
             return None
         return self.mesh.stage_in_tier(tier, self.layout.levels.param, self.layout.levels.optim)
 
-    # The collectives. Each runs on its stream's thread and touches only the buffers of this bucket. Gathers
-    # are under way when they return; a reduction is over. ``tag``: as for ``collectives.begin_gather``.
+    # The collectives, prepared; None or nothing where there is none. They touch only this bucket's buffers.
 
-    def unshard(self, tier: int, groups: Communicators, tag: int = 0) -> list[Transfer]:
-        """Gather from the shard (or what the tier outside has gathered) into the slot."""
+    def unshard(self, tier: int, groups: Communicators) -> Gather | None:
+        """From the shard (or what the tier outside has gathered) into the slot."""
         if (stage := self.unshard_stage(tier)) is None:
-            return []
+            return None
         shards, level = self.mesh.shards, self.layout.levels.param
         part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
-        return begin_gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage], tag)
+        return Gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
 
-    def reduce(
-        self,
-        tier: int,
-        groups: Communicators,
-        scratch: Tensor,
-        *,
-        final: bool,
-        accumulate: bool,
-        tag: int = 0,
-    ) -> None:
-        """Reduce this micro-batch's gradient down to ℓg, and on the last one the sum down to L.
+    def reductions(
+        self, tier: int, groups: Communicators, scratch: Tensor, *, final: bool
+    ) -> list[tuple[Reduction, bool]]:
+        """Of this micro-batch's gradient down to ℓg, and on the last one of the sum down to L.
 
-        ``scratch``: bytes (uint8) for the exchange.
+        With each, whether it arrives in the gradient slice from elsewhere, which it is added to from the
+        second micro-batch on. ``scratch``: bytes (uint8) for exchanges.
         """
         if self.grad is None:
-            return
+            return []
         scratch = scratch.view(self.grad.dtype)
         shards, level = self.mesh.shards, self.layout.levels.grad
+        found = []
         for stage in self.reduce_stages(tier, final=final):
+            arrives = False
             if stage.low >= level:
                 source = self.within(self.grad, level, stage.low)
-                target, add = self.within(self.grad, level, stage.high), False
+                target = self.within(self.grad, level, stage.high)
             else:
                 source = self.within(self.staging, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.staging, 0, stage.high)
-                add = accumulate and arrives
-            reduce_scatter(target, source, groups["reduce", stage], scratch, accumulate=add, tag=tag)
+            found.append((Reduction(target, source, groups["reduce", stage], scratch), arrives))
+        return found
 
-    def regather(self, tier: int, groups: Communicators, tag: int = 0) -> list[Transfer]:
-        """Gather the reduced gradient back to ℓo, in place."""
+    def regather(self, tier: int, groups: Communicators) -> Gather | None:
+        """Of the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.regather_stage(tier)) is None:
-            return []
-        level = self.layout.levels.grad
-        return begin_gather(
-            self.within(self.grad, level, stage.low),
-            self.within(self.grad, level, stage.high),
-            groups["sync", stage],
-            tag,
-        )
+            return None
+        return self._in_place(self.grad, self.layout.levels.grad, stage, groups)
 
-    def sync(self, tier: int, groups: Communicators, tag: int = 0) -> list[Transfer]:
-        """Gather updated parameters from ℓo to ℓp, in place."""
+    def sync(self, tier: int, groups: Communicators) -> Gather | None:
+        """Of updated parameters from ℓo to ℓp, in place."""
         if (stage := self.sync_stage(tier)) is None:
-            return []
-        level = self.layout.levels.param
-        return begin_gather(
-            self.within(self.param, level, stage.low),
-            self.within(self.param, level, stage.high),
+            return None
+        return self._in_place(self.param, self.layout.levels.param, stage, groups)
+
+    def _in_place(self, buffer: Tensor, level: int, stage: Stage, groups: Communicators) -> Gather:
+        return Gather(
+            self.within(buffer, level, stage.low),
+            self.within(buffer, level, stage.high),
             groups["sync", stage],
-            tag,
         )
 
     def publish(self) -> None:
@@ -218,7 +208,7 @@ class Bucket:
         for kind, stage in stages:
             if stage is not None:
                 part = self.within(whole, 0, stage.high)
-                all_gather(self.within(whole, 0, stage.low), part, groups[kind, stage])
+                wait(Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).begin())
         return self.views(whole)
 
     def pieces(self, level: int) -> list[tuple[int, Tensor, Tensor]]:

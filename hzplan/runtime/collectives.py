@@ -1,12 +1,12 @@
-"""Collectives as stateless functions: buffers and a group in, nothing kept. ``begin_gather`` apart,
-all block until done.
+"""Collectives on given buffers, prepared once and run as often as needed.
 
 Buffers nest: the smaller one is a rank's slice of the larger one, so gathers and scatters run in place.
 
 On gloo both are exchanges, point to point, every receive posted before the first send. gloo sends only what
 a receiver has announced to want, and the announcement travels behind the data that the receiver sends
 itself: a rank that sends first and is late gets its peers' data only when its own have gone, one direction
-after the other.
+after the other. All views are cut when a collective is prepared: ranks that share processors pay for every
+line of Python that runs beside their compute.
 """
 
 from __future__ import annotations
@@ -35,88 +35,93 @@ def exchanges(device: torch.device, group: dist.ProcessGroup | None = None) -> b
     return str(group._get_backend(device).name()) == "gloo"
 
 
-def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's ``part`` [n] into ``whole`` [group size × n], in group order.
+Message = tuple[list[Tensor], int, int]
+"""A contiguous view, and whom it comes from or goes to: the rank in the group, and in the world."""
+
+
+class Gather:
+    """Gathers every rank's ``part`` [n] into ``whole`` [group size × n], in group order.
 
     ``part`` may be this rank's slice of ``whole``.
     """
-    wait(begin_gather(whole, part, group))
+
+    def __init__(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        self._whole, self._part, self._group = whole, part, group
+        self._exchanges = exchanges(whole.device, group)
+        if self._exchanges:
+            slices, place, others = whole.view(group.size(), -1), group.rank(), _others(group)
+            self._receives = [_message(slices[peer], peer, group) for peer in reversed(others)]
+            self._sends = [_message(part, peer, group) for peer in others]
+            self._own = None if slices[place].data_ptr() == part.data_ptr() else slices[place]
+
+    def begin(self, tag: int = 0) -> list[Transfer]:
+        """Under way; ``wait`` for what it returns.
+
+        ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
+        """
+        if not self._exchanges:
+            return [Transfer(_all_gather(self._whole, self._part, group=self._group, async_op=True))]
+        under_way = _receive(self._group, self._receives, tag)
+        under_way += _send(self._group, self._sends, tag)
+        if self._own is not None:
+            self._own.copy_(self._part)
+        return under_way
 
 
-def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, tag: int = 0) -> list[Transfer]:
-    """``all_gather`` under way; ``wait`` for what it returns.
-
-    ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
-    """
-    if not exchanges(whole.device, group):
-        return [Transfer(_all_gather(whole, part, group=group, async_op=True))]
-    slices, place = whole.view(group.size(), -1), group.rank()
-    others = _others(group)
-    receives = [_receive(slices[peer], peer, group, tag) for peer in reversed(others)]
-    sends = [_send(part, peer, group, tag) for peer in others]
-    if slices[place].data_ptr() != part.data_ptr():
-        slices[place].copy_(part)
-    return [*receives, *sends]
-
-
-def reduce_scatter(
-    part: Tensor,
-    whole: Tensor,
-    group: dist.ProcessGroup,
-    scratch: Tensor,
-    *,
-    accumulate: bool = False,
-    tag: int = 0,
-) -> None:
-    """Sum all ranks' ``whole`` [group size × n] and leave (or add) this rank's slice in ``part`` [n].
+class Reduction:
+    """Sums all ranks' ``whole`` [group size × n] and leaves (or adds) this rank's slice in ``part`` [n].
 
     ``part`` may be this rank's slice of ``whole``, unless it is added to; the rest of ``whole`` is not kept.
     Exchanges sum in group order on every rank, so results do not depend on timing. Their ``scratch`` is for
     what others send: of every one of them n elements, or where it is smaller (at least 2 × (group size − 1)
-    elements) as many as fit twice, so that one portion is summed while the next one travels. ``tag``: as for
-    ``begin_gather``.
+    elements) as many as fit twice, so that one portion is summed while the next one travels.
     """
-    size, place = group.size(), group.rank()
-    slices, others = whole.view(size, -1), _others(group)
-    if not exchanges(whole.device, group):
-        target = slices[place] if accumulate else part  # in place: what was there has been summed
-        _reduce_scatter(target, whole, group=group)
-        if accumulate:
-            part.add_(target)
-        return
-    length, fits = part.numel(), scratch.numel() // (size - 1)
-    portion = length if fits >= length else fits // 2
-    bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
-    halves = scratch[: min(2, len(bounds)) * (size - 1) * portion].view(-1, size - 1, portion)
 
-    def room(index: int) -> dict[int, Tensor]:
-        """By rank: where its share of a portion goes."""
-        start, end = bounds[index]
-        return {peer: halves[index % 2][row, : end - start] for row, peer in enumerate(sorted(others))}
+    def __init__(self, part: Tensor, whole: Tensor, group: dist.ProcessGroup, scratch: Tensor) -> None:
+        self._whole, self._part, self._group = whole, part, group
+        size, self._place = group.size(), group.rank()
+        slices, others = whole.view(size, -1), _others(group)
+        self._own = slices[self._place]
+        self._exchanges = exchanges(whole.device, group)
+        if not self._exchanges:
+            return
+        length, fits = part.numel(), scratch.numel() // (size - 1)
+        portion = length if fits >= length else fits // 2
+        bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
+        halves = scratch[: min(2, len(bounds)) * (size - 1) * portion].view(-1, size - 1, portion)
+        self._receives: list[list[Message]] = []
+        self._sends: list[list[Message]] = []
+        self._terms: list[list[Tensor]] = []  # of every portion, in group order
+        self._parts = [part[start:end] for start, end in bounds]
+        for index, (start, end) in enumerate(bounds):
+            room = {peer: halves[index % 2][row, : end - start] for row, peer in enumerate(sorted(others))}
+            self._receives.append([_message(room[peer], peer, group) for peer in reversed(others)])
+            self._sends.append([_message(slices[peer][start:end], peer, group) for peer in others])
+            own = {self._place: self._own[start:end]}
+            self._terms.append([(room | own)[member] for member in range(size)])
 
-    def receive(index: int) -> list[Transfer]:
-        target = room(index)
-        return [_receive(target[peer], peer, group, tag) for peer in reversed(others)]
-
-    def send(index: int) -> list[Transfer]:
-        start, end = bounds[index]
-        return [_send(slices[peer][start:end], peer, group, tag) for peer in others]
-
-    receives = [receive(index) for index in range(len(halves))]
-    sends = [work for index in range(len(halves)) for work in send(index)]
-    for index, (start, end) in enumerate(bounds):
-        wait(receives[index])
-        received, own = room(index), slices[place][start:end]
-        terms = [received[member] if member != place else own for member in range(size)]
-        if accumulate:
-            for term in terms:
-                part[start:end].add_(term)
-        else:
-            _sum(terms, place, part[start:end])
-        if index + 2 < len(bounds):
-            receives.append(receive(index + 2))
-            sends += send(index + 2)
-    wait(sends)
+    def run(self, *, accumulate: bool = False, tag: int = 0) -> None:
+        """Return when it is done. ``accumulate``: add; ``tag``: as for ``Gather.begin``."""
+        if not self._exchanges:
+            target = self._own if accumulate else self._part  # in place: what was there has been summed
+            _reduce_scatter(target, self._whole, group=self._group)
+            if accumulate:
+                self._part.add_(target)
+            return
+        group, ahead = self._group, min(2, len(self._parts))
+        receives = [_receive(group, messages, tag) for messages in self._receives[:ahead]]
+        sends = [sent for messages in self._sends[:ahead] for sent in _send(group, messages, tag)]
+        for index, (terms, part) in enumerate(zip(self._terms, self._parts, strict=True)):
+            wait(receives[index])
+            if accumulate:
+                for term in terms:
+                    part.add_(term)
+            else:
+                _sum(terms, self._place, part)
+            if index + 2 < len(self._parts):
+                receives.append(_receive(group, self._receives[index + 2], tag))
+                sends += _send(group, self._sends[index + 2], tag)
+        wait(sends)
 
 
 def _sum(terms: Sequence[Tensor], place: int, out: Tensor) -> None:
@@ -132,12 +137,16 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [(place + step) % size for step in range(1, size)]
 
 
-def _receive(into: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Transfer:
-    """``peer``: its rank in the group."""
-    work = dist.irecv(into, group=group, group_src=peer, tag=tag)
-    return Transfer(work, dist.get_global_rank(group, peer))
+def _message(view: Tensor, peer: int, group: dist.ProcessGroup) -> Message:
+    return [view], peer, dist.get_global_rank(group, peer)
 
 
-def _send(part: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Transfer:
-    work = dist.isend(part, group=group, group_dst=peer, tag=tag)
-    return Transfer(work, dist.get_global_rank(group, peer))
+# As ``dist.irecv`` and ``dist.isend``, without what they check in Python each time.
+
+
+def _receive(group: dist.ProcessGroup, messages: Sequence[Message], tag: int) -> list[Transfer]:
+    return [Transfer(group.recv(views, peer, tag), rank) for views, peer, rank in messages]
+
+
+def _send(group: dist.ProcessGroup, messages: Sequence[Message], tag: int) -> list[Transfer]:
+    return [Transfer(group.send(views, peer, tag), rank) for views, peer, rank in messages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
@@ -15,7 +16,7 @@ from hzplan.errors import UserError
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
-from hzplan.runtime.collectives import exchanges
+from hzplan.runtime.collectives import Gather, Reduction, exchanges
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import Transfer, wait
 from hzplan.runtime.groups import Communicators
@@ -30,6 +31,17 @@ class Mode(Enum):
     BETWEEN = auto()  # no micro-batch has begun
     SCHEDULED = auto()  # every event so far was the next recorded one
     DEMAND = auto()  # something else happened: unshard at use, reduce at the end of backward
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A communication task's collectives: reductions one after the other, gathers together.
+
+    With a reduction: whether it is added to what earlier micro-batches left.
+    """
+
+    reductions: list[tuple[Reduction, bool]]
+    gathers: list[Gather]
 
 
 class Engine:
@@ -63,6 +75,7 @@ class Engine:
             if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
                 self._reduced_at[task.position] = task.units
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
+        self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
         self.mode = Mode.BETWEEN
         self._position = -1  # the use whose turn it is, in scheduled mode
         self._running = False
@@ -152,24 +165,29 @@ class Engine:
                 for bucket in self.units[name].trainable_buckets:
                     bucket.publish()
             return
+        prepared = self._prepared.get((task.kind, task.units, task.tier, lane))
+        if prepared is None:
+            prepared = self._prepare(task, lane)
+            self._prepared[task.kind, task.units, task.tier, lane] = prepared
         tag = task.index + 1  # what is under way at once on a stream is told apart by it
+        for reduction, arrives in prepared.reductions:
+            reduction.run(accumulate=arrives and task.position >= len(self.schedule.uses), tag=tag)
+        under_way: list[Transfer] = []
+        for gather in prepared.gathers:
+            under_way += gather.begin(tag)
+        wait(under_way)
+
+    def _prepare(self, task: Task, lane: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
         if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            for bucket in buckets:
-                bucket.reduce(
-                    task.tier,
-                    self.groups,
-                    self._scratch[task.tier][lane],
-                    final=task.kind is Kind.FINAL_REDUCE,
-                    accumulate=task.position >= len(self.schedule.uses),
-                    tag=tag,
-                )
-            return
-        under_way: list[Transfer] = []
+            scratch, final = self._scratch[task.tier][lane], task.kind is Kind.FINAL_REDUCE
+            listed = [bucket.reductions(task.tier, self.groups, scratch, final=final) for bucket in buckets]
+            return _Prepared([reduction for found in listed for reduction in found], [])
+        gathers = []
         for bucket in buckets:
             gather = {Kind.UNSHARD: bucket.unshard, Kind.REGATHER: bucket.regather, Kind.SYNC: bucket.sync}
-            under_way += gather[task.kind](task.tier, self.groups, tag)
-        wait(under_way)
+            gathers.append(gather[task.kind](task.tier, self.groups))
+        return _Prepared([], [found for found in gathers if found is not None])
 
     # What the hooks report.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -16,8 +16,7 @@ GRACE = timedelta(milliseconds=200)
 """How long the others of an exchange have once one of them has not arrived."""
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A send or receive with one rank (``peer``, in the world), or a collective of a whole group (None)."""
 
     work: dist.Work | None

@@ -90,7 +90,7 @@ def delays(choose: Callable[[Task], float]) -> Iterator[None]:
 def random_delays(_: Any) -> dict[str, list[list[float]]]:
     """By case: the losses of runs in which threads are delayed at random, differently on every rank."""
     found: dict[str, list[list[float]]] = {}
-    for seed in range(51):
+    for seed in range(26):
         rng = random.Random(100 * seed + dist.get_rank())
         for case in (MIXED, FREE):
             with delays(lambda task, rng=rng, most=0.003 if seed else 0.0: rng.uniform(0, most)):  # type: ignore[misc]

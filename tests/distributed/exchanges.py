@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.collectives import all_gather, reduce_scatter
+from hzplan.runtime.collectives import Gather, Reduction
+from hzplan.runtime.faults import wait
 
 LENGTH = 1003
 
@@ -45,7 +46,7 @@ def _gather(
     whole = torch.full((len(order), LENGTH), -1, dtype=dtype)
     part = whole[place] if in_place else torch.empty(LENGTH, dtype=dtype)
     part.copy_(parts[place])
-    all_gather(whole.view(-1), part, group)
+    wait(Gather(whole.view(-1), part, group).begin())
     return [] if torch.equal(whole, torch.stack(parts)) else [f"all_gather {order} {dtype} {in_place}"]
 
 
@@ -61,11 +62,11 @@ def _scatter(
         scratch = torch.full((room,), -1, dtype=dtype)
         whole = values(order[place], size, dtype)
         part = whole.view(size, LENGTH)[place] if in_place else torch.empty(LENGTH, dtype=dtype)
-        reduce_scatter(part, whole, group, scratch)
+        Reduction(part, whole, group, scratch).run()
         if not torch.equal(part, expected):
             wrong.append(f"reduce_scatter {order} {dtype} {in_place} {room}")
         added = torch.ones(LENGTH, dtype=dtype)
-        reduce_scatter(added, values(order[place], size, dtype), group, scratch, accumulate=True)
+        Reduction(added, values(order[place], size, dtype), group, scratch).run(accumulate=True)
         if not torch.equal(added, expected + 1):
             wrong.append(f"reduce_scatter {order} {dtype} accumulate {room}")
     return wrong
