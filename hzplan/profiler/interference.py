@@ -54,6 +54,9 @@ def measure_interference(
     found = []
     for tier in tiers:
         stage = Stage(*mesh.tier_bounds[tier])
+        if mesh.group_size(stage) == 1:  # nobody to communicate with
+            found.append(InterferenceEntry(compute_lost=0.0, slowdown=1.0))
+            continue
         communicate = _communication(ranks, mesh, stage, dtype, largest_bytes)
         rounds = []
         with no_garbage_collection():

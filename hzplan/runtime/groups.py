@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import ClassVar
@@ -59,3 +61,14 @@ def _timeout(mesh: Mesh, kind: str, stage: Stage, world: dist.ProcessGroup) -> t
     tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= stage.low < high)
     place = tier if kind == "reduce" else len(mesh.tiers) - 1 - tier
     return given * (1 + LATER * place)
+
+
+@atexit.register
+def _keep() -> None:
+    """Leave the groups to the operating system.
+
+    Python would free them while it is taken apart. That ends the waits of threads that are still in their
+    collectives, and with others' connections breaking meanwhile it was seen to abort the process.
+    """
+    for group in Communicators._made.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -86,3 +86,5 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
         assert seconds == sorted(seconds) and seconds[0] > 1e-6
     assert all(use.costs[0].seconds > 0 for use in profile.uses)
     assert sum(use.costs[1].retained_bytes for use in profile.uses) == 0
+    assert len(profile.interference) == 2
+    assert all(entry.slowdown >= 1 and 0 <= entry.compute_lost < 1 for entry in profile.interference)
