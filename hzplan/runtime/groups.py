@@ -65,10 +65,11 @@ def _timeout(mesh: Mesh, kind: str, stage: Stage, world: dist.ProcessGroup) -> t
 
 @atexit.register
 def _keep() -> None:
-    """Leave the groups to the operating system.
+    """Leave the groups, and the job's own, to the operating system.
 
-    Python would free them while it is taken apart. That ends the waits of threads that are still in their
-    collectives, and with others' connections breaking meanwhile it was seen to abort the process.
+    Python would free them while it is taken apart, and a thread of theirs that has to do with the interpreter
+    then aborts the process: now and then, of scripts without this package too.
     """
-    for group in Communicators._made.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for (world, *_), group in Communicators._made.items():
+        for kept in (world, group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

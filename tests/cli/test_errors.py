@@ -292,8 +292,11 @@ def test_rank_that_fails_in_training(folder: Path) -> None:
 
 def test_a_rank_that_does_not_arrive_is_named(folder: Path) -> None:
     (folder / "factories.py").write_text(FACTORIES)
-    line = refuse(folder, "run", "plan.json", "factories:Sleeps", "--steps", 50, "--timeout", 3, code=4)
-    assert re.search(r"rank 0: stream reduce.0, task .*: rank 1 did not arrive within 3 s$", line)
+    done = hzplan("run", "plan.json", "factories:Sleeps", "--steps", 50, "--timeout", 3, cwd=folder)
+    assert done.code == 4
+    assert re.search(
+        r"^hzplan: rank 0: stream \w+\.0, task .*: rank 1 did not arrive within 3 s$", done.lines[-1]
+    )
 
 
 def test_debugging_shows_the_traceback(folder: Path) -> None:

@@ -22,6 +22,7 @@ RUN_KEYS = {
     "steps",
     "loss_first",
     "loss_last",
+    "skipped_steps",
     "heldout_loss",
     "unigram_entropy",
     "tokens_per_s",
@@ -74,7 +75,8 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
     metrics = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in metrics] == list(range(80))
     for entry in metrics:
-        assert set(entry) == {"step", "loss", "step_s", "exposed_comm_s", "tokens", "peak_memory_bytes"}
+        expected = {"step", "loss", "step_s", "exposed_comm_s", "tokens", "peak_memory_bytes", "skipped"}
+        assert set(entry) == expected
         assert entry["tokens"] == tokens
         assert entry["peak_memory_bytes"] == result["peak_memory_bytes"]["measured"]
     assert metrics[0]["loss"] == result["loss_first"]
