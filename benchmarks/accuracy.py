@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.__main__ import about
-from benchmarks.measure import LEARNING_RATE, MICRO_BATCH, MOST_STEPS, ROUNDS, TURN_S, NoResult, emulated
+from benchmarks.measure import MICRO_BATCH, NoResult, beside, profiled
 from benchmarks.plans import given
 from benchmarks.regimes import Regime
 from hzplan.cost import CostModel
@@ -79,25 +79,14 @@ def main(
 
 def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    model = f"benchmarks.models:{regime.model}"
-    profile = folder.parent / f"{regime.model}-{regime.tiers}-{regime.network}-{regime.dtype}.profile.json"
-    if not profile.exists():
-        emulated(
-            regime, "profile", model, "--mesh", regime.mesh, "--micro-batch", MICRO_BATCH, "--dtype",
-            regime.dtype, "-o", profile,
-        )  # fmt: skip
     world = prod(map(int, regime.tiers.split("x")))
-    plans = _plans(profile, world * MICRO_BATCH * regime.accumulation, folder, regime.name)
+    plans = _plans(
+        profiled(regime, folder.parent), world * MICRO_BATCH * regime.accumulation, folder, regime.name
+    )
     predicted = {path.stem: Plan.load(path).predicted for path in plans}
     slowest = max(entry.step_s for entry in predicted.values())
-    steps = max(1, min(MOST_STEPS, round(TURN_S / slowest)))
     first, *others = plans
-    compared = json.loads(
-        emulated(
-            regime, "run", first, model, "--against", ",".join(map(str, others)), "--steps", ROUNDS * steps,
-            "--round-steps", steps, "--lr", LEARNING_RATE, "--json",
-        )
-    )  # fmt: skip
+    compared = beside(regime, first, [*map(str, others)], slowest)
     entries = {entry["name"]: entry for entry in compared["contenders"]}
     entries[first.stem] = entries[OURS]
     return {

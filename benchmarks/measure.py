@@ -44,13 +44,7 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     Raises NoResult when a command fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = f"benchmarks.models:{regime.model}"
-    profile = folder.parent / f"{regime.model}-{regime.tiers}-{regime.network}-{regime.dtype}.profile.json"
-    if not profile.exists():
-        emulated(
-            regime, "profile", model, "--mesh", regime.mesh, "--micro-batch", MICRO_BATCH, "--dtype",
-            regime.dtype, "-o", profile,
-        )  # fmt: skip
+    model, profile = factory(regime), profiled(regime, folder.parent)
     world = prod(int(size) for size in regime.tiers.split("x"))
     global_batch = world * MICRO_BATCH * regime.accumulation
     ddp = ddp_peak_bytes(profile, global_batch, model, folder)
@@ -59,6 +53,11 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     result: dict[str, Any] = {"regime": asdict(regime), "ddp_peak_bytes": ddp, "budget_bytes": budget}
     if made is None:
         return result | {"infeasible": True}
+    plan, variants, infeasible = made
+    chosen = Plan.load(plan)
+    others = [*peers, *(*map(str, variants.values()), *POORER)] if ablations else list(peers)
+    compared = beside(regime, plan, others, chosen.predicted.step_s)
+    return result | {"infeasible": True}
     plan, variants, infeasible = made
     chosen = Plan.load(plan)
     steps = max(1, min(MOST_STEPS, round(TURN_S / max(chosen.predicted.step_s, 1e-3))))
@@ -82,6 +81,35 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
         "infeasible_variants": infeasible,
         "comparison": compared,
     }
+
+
+def factory(regime: Regime) -> str:
+    """The regime's model, as the command line takes it."""
+    return f"benchmarks.models:{regime.model}"
+
+
+def profiled(regime: Regime, work: Path) -> Path:
+    """The regime's profile; one that is there already is taken."""
+    path = work / f"{regime.model}-{regime.tiers}-{regime.network}-{regime.dtype}.profile.json"
+    if not path.exists():
+        emulated(
+            regime, "profile", factory(regime), "--mesh", regime.mesh, "--micro-batch", MICRO_BATCH,
+            "--dtype", regime.dtype, "-o", path,
+        )  # fmt: skip
+    return path
+
+
+def beside(
+    regime: Regime, plan: Path, others: Sequence[str], step_s: float, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """A plan beside peers and other plans, in turns of about TURN_S of a step that takes ``step_s``."""
+    steps = max(1, min(MOST_STEPS, round(TURN_S / max(step_s, 1e-3))))
+    printed = emulated(
+        regime, "run", plan, factory(regime), "--against", ",".join(others), "--steps", rounds * steps,
+        "--round-steps", steps, "--lr", LEARNING_RATE, "--json",
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(printed)
+    return found
 
 
 def network_s(plan: Plan, regime: Regime) -> float:
@@ -109,8 +137,10 @@ def ddp_peak_bytes(profile_path: Path, global_batch: int, model: str, folder: Pa
 
 
 def emulated(regime: Regime, *command: object) -> str:
-    """Run ``hzplan`` on every rank of the regime's cluster; what rank 0 printed."""
+    """Run ``hzplan`` on every rank of the regime's cluster, or as one process; what rank 0 printed."""
     words = [sys.executable, "-m", "hzplan"]
+    if regime.tiers == "1":
+        return output_of([*words, *map(str, command), "--nproc", "1"])
     return output_of(
         [
             *words,

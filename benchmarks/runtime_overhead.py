@@ -7,7 +7,6 @@ compared with plain PyTorch.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.measure import LEARNING_RATE, MICRO_BATCH, emulated, output_of
+from benchmarks.measure import MICRO_BATCH, beside, profiled
 from benchmarks.plans import given
 from benchmarks.regimes import Regime
 from hzplan.cost import CostModel
@@ -23,10 +22,11 @@ from hzplan.formats.base import write_text
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.peers import LOCAL
+from hzplan.peers.paired import paired_ratio
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request
 
-ROUNDS, TURN_S, MOST_STEPS = 12, 1.5, 20
+ROUNDS = 12
 NETWORK = "500mbit"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -73,32 +73,14 @@ def main(
 def _measure(case: Case, model: str, work: Path) -> dict[str, Any]:
     tiers = "2x2" if case.world > 1 else "1"
     regime = Regime(model, tiers, NETWORK, 110, 1, "fp32")
-    profile, plan = work / f"{model}-{tiers}-{NETWORK}-fp32.profile.json", work / "overhead.json"
-    factory = f"benchmarks.models:{model}"
-    if not profile.exists():
-        _hzplan(
-            regime, "profile", factory, "--mesh", regime.mesh, "--micro-batch", MICRO_BATCH, "-o", profile
-        )
+    profile, plan = profiled(regime, work), work / "overhead.json"
     step_s = _write_plan(Profile.load(profile), profile, case, plan)
-    steps = max(1, min(MOST_STEPS, round(TURN_S / step_s)))
-    peers = ",".join(dict.fromkeys(["ddp", *([case.peer] if case.peer != LOCAL else [])]))
-    compared = json.loads(
-        _hzplan(
-            regime, "run", plan, factory, "--against", peers, "--steps", ROUNDS * steps, "--round-steps",
-            steps, "--lr", LEARNING_RATE, "--json",
-        )
-    )  # fmt: skip
+    peers = list(dict.fromkeys(["ddp", *([case.peer] if case.peer != LOCAL else [])]))
+    compared = beside(regime, plan, peers, step_s, ROUNDS)
     entries = {entry["name"]: entry for entry in compared["contenders"]}
     return {"case": case.name, "peer": case.peer, "most": case.most, "control": compared["control"]} | {
         who: entries[name]["round_s"] for who, name in (("ours_s", "hzplan"), ("peer_s", case.peer))
     }
-
-
-def _hzplan(regime: Regime, *command: object) -> str:
-    """In the regime's cluster, or as the one rank of this machine."""
-    if regime.tiers == "1":
-        return output_of([sys.executable, "-m", "hzplan", *map(str, command), "--nproc", "1"])
-    return emulated(regime, *command)
 
 
 def _write_plan(profile: Profile, profile_path: Path, case: Case, plan: Path) -> float:
@@ -122,8 +104,6 @@ def _write_plan(profile: Profile, profile_path: Path, case: Case, plan: Path) ->
 
 
 def _line(found: Mapping[str, Any]) -> str:
-    from hzplan.peers.paired import paired_ratio
-
     ratio, control = paired_ratio(found["ours_s"], found["peer_s"]), found["control"]
     margin = (control["high"] - control["low"]) / 2
     reached = ratio.high <= found["most"] + margin

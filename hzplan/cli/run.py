@@ -91,31 +91,13 @@ def command(
         return
 
     from hzplan import job
-    from hzplan.cli.run_report import Report
-    from hzplan.formats.base import write_text
-    from hzplan.show.trace import document
-    from hzplan.training.loop import RunOptions, train
 
     with job.join(here, timeout_s=timeout) as joined:
         ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
-        if against is not None:
-            request.compare(ready, shown=here.rank == 0, as_json=as_json)
-            return
-        options = RunOptions(
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            record_steps=TRACED_STEPS if trace else 0,
-            skip_nonfinite=skip_nonfinite,
-        )
-        with Report(ready.plan, steps, ready.corpus, metrics, shown=here.rank == 0) as report:
-            result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
-        if here.rank == 0:
-            if trace is not None:
-                write_text(trace, document(result.recorded))
-            report.show(result, as_json=as_json)
+        work = request.train if against is None else request.compare
+        work(ready, shown=here.rank == 0, as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -176,6 +158,27 @@ class _Request:
         peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)
         return _Prepared(plan, workload, self._corpus(workload), peers)
+
+    def train(self, ready: _Prepared, *, shown: bool, as_json: bool) -> None:
+        """Train under the plan; on every rank of the job."""
+        from hzplan.cli.run_report import Report
+        from hzplan.formats.base import write_text
+        from hzplan.show.trace import document
+        from hzplan.training.loop import RunOptions, train
+
+        options = RunOptions(
+            steps=self.steps,
+            lr=self.lr,
+            seed=self.seed,
+            record_steps=TRACED_STEPS if self.trace else 0,
+            skip_nonfinite=self.skip_nonfinite,
+        )
+        with Report(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
+            result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
+        if shown:
+            if self.trace is not None:
+                write_text(self.trace, document(result.recorded))
+            report.show(result, as_json=as_json)
 
     def compare(self, ready: _Prepared, *, shown: bool, as_json: bool) -> None:
         """Let the plan and its peers take turns; on every rank of the job."""
