@@ -57,17 +57,6 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     chosen = Plan.load(plan)
     others = [*peers, *(*map(str, variants.values()), *POORER)] if ablations else list(peers)
     compared = beside(regime, plan, others, chosen.predicted.step_s)
-    return result | {"infeasible": True}
-    plan, variants, infeasible = made
-    chosen = Plan.load(plan)
-    steps = max(1, min(MOST_STEPS, round(TURN_S / max(chosen.predicted.step_s, 1e-3))))
-    others = [*peers, *(*map(str, variants.values()), *POORER)] if ablations else list(peers)
-    compared = json.loads(
-        emulated(
-            regime, "run", plan, model, "--against", ",".join(others), "--steps", ROUNDS * steps,
-            "--round-steps", steps, "--lr", LEARNING_RATE, "--json",
-        )
-    )  # fmt: skip
     return result | {
         "ablations": ablations,
         "network_s": network_s(chosen, regime),
