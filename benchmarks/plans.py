@@ -57,6 +57,7 @@ def given(profile: Profile, profile_path: Path, found: Evaluation, request: Requ
     return as_plan(
         profile,
         found,
+        request,
         proof=Proof(status="given", objective_s=objective, bound_s=0.0, gap=0.0, solver="none"),
         source=Source(
             profile=profile_path.name,
@@ -64,7 +65,6 @@ def given(profile: Profile, profile_path: Path, found: Evaluation, request: Requ
             memory_budget_bytes=request.memory_bytes,
             asked_gap=request.gap,
         ),
-        clip=request.clip,
     )
 
 

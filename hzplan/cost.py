@@ -13,7 +13,7 @@ from functools import cached_property
 
 from hzplan.formats.profile import Profile, UseCost
 from hzplan.hierarchy import Mesh, Stage
-from hzplan.layout import ITEM_BYTES, BucketLayout, TensorSpec, colour, slot_sizes
+from hzplan.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, colour, slot_sizes
 from hzplan.schedule import Kind, Schedule, Task, build
 
 LANES = 2
@@ -159,9 +159,14 @@ class Interference:
 
 @dataclass(frozen=True)
 class CostModel:
-    """A profile, made ready for questions."""
+    """A profile, made ready for questions.
+
+    ``reduce_dtype``: what gradients travel in; None: what they are kept in. Turning one into the other costs
+    a pass over memory, which is neglected beside the link, and no room.
+    """
 
     profile: Profile
+    reduce_dtype: Dtype | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -224,7 +229,7 @@ class CostModel:
 
         Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
         levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it. Parameters
-        travel in the dtype that computes, gradients in that of the master weights.
+        travel in the dtype that computes, gradients in ``reduce_dtype``.
         """
         mesh, levels = self.mesh, bucket.levels
         tiers = range(len(mesh.tiers))
@@ -237,8 +242,10 @@ class CostModel:
         def gathered(stage: Stage | None) -> int:
             return timed("all_gather", stage, bucket.nbytes)
 
+        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
+
         def reduced(spans: tuple[Stage | None, Stage | None]) -> int:
-            return sum(timed("reduce_scatter", stage, bucket.master_nbytes) for stage in spans)
+            return sum(timed("reduce_scatter", stage, travelling) for stage in spans)
 
         parameters = replace(
             UnitCost.zero(len(tiers)),
@@ -260,7 +267,7 @@ class CostModel:
             reduce_ns=tuple(map(reduced, plain)),
             final_reduce_ns=tuple(map(reduced, final)),
             regather_ns=tuple(
-                timed("all_gather", mesh.stage_in_tier(t, levels.optim, mesh.levels), bucket.master_nbytes)
+                timed("all_gather", mesh.stage_in_tier(t, levels.optim, mesh.levels), travelling)
                 for t in tiers
             ),
             sync_ns=tuple(gathered(mesh.stage_in_tier(t, levels.param, levels.optim)) for t in tiers),

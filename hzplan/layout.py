@@ -9,18 +9,27 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from hzplan.hierarchy import Levels, Mesh
 
 ALIGNMENT_BYTES = 256
 
+Dtype = Literal["float64", "float32", "bfloat16"]
+
 ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Bytes per element of the dtypes that parameters may have, by torch's name; float16 needs loss scaling."""
 
-MASTER_DTYPE: Mapping[str, str] = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
+MASTER_DTYPE: Mapping[str, Dtype] = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
 """What parameters of a dtype are trained in: their master weights, gradients once they leave autograd (in
 accumulation and reduction), and optimizer state."""
+
+REDUCE_DTYPES: Mapping[str, tuple[Dtype, ...]] = {
+    "float64": ("float64",),
+    "float32": ("float32", "bfloat16"),
+    "bfloat16": ("float32", "bfloat16"),
+}
+"""What gradients may travel in, by what parameters compute in; the first, the default, rounds nothing."""
 
 
 @dataclass(frozen=True)

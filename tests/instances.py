@@ -115,7 +115,7 @@ class Truth:
 
 def try_everything(profile: Profile, request: Request) -> Truth:
     """Every triple for every tensor, every micro-batch size and depth; no ILP, no pruning."""
-    model = CostModel(profile)
+    model = CostModel(profile, request.reduce_dtype)
     tensors = tensors_of(profile)
     names = [unit for unit, specs in tensors.items() if specs]
     options = [_options(tensors[name], model) for name in names]

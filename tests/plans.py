@@ -20,8 +20,9 @@ from hzplan.formats.plan import (
     Shards,
     Source,
 )
-from hzplan.formats.profile import Dtype, signature
+from hzplan.formats.profile import signature
 from hzplan.hierarchy import Levels, Mesh
+from hzplan.layout import REDUCE_DTYPES, Dtype
 from hzplan.models.hooks import attach
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
@@ -59,6 +60,7 @@ def make_plan(
     clip: bool = False,
     optimizer: str = "adamw",
     dtype: Dtype = "float32",
+    reduce_dtype: Dtype | None = None,
 ) -> Plan:
     """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3)."""
     workload = load(workload) if isinstance(workload, str) else workload
@@ -83,6 +85,7 @@ def make_plan(
         cluster=PlanCluster(mesh=mesh, tier_names=names, backend="gloo"),
         optimizer=optimizer,
         clip=clip,
+        reduce_dtype=reduce_dtype or REDUCE_DTYPES[dtype][0],
         batch=Batch(
             global_batch=shape.world * micro_batch * accumulation,
             micro_batch=micro_batch,

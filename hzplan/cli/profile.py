@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from hzplan.models.workload import Workload
 
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""What ``--dtype`` takes, and torch's names for it."""
-
-
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="gpt:<preset>, or package.module:factory.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path(
@@ -122,11 +118,11 @@ def _micro_batches(text: str) -> tuple[int, ...]:
 
 
 def _dtype(text: str) -> str:
+    from hzplan.cli.quantities import parse_dtype
+
     if text == "fp16":
         raise UserError("--dtype fp16 is not supported: it needs loss scaling; use bf16 or fp32")
-    if text not in DTYPES:
-        raise UserError(f"--dtype {text} is not known; use {' or '.join(DTYPES)}")
-    return DTYPES[text]
+    return parse_dtype(text, "--dtype")
 
 
 def _mesh(text: str | None, world: int) -> Mesh | None:

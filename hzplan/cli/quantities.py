@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from hzplan.errors import UserError
+from hzplan.layout import Dtype
 
 MAX_BYTES = 2**52  # what a plan can record
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+_DTYPES: Mapping[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def parse_dtype(text: str, option: str) -> Dtype:
+    """``fp32`` or ``bf16`` by torch's name; UserError naming the option."""
+    if text not in _DTYPES:
+        raise UserError(f"{option} {text} is not known; use {' or '.join(_DTYPES)}")
+    return _DTYPES[text]
 
 
 def parse_bytes(text: str, option: str) -> int:

@@ -28,6 +28,10 @@ def command(
     gap: Annotated[float, typer.Option(help="How far from the best possible is good enough.")] = 0.005,
     time_limit: Annotated[float, typer.Option(help="Seconds to search at most.")] = 60.0,
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
+    reduce_dtype: Annotated[
+        str | None,
+        typer.Option(help="What gradients travel in, fp32 or bf16; by default unrounded. Sums are fp32."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Choose how each tensor is sharded, how deep to prefetch, and the micro-batch size.
@@ -39,7 +43,7 @@ def command(
     """
     from hzplan.cli import console
     from hzplan.cli.paths import check_writable
-    from hzplan.cli.quantities import parse_bytes
+    from hzplan.cli.quantities import parse_bytes, parse_dtype
     from hzplan.formats.profile import Profile
     from hzplan.solver.solve import Failed, Request, solve
     from hzplan.solver.solve import Infeasible as NothingFits
@@ -52,8 +56,11 @@ def command(
         if memory is not None
         else int(loaded.cluster.memory_bytes * (1 - RESERVED))
     )
+    travelling = None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype")
     check_writable(output, keep=profile)
-    request = Request(budget, global_batch, gap=gap, time_limit_s=time_limit, clip=clip)
+    request = Request(
+        budget, global_batch, gap=gap, time_limit_s=time_limit, clip=clip, reduce_dtype=travelling
+    )
     with console.Bar("solve") as bar:
         outcome = solve(loaded, request, bar.update)
     if isinstance(outcome, NothingFits):
@@ -83,7 +90,7 @@ def _write(
 
     plan = emit(profile, request, solved, profile_path=profile_path, plan_path=output)
     known = baselines(
-        CostModel(profile),
+        CostModel(profile, request.reduce_dtype),
         global_batch=request.global_batch,
         clip=request.clip,
         depths=request.depths,

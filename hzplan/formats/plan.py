@@ -19,8 +19,8 @@ from hzplan.formats.base import (
     to_text,
     write_text,
 )
-from hzplan.formats.profile import Dtype
 from hzplan.hierarchy import Levels, Mesh
+from hzplan.layout import REDUCE_DTYPES, Dtype
 
 
 class Shards(Strict):
@@ -103,7 +103,10 @@ class Predicted(Strict):
 
 
 class Plan(Strict):
-    """What ``hzplan solve`` writes and ``hzplan run`` executes."""
+    """What ``hzplan solve`` writes and ``hzplan run`` executes.
+
+    ``reduce_dtype``: what gradients travel in; they are kept and summed in that of the master weights.
+    """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
     version: Literal[1] = 1
@@ -111,6 +114,7 @@ class Plan(Strict):
     cluster: PlanCluster
     optimizer: str
     clip: bool
+    reduce_dtype: Dtype
     batch: Batch
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
@@ -130,6 +134,11 @@ class Plan(Strict):
             raise ValueError(f"cluster.mesh: {error}") from None
         if len(self.cluster.tier_names) != len(mesh.tiers):
             raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+        allowed = REDUCE_DTYPES[self.model.dtype]
+        if self.reduce_dtype not in allowed:
+            raise ValueError(
+                f"reduce_dtype: with {self.model.dtype} it is {' or '.join(allowed)}, not {self.reduce_dtype}"
+            )
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ValueError("units: a name appears twice")

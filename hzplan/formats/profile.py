@@ -22,14 +22,13 @@ from hzplan.formats.base import (
     write_text,
 )
 from hzplan.hierarchy import Mesh
-from hzplan.layout import TensorSpec
+from hzplan.layout import Dtype, TensorSpec
 from hzplan.schedule import Use
 
 MAX_TENSOR_BYTES = 2**44
 
 Phase = Literal["forward", "backward"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
-Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class TensorEntry(Strict):

@@ -71,6 +71,11 @@ class Setting:
         """Whether the model computes in bfloat16, its master weights being float32."""
         return self.plan.model.dtype == "bfloat16"
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients travel in."""
+        return cast(torch.dtype, getattr(torch, self.plan.reduce_dtype))
+
     def build_model(self) -> nn.Module:
         """The model with its initial weights, the same for everyone; float32 where it computes in bf16."""
         torch.manual_seed(self.seed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,9 +41,7 @@ class DDP(Trainer):
 
     def prepare(self) -> None:
         model = self.setting.build_model()
-        self.model = self._replicas = DistributedDataParallel(
-            model, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
-        )
+        self.model = self._replicas = replicas(model, self.setting)
         self.make_optimizer()
 
     def make_optimizer(self) -> None:
@@ -67,6 +67,19 @@ class Zero1(DDP):
         self.optimizer = ZeroRedundancyOptimizer(
             self.model.parameters(), optimizer_class=made, parameters_as_bucket_view=True, **arguments
         )
+
+
+def replicas(
+    model: nn.Module, setting: Setting, group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel:
+    """DDP over a group (by default the world), gradients travelling in the plan's dtype."""
+    made = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
+    )
+    if setting.reduce_dtype == torch.bfloat16:
+        # By its own name DDP takes torch's hook for NCCL only.
+        made.register_comm_hook(group, lambda state, bucket: bf16_compress_hook(state, bucket))  # noqa: PLW0108
+    return made
 
 
 def bucket_mb(model: nn.Module) -> float:

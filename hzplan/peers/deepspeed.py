@@ -154,9 +154,10 @@ class _Engine(Trainer):
                 "stage3_param_persistence_threshold": 0,
                 "stage3_prefetch_bucket_size": REDUCE_BUCKET_ELEMENTS,
             }
-        # Gradients are summed in float32 by everyone here; DeepSpeed's own default is the compute dtype.
+        # As the plan's, by DeepSpeed's names; its own default is the compute dtype.
+        travelling = {torch.float32: "fp32", torch.bfloat16: "bf16"}[setting.reduce_dtype]
         return {
-            "communication_data_type": "fp32",
+            "communication_data_type": travelling,
             "data_types": {"grad_accum_dtype": "fp32"},
             "train_micro_batch_size_per_gpu": setting.plan.batch.micro_batch,
             "gradient_accumulation_steps": setting.accumulation,

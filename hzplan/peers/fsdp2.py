@@ -89,8 +89,10 @@ class FSDP2(Trainer):
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self.keep}
         if self.setting.bf16:
             options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+                param_dtype=torch.bfloat16, reduce_dtype=self.setting.reduce_dtype, cast_forward_inputs=True
             )
+        elif self.setting.reduce_dtype == torch.bfloat16:
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
         # As users wrap: every repeated block, and the root with what is left.
         blocks = [unit.module for unit in find_units(model) if next(unit.module.children(), None) is not None]
         sharded = [fully_shard(block, **options) for block in blocks if block is not model]

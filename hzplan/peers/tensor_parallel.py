@@ -9,11 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from hzplan.models.gpt import GPT, MLP, Attention
 from hzplan.peers.contender import NotHere, Setting
-from hzplan.peers.ddp import DDP, bucket_mb
+from hzplan.peers.ddp import DDP, replicas
 from hzplan.peers.fsdp2 import inner_shards
 from hzplan.training.batches import Batches
 
@@ -31,7 +30,7 @@ class TensorParallel(DDP):
         setting = self.setting
         size = inner_shards(setting.plan.mesh)
         mesh = init_device_mesh("cpu", (setting.world // size, size), mesh_dim_names=("data", "tensor"))
-        self.group, replicas = mesh["tensor"].get_group(), mesh["data"].get_group()
+        self.group, across = mesh["tensor"].get_group(), mesh["data"].get_group()
         model = setting.build_model()
         if not isinstance(model, GPT):
             raise NotHere("tensor parallelism is there for gpt: models only")
@@ -44,9 +43,7 @@ class TensorParallel(DDP):
             block.mlp = _MLP(block.mlp, self.group)
             self.split += [*block.attention.split, *block.mlp.split]
         self.micro = _Joined(setting.data, [dist.get_global_rank(self.group, r) for r in range(size)])
-        self.model = self._replicas = DistributedDataParallel(
-            model, process_group=replicas, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
-        )
+        self.model = self._replicas = replicas(model, setting, across)
         self.make_optimizer()
 
     def data(self) -> Batches:

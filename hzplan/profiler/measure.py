@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from hzplan.errors import UserError
 from hzplan.formats.profile import (
     ClusterEntry,
-    Dtype,
     ModelEntry,
     Profile,
     TensorEntry,
@@ -22,6 +21,7 @@ from hzplan.formats.profile import (
     signature,
 )
 from hzplan.hierarchy import Mesh
+from hzplan.layout import Dtype
 from hzplan.models.units import Unit, find_units, master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.interference import measure_interference

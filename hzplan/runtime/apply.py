@@ -31,8 +31,9 @@ from hzplan.schedule import Schedule, Use, build
 class Choice:
     """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
 
-    ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``requires``: what
-    units need whole besides what the model says.
+    ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
+    what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
+    the model says.
     """
 
     mesh: Mesh
@@ -42,6 +43,7 @@ class Choice:
     accumulation: int
     clip: bool
     dtype: str | None = None
+    reduce_dtype: str | None = None
     gradient_buffers: int | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -61,6 +63,7 @@ class Choice:
             accumulation=plan.batch.accumulation,
             clip=plan.clip,
             dtype=plan.model.dtype,
+            reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
             requires={unit.name: unit.requires for unit in plan.units},
         )
@@ -89,9 +92,9 @@ def parallelize(
 
     A bfloat16 plan takes the model in float32. Its parameters become bfloat16, for forward, backward and
     all-gathers; the float32 values live on as master weights, sharded like the optimizer state and updated by
-    the optimizer. Gradients are accumulated and reduced in float32. As in FSDP2 floating tensors that are
-    passed to a unit are cast to bfloat16, and buffers keep their dtype: a float32 buffer that meets
-    activations inside a module should be cast there.
+    the optimizer. Gradients are accumulated and summed in float32, and travel in the plan's ``reduce_dtype``.
+    As in FSDP2 floating tensors that are passed to a unit are cast to bfloat16, and buffers keep their dtype:
+    a float32 buffer that meets activations inside a module should be cast there.
 
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
@@ -202,8 +205,9 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
 def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, rank: int) -> UnitState:
     by_name = dict(unit.parameters)
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
+    wire = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     buckets = [
-        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, rank)
+        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, rank, wire)
         for layout in layouts
     ]
     return UnitState(unit.name, buckets, choice.mesh.world)

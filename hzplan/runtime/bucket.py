@@ -25,8 +25,17 @@ class Bucket:
     the same bounds in every dtype, so every other level is a view of one of these.
     """
 
-    def __init__(self, layout: BucketLayout, parameters: list[nn.Parameter], mesh: Mesh, rank: int) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: list[nn.Parameter],
+        mesh: Mesh,
+        rank: int,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        """``wire``: what gradients travel in; by default what they are kept in."""
         self.layout, self.parameters, self.mesh, self.rank = layout, parameters, mesh, rank
+        self._wire = wire
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
         self.staged = layout.trainable and mesh.shards[levels.grad] > 1
@@ -56,6 +65,11 @@ class Bucket:
         if self.mesh.world > 1:
             dist.broadcast(flat, src=0)
         return flat
+
+    @property
+    def gradient_wire_nbytes(self) -> int:
+        """Bytes of a whole buffer of gradients as it travels."""
+        return self.layout.numel * (self._wire or self.master.dtype).itemsize
 
     def bounds(self, level: int) -> tuple[int, int]:
         """This rank's slice at a level, in elements of the whole buffer."""
@@ -164,14 +178,15 @@ class Bucket:
                 source = self.within(self.staging, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.staging, 0, stage.high)
-            found.append((Reduction(target, source, groups["reduce", stage], scratch), arrives))
+            made = Reduction(target, source, groups["reduce", stage], scratch, self._wire)
+            found.append((made, arrives))
         return found
 
     def regather(self, tier: int, groups: Communicators) -> Gather | None:
         """Of the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.regather_stage(tier)) is None:
             return None
-        return self._in_place(self.grad, self.layout.levels.grad, stage, groups)
+        return self._in_place(self.grad, self.layout.levels.grad, stage, groups, self._wire)
 
     def sync(self, tier: int, groups: Communicators) -> Gather | None:
         """Of updated parameters from ℓo to ℓp, in place."""
@@ -179,11 +194,19 @@ class Bucket:
             return None
         return self._in_place(self.param, self.layout.levels.param, stage, groups)
 
-    def _in_place(self, buffer: Tensor, level: int, stage: Stage, groups: Communicators) -> Gather:
+    def _in_place(
+        self,
+        buffer: Tensor,
+        level: int,
+        stage: Stage,
+        groups: Communicators,
+        wire: torch.dtype | None = None,
+    ) -> Gather:
         return Gather(
             self.within(buffer, level, stage.low),
             self.within(buffer, level, stage.high),
             groups["sync", stage],
+            wire,
         )
 
     def publish(self) -> None:

@@ -7,6 +7,9 @@ a receiver has announced to want, and the announcement travels behind the data t
 itself: a rank that sends first and is late gets its peers' data only when its own have gone, one direction
 after the other. All views are cut when a collective is prepared: ranks that share processors pay for every
 line of Python that runs beside their compute.
+
+``wire``: a narrower dtype to travel in. Values are rounded where they lie, into a part of their own memory,
+so that nothing is allocated for it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hzplan.runtime.convert import Conversion, back, front
 from hzplan.runtime.faults import Transfer, wait
 
 # torch renamed both; the older names remain for the older versions that the package admits.
@@ -42,11 +46,23 @@ Message = tuple[list[Tensor], int, int]
 class Gather:
     """Gathers every rank's ``part`` [n] into ``whole`` [group size × n], in group order.
 
-    ``part`` may be this rank's slice of ``whole``.
+    ``part`` may be this rank's slice of ``whole``. With ``wire`` it must be, and is rounded like all others,
+    so that ranks end up with the same values.
     """
 
-    def __init__(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-        self._whole, self._part, self._group = whole, part, group
+    def __init__(
+        self, whole: Tensor, part: Tensor, group: dist.ProcessGroup, wire: torch.dtype | None = None
+    ) -> None:
+        self._group = group
+        self._before: list[Conversion] = []
+        self._after: list[Conversion] = []
+        if wire is not None and wire != whole.dtype:
+            length, place = part.numel(), group.rank()
+            travels = back(whole, wire)
+            mine = travels[place * length : (place + 1) * length]
+            self._before, self._after = [Conversion(part, mine)], [Conversion(travels, whole)]
+            whole, part = travels, mine
+        self._whole, self._part = whole, part
         self._exchanges = exchanges(whole.device, group)
         if self._exchanges:
             slices, place, others = whole.view(group.size(), -1), group.rank(), _others(group)
@@ -55,10 +71,11 @@ class Gather:
             self._own = None if slices[place].data_ptr() == part.data_ptr() else slices[place]
 
     def begin(self, tag: int = 0) -> list[Transfer]:
-        """Under way; ``wait`` for what it returns.
+        """Under way; ``wait`` for what it returns, then ``end``.
 
         ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
         """
+        _convert(self._before)
         if not self._exchanges:
             return [Transfer(_all_gather(self._whole, self._part, group=self._group, async_op=True))]
         under_way = _receive(self._group, self._receives, tag)
@@ -67,24 +84,85 @@ class Gather:
             self._own.copy_(self._part)
         return under_way
 
+    def end(self) -> None:
+        """What has arrived is put where it is read."""
+        _convert(self._after)
+
 
 class Reduction:
     """Sums all ranks' ``whole`` [group size × n] and leaves (or adds) this rank's slice in ``part`` [n].
 
     ``part`` may be this rank's slice of ``whole``, unless it is added to; the rest of ``whole`` is not kept.
-    Exchanges sum in group order on every rank, so results do not depend on timing. Their ``scratch`` is for
-    what others send: of every one of them n elements, or where it is smaller (at least 2 × (group size − 1)
-    elements) as many as fit twice, so that one portion is summed while the next one travels.
+    Exchanges sum in group order on every rank, so results do not depend on timing, and in the buffers'
+    dtype whatever the ``wire``. Their ``scratch`` is for what others send: of every one of them n elements,
+    or where it is smaller (at least 2 × (group size − 1) elements) as many as fit twice, so that one portion
+    is summed while the next one travels.
     """
 
-    def __init__(self, part: Tensor, whole: Tensor, group: dist.ProcessGroup, scratch: Tensor) -> None:
-        self._whole, self._part, self._group = whole, part, group
+    def __init__(
+        self,
+        part: Tensor,
+        whole: Tensor,
+        group: dist.ProcessGroup,
+        scratch: Tensor,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        wire = None if wire == whole.dtype else wire
+        self._how: _Exchange | _Native = (
+            _Exchange(part, whole, group, scratch, wire)
+            if exchanges(whole.device, group)
+            else _Native(part, whole, group, wire)
+        )
+
+    def run(self, *, accumulate: bool = False, tag: int = 0) -> None:
+        """Return when it is done. ``accumulate``: add; ``tag``: as for ``Gather.begin``."""
+        self._how.run(accumulate, tag)
+
+
+class _Native:
+    """The backend's own reduce-scatter."""
+
+    def __init__(
+        self, part: Tensor, whole: Tensor, group: dist.ProcessGroup, wire: torch.dtype | None
+    ) -> None:
+        self._part, self._whole, self._group = part, whole, group
+        size, place = group.size(), group.rank()
+        self._own = self._into = whole.view(size, -1)[place]
+        self._narrow: list[Conversion] = []
+        self._widen: dict[bool, list[Conversion]] = {False: [], True: []}  # by whether it is added
+        if wire is not None:
+            self._whole = front(whole, wire)
+            self._into = self._whole.view(size, -1)[place]
+            self._narrow = [Conversion(whole, self._whole)]
+            self._widen = {
+                False: [Conversion(self._into, part)],
+                True: [Conversion(self._into, self._own)],
+            }
+
+    def run(self, accumulate: bool, tag: int) -> None:
+        _convert(self._narrow)
+        # In place where it is added or narrow: what was there has been summed.
+        target = self._into if accumulate or self._narrow else self._part
+        _reduce_scatter(target, self._whole, group=self._group)
+        _convert(self._widen[accumulate])
+        if accumulate:
+            self._part.add_(self._own)
+
+
+class _Exchange:
+    """Every rank sends every other one its slice, in portions, and sums what arrives."""
+
+    def __init__(
+        self,
+        part: Tensor,
+        whole: Tensor,
+        group: dist.ProcessGroup,
+        scratch: Tensor,
+        wire: torch.dtype | None,
+    ) -> None:
+        self._group = group
         size, self._place = group.size(), group.rank()
         slices, others = whole.view(size, -1), _others(group)
-        self._own = slices[self._place]
-        self._exchanges = exchanges(whole.device, group)
-        if not self._exchanges:
-            return
         length, fits = part.numel(), scratch.numel() // (size - 1)
         portion = length if fits >= length else fits // 2
         bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
@@ -93,35 +171,50 @@ class Reduction:
         self._sends: list[list[Message]] = []
         self._terms: list[list[Tensor]] = []  # of every portion, in group order
         self._parts = [part[start:end] for start, end in bounds]
+        self._narrow: list[list[Conversion]] = []  # before a portion is sent
+        self._widen: list[list[Conversion]] = []  # after one has arrived
         for index, (start, end) in enumerate(bounds):
             room = {peer: halves[index % 2][row, : end - start] for row, peer in enumerate(sorted(others))}
+            sent = {peer: slices[peer][start:end] for peer in others}
+            terms = room | {self._place: slices[self._place][start:end]}
+            self._terms.append([terms[member] for member in range(size)])
+            narrow, widen = [], []
+            if wire is not None:
+                travel = {peer: front(view, wire) for peer, view in sent.items()}
+                arrive = {peer: back(view, wire) for peer, view in room.items()}
+                narrow = [Conversion(sent[peer], travel[peer]) for peer in others]
+                widen = [Conversion(arrive[peer], room[peer]) for peer in others]
+                sent, room = travel, arrive
+            self._narrow.append(narrow)
+            self._widen.append(widen)
             self._receives.append([_message(room[peer], peer, group) for peer in reversed(others)])
-            self._sends.append([_message(slices[peer][start:end], peer, group) for peer in others])
-            own = {self._place: self._own[start:end]}
-            self._terms.append([(room | own)[member] for member in range(size)])
+            self._sends.append([_message(sent[peer], peer, group) for peer in others])
 
-    def run(self, *, accumulate: bool = False, tag: int = 0) -> None:
-        """Return when it is done. ``accumulate``: add; ``tag``: as for ``Gather.begin``."""
-        if not self._exchanges:
-            target = self._own if accumulate else self._part  # in place: what was there has been summed
-            _reduce_scatter(target, self._whole, group=self._group)
-            if accumulate:
-                self._part.add_(target)
-            return
-        group, ahead = self._group, min(2, len(self._parts))
-        receives = [_receive(group, messages, tag) for messages in self._receives[:ahead]]
-        sends = [sent for messages in self._sends[:ahead] for sent in _send(group, messages, tag)]
+    def run(self, accumulate: bool, tag: int) -> None:
+        ahead = min(2, len(self._parts))
+        receives = [_receive(self._group, messages, tag) for messages in self._receives[:ahead]]
+        sends = [sent for index in range(ahead) for sent in self._send(index, tag)]
         for index, (terms, part) in enumerate(zip(self._terms, self._parts, strict=True)):
             wait(receives[index])
+            _convert(self._widen[index])
             if accumulate:
                 for term in terms:
                     part.add_(term)
             else:
                 _sum(terms, self._place, part)
             if index + 2 < len(self._parts):
-                receives.append(_receive(group, self._receives[index + 2], tag))
-                sends += _send(group, self._sends[index + 2], tag)
+                receives.append(_receive(self._group, self._receives[index + 2], tag))
+                sends += self._send(index + 2, tag)
         wait(sends)
+
+    def _send(self, index: int, tag: int) -> list[Transfer]:
+        _convert(self._narrow[index])
+        return _send(self._group, self._sends[index], tag)
+
+
+def _convert(conversions: Sequence[Conversion]) -> None:
+    for conversion in conversions:
+        conversion.run()
 
 
 def _sum(terms: Sequence[Tensor], place: int, out: Tensor) -> None:

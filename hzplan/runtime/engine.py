@@ -147,10 +147,10 @@ class Engine:
         return found
 
     def nbytes(self, task: Task) -> int:
-        """The bytes of a communication task's whole buffers, those of the coarser slice that it spans."""
+        """The bytes of a communication task's whole buffers, as they travel: of the coarser slice."""
         gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER)
         return sum(
-            (bucket.layout.master_nbytes if gradients else bucket.layout.nbytes)
+            (bucket.gradient_wire_nbytes if gradients else bucket.layout.nbytes)
             // self.mesh.shards[stage.low]
             for bucket, stage in self.stages(task)
         )
@@ -176,6 +176,8 @@ class Engine:
         for gather in prepared.gathers:
             under_way += gather.begin(tag)
         wait(under_way)
+        for gather in prepared.gathers:
+            gather.end()
 
     def _prepare(self, task: Task, lane: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]

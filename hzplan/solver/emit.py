@@ -22,7 +22,7 @@ from hzplan.formats.plan import (
 )
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import bucketise
+from hzplan.layout import REDUCE_DTYPES, bucketise
 from hzplan.solver.evaluate import Evaluation, tensors_of
 from hzplan.solver.solve import Request, Solved
 
@@ -42,10 +42,10 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         memory_budget_bytes=request.memory_bytes,
         asked_gap=request.gap,
     )
-    return as_plan(profile, solved.best, proof=proof, source=source, clip=request.clip)
+    return as_plan(profile, solved.best, request, proof=proof, source=source)
 
 
-def as_plan(profile: Profile, chosen: Evaluation, *, proof: Proof, source: Source, clip: bool) -> Plan:
+def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Proof, source: Source) -> Plan:
     """An evaluated choice of levels as a plan."""
     world = profile.mesh.world
     accumulation = chosen.schedule.accumulation
@@ -57,7 +57,8 @@ def as_plan(profile: Profile, chosen: Evaluation, *, proof: Proof, source: Sourc
             backend=profile.cluster.backend,
         ),
         optimizer=profile.optimizer.name,
-        clip=clip,
+        clip=request.clip,
+        reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],
         batch=Batch(
             global_batch=world * chosen.micro_batch * accumulation,
             micro_batch=chosen.micro_batch,

@@ -64,6 +64,7 @@ def guard(path: Path, *, replay_only: bool = False) -> Verdict:
             gap=plan.source.asked_gap,
             time_limit_s=TIME_LIMIT_S,
             clip=plan.clip,
+            reduce_dtype=plan.reduce_dtype,
         )
         outcome = solve(profile, request)
         if isinstance(outcome, Solved):
@@ -97,7 +98,7 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
     if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
         raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
-    model = CostModel(profile)
+    model = CostModel(profile, plan.reduce_dtype)
     schedule = model.schedule(
         prefetch=plan.prefetch,
         accumulation=plan.batch.accumulation,

@@ -15,6 +15,7 @@ import pulp
 from hzplan.cost import CostModel, assign_slots
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
+from hzplan.layout import REDUCE_DTYPES, Dtype
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of, uniform
 from hzplan.solver.patterns import Family, enumerate_patterns
 from hzplan.solver.problem import MS, Coefficients, Problem, Question, build_fastest, build_smallest
@@ -34,13 +35,14 @@ Build = Callable[[Question, Mapping[str, list[int]]], Problem]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the solver."""
+    """What is asked of the solver. ``reduce_dtype``: what gradients travel in; None: as they are kept."""
 
     memory_bytes: int
     global_batch: int
     gap: float = 0.005
     time_limit_s: float = 60.0
     clip: bool = True
+    reduce_dtype: Dtype | None = None
     depths: tuple[int, ...] = PREFETCH_DEPTHS
 
 
@@ -164,7 +166,13 @@ def _searches(profile: Profile, request: Request) -> list[_Search]:
             f"--global-batch {request.global_batch} needs more than {MAX_ACCUMULATION} forward passes "
             "of each rank in a step; choose a smaller one, or profile larger micro-batch sizes"
         )
-    model = CostModel(profile)
+    dtype = profile.model.dtype
+    if request.reduce_dtype not in (None, *REDUCE_DTYPES[dtype]):
+        raise UserError(
+            f"--reduce-dtype {request.reduce_dtype}: gradients of a model that computes in {dtype} travel in "
+            f"{' or '.join(REDUCE_DTYPES[dtype])}"
+        )
+    model = CostModel(profile, request.reduce_dtype)
     families: dict[str, Family] = {}
     alike: dict[object, Family] = {}
     for unit, tensors in tensors_of(profile).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,40 @@ def check(payload: Any) -> list[str]:
                 time.sleep(0.02 if me == late else 0)
                 wrong += _gather(group, order, place, dtype, in_place)
                 wrong += _scatter(group, order, place, dtype, in_place)
+            wrong += _narrow(group, order, place, dtype)
     found: list[list[str] | None] = [None] * world
     dist.all_gather_object(found, wrong)
     return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names or ()]
+
+
+def _narrow(group: dist.ProcessGroup, order: list[int], place: int, dtype: torch.dtype) -> list[str]:
+    """In bfloat16, which holds the values of these buffers exactly: by exchange and by the backend's own."""
+    size, wrong = len(order), []
+    parts = [values(rank, 1, dtype) for rank in order]
+    whole = torch.full((size, LENGTH), -1, dtype=dtype)
+    whole[place].copy_(parts[place])
+    gather = Gather(whole.view(-1), whole[place], group, torch.bfloat16)
+    wait(gather.begin())
+    gather.end()
+    if not torch.equal(whole, torch.stack(parts)):
+        wrong.append(f"all_gather {order} {dtype} in bfloat16")
+    total = sum(values(rank, size, dtype) for rank in order)
+    assert isinstance(total, Tensor)
+    expected = total.view(size, LENGTH)[place]
+    for exchange in (True, False):
+        scratch = torch.full(((size - 1) * 100 + 1,), -1, dtype=dtype)
+        with patch("hzplan.runtime.collectives.exchanges", lambda *_, by=exchange: by):
+            for accumulate in (False, True):
+                for in_place in (True, False)[accumulate:]:
+                    whole = values(order[place], size, dtype).view(size, LENGTH)
+                    part = whole[place] if in_place else torch.ones(LENGTH, dtype=dtype)
+                    made = Reduction(part, whole.view(-1), group, scratch, torch.bfloat16)
+                    made.run(accumulate=accumulate)
+                    if not torch.equal(part, expected + accumulate):
+                        wrong.append(
+                            f"reduce_scatter {order} {dtype} bfloat16 {exchange} {accumulate} {in_place}"
+                        )
+    return wrong
 
 
 def _gather(

@@ -65,6 +65,41 @@ def compare(case: Case) -> Found | None:
     return Found(max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)), max(errors))
 
 
+def narrow_cases() -> list[Case]:
+    """Gradients that travel in bfloat16: through one stage and several, copied for it and in place."""
+    known = [
+        ("4", (1, 1, 1)),
+        ("4", (0, 0, 0)),
+        ("2|2", (0, 0, 0)),
+        ("2|2", (1, 1, 1)),
+        ("2|2", (0, 1, 2)),
+        ("2|2", (2, 2, 2)),
+    ]
+    found = [Case(mesh, levels, accumulation=2) for mesh, levels in known]
+    found += [Case("2|2", None, accumulation=2, clip=False, seed=7), Case("2,2", None, seed=8)]
+    return [
+        replace(case, dtype=dtype, reduce_dtype="bfloat16", steps=1, optimizer="SGD")
+        for case in found
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def run_narrow(payload: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By case: the error of the first update, beside no rounding on the way; replicas' difference."""
+    found = {}
+    for case in (Case(**fields) for fields in payload):
+        _, weights = in_shards(case)
+        _, exact = in_shards(replace(case, reduce_dtype=None))
+        before = dict(fresh_model(case).named_parameters())
+        errors = [float((w - exact[n]).norm() / (exact[n] - before[n]).norm()) for n, w in weights.items()]
+        flat = torch.cat([weight.flatten() for weight in weights.values()])
+        everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, flat)
+        apart = max(float((other - flat).abs().max()) for other in everyone)
+        found[case.name] = {"update": max(errors), "apart": apart}
+    return found
+
+
 def in_shards(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """The losses, and the weights by name."""
     model, optimizer = sharded(case)

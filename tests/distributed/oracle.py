@@ -30,8 +30,8 @@ VOCAB, LENGTH, ROWS = 32, 8, 2
 class Case:
     """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``).
 
-    ``dtype``: what the model computes in. ``lean``: nothing is gathered that is not read, small units travel
-    with others.
+    ``dtype``: what the model computes in, ``reduce_dtype``: what gradients travel in. ``lean``: nothing is
+    gathered that is not read, small units travel with others.
     """
 
     mesh: str
@@ -46,6 +46,7 @@ class Case:
     groups: bool = False
     seed: int = 0
     lean: bool = False
+    reduce_dtype: str | None = None
 
     @property
     def name(self) -> str:
@@ -154,7 +155,15 @@ def choice(case: Case) -> Choice:
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
     uses, requires = lean_uses() if case.lean else (uses_of(case), {})
     return Choice(
-        mesh, levels, uses, case.prefetch, case.accumulation, case.clip, case.dtype, requires=requires
+        mesh,
+        levels,
+        uses,
+        case.prefetch,
+        case.accumulation,
+        case.clip,
+        case.dtype,
+        case.reduce_dtype,
+        requires=requires,
     )
 
 

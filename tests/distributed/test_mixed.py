@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hzplan.hierarchy import Mesh
-from tests.distributed.mixed import by_hand, cases, in_shards
+from tests.distributed.mixed import by_hand, cases, in_shards, narrow_cases
 from tests.distributed.oracle import Case
 from tests.distributed.ranks import on_ranks
 from tests.distributed.shapes import MODELS
@@ -34,6 +34,23 @@ def test_equals_one_process_by_hand(case: Case, errors: dict[str, dict[str, floa
     """A gradient that was rounded to bfloat16 on its way is off by 1e-3, a bfloat16 master by more."""
     assert errors[case.name]["update"] <= 1e-5
     assert errors[case.name]["losses"] <= 1e-3
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    payload = [asdict(case) for case in narrow_cases()]
+    return dict(on_ranks(4, f"{MODULE}:run_narrow", payload, tmp_path_factory.mktemp("narrow")))
+
+
+@pytest.mark.parametrize("case", narrow_cases(), ids=lambda case: case.name)
+def test_gradients_may_travel_in_bfloat16(case: Case, narrow: dict[str, dict[str, float]]) -> None:
+    """Rounded once per stage (2^-9 each, of terms that may cancel), summed in float32, the same everywhere.
+
+    What was computed in bfloat16 and travels through one stage is not rounded again.
+    """
+    assert narrow[case.name]["update"] <= 1e-2
+    assert narrow[case.name]["update"] > 1e-5 or case.dtype == "bfloat16"
+    assert narrow[case.name]["apart"] == 0.0
 
 
 def test_a_world_of_one_is_equal_bit_for_bit() -> None:

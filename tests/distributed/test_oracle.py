@@ -9,6 +9,7 @@ import pytest
 from hzplan.hierarchy import Mesh
 from tests.distributed.oracle import Case, as_payload, every_legal_case, random_cases
 from tests.distributed.ranks import on_ranks
+from tests.distributed.soak import as_exact
 
 pytestmark = pytest.mark.distributed
 
@@ -36,6 +37,12 @@ def test_equals_one_process(case: Case, errors: dict[str, list[float]]) -> None:
     assert loss_error <= loss_bar
     if weight_bar is not None:
         assert weight_error <= weight_bar
+
+
+def test_one_plan_after_the_other_equals_one_process(tmp_path: Path) -> None:
+    """The beginning of ``make soak``."""
+    payload = {"steps": 30, "every": 6, "shown": False}
+    assert as_exact(on_ranks(4, "tests.distributed.soak:soak", payload, tmp_path))
 
 
 def test_cases_are_what_they_claim() -> None:

@@ -19,6 +19,7 @@ from hzplan.runtime.apply import parallelize
 from hzplan.runtime.engine import Engine
 from hzplan.solver.emit import as_plan
 from hzplan.solver.evaluate import Evaluation, evaluate, uniform
+from hzplan.solver.solve import Request
 from hzplan.training.loop import RunOptions, train
 from tests.plans import make_plan
 
@@ -52,7 +53,8 @@ def planned(profile: Profile, levels: tuple[int, int, int], accumulation: int) -
     found = evaluate(model, uniform(profile, Levels(*levels)), schedule, 2)
     proof = Proof(status="given", objective_s=0.1, bound_s=0.1, gap=0.0, solver="none")
     source = Source(profile="-", profile_sha256="-", memory_budget_bytes=1 << 30, asked_gap=0.0)
-    return as_plan(profile, found, proof=proof, source=source, clip=True), found
+    request = Request(1 << 30, profile.mesh.world * 2 * accumulation)
+    return as_plan(profile, found, request, proof=proof, source=source), found
 
 
 def memory(_: Any) -> list[dict[str, Any]]:

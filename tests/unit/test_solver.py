@@ -12,6 +12,7 @@ import pytest
 from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, uniform
@@ -24,12 +25,13 @@ BUDGETS = (0.9, 1.0, 1.05, 1.2, 1.5, 3.0)  # times the least memory of any choic
 
 
 def _instance(seed: int) -> tuple[object, Request]:
-    """Every fifth computes in bfloat16, with master weights."""
+    """Every fifth computes in bfloat16, with master weights; every third reduces in it."""
     rng = random.Random(seed)
     dtype = "float32" if seed % 5 else "bfloat16"
     profile = random_profile(rng, micro_batches=rng.choice([(1,), (2,), (1, 2)]), dtype=dtype)
     batch = profile.mesh.world * profile.micro_batches[-1]  # at most two micro-batches a step
     request = Request(1, batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2), time_limit_s=600)
+    request = replace(request, reduce_dtype=None if seed % 3 else "bfloat16")
     least = try_everything(profile, request).smallest_bytes
     return profile, replace(request, memory_bytes=int(least * rng.choice(BUDGETS)))
 
@@ -122,3 +124,24 @@ def test_batch_that_the_world_does_not_divide_is_refused() -> None:
     profile = random_profile(random.Random(1))
     with pytest.raises(UserError, match="--global-batch"):
         solve(profile, Request(2**30, profile.mesh.world * 4 + 1))
+
+
+def test_gradients_that_travel_narrower_take_less_time_and_no_more_memory() -> None:
+    profile = random_profile(random.Random(5), micro_batches=(1,))
+    wide, narrow = CostModel(profile), CostModel(profile, "bfloat16")
+    schedule = wide.schedule(prefetch=1, accumulation=1, clip=True)
+    levels = uniform(profile, Levels(0, 0, 0))
+    before, after = (evaluate(model, levels, schedule, 1) for model in (wide, narrow))
+    assert after.communication_ns < before.communication_ns
+    assert after.memory == before.memory
+
+
+def test_a_reduce_dtype_that_cannot_be_is_refused() -> None:
+    profile = random_profile(random.Random(5), micro_batches=(1,))
+    request = Request(2**30, profile.mesh.world, reduce_dtype="float64")
+    with pytest.raises(UserError, match="--reduce-dtype float64: .* travel in float32 or bfloat16"):
+        solve(profile, request)
+    solved = solve(profile, replace(request, reduce_dtype="bfloat16"))
+    assert isinstance(solved, Solved)
+    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=Path("plan.json"))
+    assert plan.reduce_dtype == "float32", "unless it is asked for"
