@@ -97,7 +97,7 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
                 "predicted_s": entry.step_s,
                 "round_s": entries[name]["round_s"],
                 "predicted_waits_s": sum(entry.exposed_comm_s.values()),
-                "waits_s": entries[name]["exposed_comm_s"],
+                "waits_s": sum(entries[name]["waits_s"].values()),
                 "predicted_bytes": entry.peak_memory_bytes,
                 "peak_bytes": entries[name]["peak_memory_bytes"],
             }

@@ -87,7 +87,7 @@ def _make_plan(folder: Path) -> Path:
         ).memory.peak
         for level in (0, model.mesh.levels)
     ]
-    batch = ["--memory", f"{sum(peaks) // 2}", "--global-batch", RANKS * MICRO_BATCH, "-o", plan]
+    batch = ["--memory", f"{sum(peaks) // 2}B", "--global-batch", RANKS * MICRO_BATCH, "-o", plan]
     output_of([*words, "solve", str(profile), *map(str, batch)])
     return plan
 

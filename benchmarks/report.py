@@ -22,7 +22,8 @@ FACTORS = {
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The whole page."""
-    return "\n".join([*_head(results), *_main(results), *_ablations(results), *_peers(results), ""])
+    parts = (_head, _main, _ablations, _waits, _peers)
+    return "\n".join([*(line for part in parts for line in part(results)), ""])
 
 
 def _head(results: Mapping[str, Any]) -> Iterator[str]:
@@ -128,6 +129,33 @@ def _factor(result: Mapping[str, Any], name: str) -> str:
         return "none fits"
     ratio = ratio_of(_entry(result, name), _entry(result, OURS))
     return f"{ratio.value:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+
+
+def _waits(results: Mapping[str, Any]) -> Iterator[str]:
+    """Which of the plan's streams kept compute waiting."""
+    known = [(r, result) for r, result, v in _judged(results) if v and "waits_s" in _entry(result, OURS)]
+    if not known:
+        return
+    yield "## What the plan's compute waited for"
+    yield ""
+    yield (
+        "Milliseconds of a step in which compute stood still, by stream: measured (predicted), from the same "
+        "records as `hzplan run --trace`. *apart*: the largest difference, as a share of the step."
+    )
+    yield ""
+    yield "| regime | waits | apart |"
+    yield "|---|---|---|"
+    for regime, result in known:
+        entry, predicted = _entry(result, OURS), result["predicted"]["exposed_comm_s"]
+        waits, step_s = entry["waits_s"], entry["step_s"]["median"]
+        names = dict.fromkeys([*predicted, *waits])
+        cells = [
+            f"{name} {1e3 * waits.get(name, 0.0):.0f} ({1e3 * predicted.get(name, 0.0):.0f})"
+            for name in names
+        ]
+        apart = max(abs(waits.get(name, 0.0) - predicted.get(name, 0.0)) for name in names) / step_s
+        yield f"| {regime.name} | {', '.join(cells)} | {apart:.1%} |"
+    yield ""
 
 
 def _peers(results: Mapping[str, Any]) -> Iterator[str]:

@@ -29,7 +29,8 @@ class Entry:
 
     ``peak_memory_bytes``: of the rank that needs most; ``sent_bytes``: per step, the node that sends most:
     (over loopback, over other interfaces); ``loss_error``: the largest relative difference to DDP's losses in
-    the first ten steps, infinite where one is not finite, None for who does not train together.
+    the first ten steps, infinite where one is not finite, None for who does not train together; ``waits_s``:
+    how long compute stood still in a step, by what for, the mean of all ranks; empty where it is not known.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Entry:
     sent_bytes: tuple[int, int]
     losses: tuple[float, ...]
     loss_error: float | None
+    waits_s: Mapping[str, float]
 
     @property
     def step_s(self) -> float:
@@ -90,6 +92,7 @@ def compare(
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[tuple[int, int]]] = {name: [] for name in contenders}
+    waits: dict[str, list[Mapping[str, float]]] = {name: [] for name in contenders}
     order = random.Random(seed)
     trained = steps_per_round + 1
     for number in range(rounds):
@@ -102,6 +105,7 @@ def compare(
             after = sent_bytes()
             everyone = ranks.gather((turn, (after[0] - before[0], after[1] - before[1])))
             seconds[name].append(max(turn.seconds for turn, _ in everyone) / steps_per_round)
+            waits[name].append(_mean([turn.waits_s for turn, _ in everyone], steps_per_round))
             by_step = zip(*(turn.losses for turn, _ in everyone), strict=True)
             losses[name] += [statistics.fmean(step) for step in by_step]
             busiest = max((counted for _, counted in everyone), key=lambda pair: (pair[1], pair[0]))
@@ -117,6 +121,7 @@ def compare(
             (_middle([s[0] for s in sent[name]]), _middle([s[1] for s in sent[name]])),
             tuple(losses[name]),
             None if name in alone else _deviation(losses[name], losses[REFERENCE]),
+            _medians(waits[name]),
         )
         for name in contenders
     }
@@ -126,6 +131,17 @@ def compare(
 
 def _middle(counts: Sequence[int]) -> int:
     return round(statistics.median(counts))
+
+
+def _mean(waits_s: Sequence[Mapping[str, float]], steps: int) -> dict[str, float]:
+    """Over ranks and steps, by cause."""
+    causes = dict.fromkeys(cause for waits in waits_s for cause in waits)
+    return {cause: statistics.fmean(w.get(cause, 0.0) for w in waits_s) / steps for cause in causes}
+
+
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    causes = dict.fromkeys(cause for waits in rounds for cause in waits)
+    return {cause: statistics.median(w.get(cause, 0.0) for w in rounds) for cause in causes}
 
 
 def _deviation(losses: Sequence[float], reference: Sequence[float]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -94,11 +96,13 @@ class Turn:
     """This rank's losses, the lead-in's too, and seconds from the end of the lead-in to that of the last.
 
     A step ends when ``optimizer.step()`` returns; what it left under way counts in the step after it. So a
-    turn has one period of each of its steps, as a long run has, however they overlap.
+    turn has one period of each of its steps, as a long run has, however they overlap. ``waits_s``: how long
+    compute stood still in these steps, by what for, where that is known.
     """
 
     losses: list[float]
     seconds: float
+    waits_s: Mapping[str, float]
 
 
 class Contender(Protocol):
@@ -158,6 +162,10 @@ class Trainer:
     def finish(self) -> None:
         """Return when nothing is under way."""
 
+    def waits_s(self) -> Mapping[str, float]:
+        """How long compute stood still in the last step, by what for; empty where that is not known."""
+        return {}
+
     def micro_batches(self, step: int) -> Tensor:
         """Forward and backward of a whole step; this rank's mean loss."""
         setting = self.setting
@@ -185,12 +193,14 @@ class Trainer:
 
     def turn(self, first: int, steps: int) -> Turn:
         """See ``Contender``."""
-        losses = [self.step(first)]
+        losses, waits = [self.step(first)], Counter[str]()
         began = time.perf_counter()
-        losses += [self.step(step) for step in range(first + 1, first + 1 + steps)]
+        for step in range(first + 1, first + 1 + steps):
+            losses.append(self.step(step))
+            waits.update(self.waits_s())
         seconds = time.perf_counter() - began
         self.finish()
-        return Turn(losses, seconds)
+        return Turn(losses, seconds, waits)
 
     def close(self) -> None:
         """See ``Contender``."""

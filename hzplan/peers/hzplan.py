@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hzplan.formats.plan import Plan
 from hzplan.peers.contender import Setting, Trainer
 from hzplan.runtime.apply import parallelize
@@ -34,6 +36,11 @@ class Hzplan(Trainer):
 
     def finish(self) -> None:
         self._sharded[1].engine.executor.drain()
+
+    def waits_s(self) -> Mapping[str, float]:
+        record = self._sharded[1].engine.executor.record
+        names = {f"tier {tier}": name for tier, name in enumerate(self.plan.cluster.tier_names)}
+        return {names.get(cause, cause): seconds for cause, seconds in record.exposed_s.items()}
 
     def close(self) -> None:
         self._sharded[1].engine.close()

@@ -23,6 +23,7 @@ KEYS = {
     "fits",
     "sent_bytes",
     "exposed_comm_s",
+    "waits_s",
     "loss_error",
     "losses_agree",
     "round_s",
