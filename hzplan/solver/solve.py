@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -15,8 +15,10 @@ import pulp
 from hzplan.cost import CostModel, assign_slots
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES, Dtype
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of, uniform
+from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.patterns import Family, enumerate_patterns
 from hzplan.solver.problem import MS, Coefficients, Problem, Question, build_fastest, build_smallest
 
@@ -101,10 +103,14 @@ def solve(profile: Profile, request: Request, progress: Progress = lambda text, 
         left = request.time_limit_s - (time.monotonic() - started)
         if left > 0 and search.bound_ms * (1 + request.gap) < found.least_ms:
             search.run(found, left / (len(feasible) - number))
+    if not found.all:
+        seconds = time.monotonic() - started
+        return Failed("the time limit ended the search before a plan was found; raise --time-limit", seconds)
+    if request.gap > 0:
+        progress("improving the plan in the simulator", 0.95)
+        found.all += _improved(found, searches, request)
     progress("done", 1.0)
     seconds = time.monotonic() - started
-    if not found.all:
-        return Failed("the time limit ended the search before a plan was found; raise --time-limit", seconds)
     bound = min(found.least_ms, *(search.bound_ms for search in feasible)) / MS
     best = found.choose(bound, request.gap)
     gap = (best.objective_ns - bound) / bound if bound else 0.0
@@ -139,6 +145,34 @@ class Candidates:
         near = [f for f in near if f.predicted.period_ns <= fastest * (1 + NEAR)]
         proven = [f for f in near if f.objective_ns <= bound_ns * (1 + gap + TOLERANCE)]
         return min(proven or near, key=_plainness)
+
+
+def _improved(found: Candidates, searches: Sequence[_Search], request: Request) -> list[Evaluation]:
+    """The plan predicted fastest, and the one with a single triple, changed as long as that helps."""
+    families, profile = searches[0].families, searches[0].question.model.profile
+    alike: dict[int, list[str]] = {}
+    for unit, family in families.items():
+        alike.setdefault(id(family), []).append(unit)
+    groups = list(alike.values())
+    around = Surroundings(
+        groups,
+        {unit: [tensor.trainable for tensor in tensors] for unit, tensors in tensors_of(profile).items()},
+        {
+            units[0]: list(dict.fromkeys(one.levels[unit] for one in found.all for unit in units))
+            for units in groups
+        },
+        searches[0].question.model.mesh.triples(),
+    )
+    plain = [one for one in found.all if len({t for of in one.levels.values() for t in of}) == 1]
+    starts = [min(some, key=lambda one: one.predicted.period_ns) for some in (found.all, plain) if some]
+    improved = []
+    for start in starts:
+        paces = [search for search in searches if search.question.micro_batch == start.micro_batch]
+        paces.sort(key=lambda search: search.question.schedule != start.schedule)
+        replays = [search.replay for search in paces]
+        fits = lambda one: one.memory.peak <= request.memory_bytes  # noqa: E731
+        improved.append(improve(start, replays, around, fits))
+    return improved
 
 
 def _plainness(evaluation: Evaluation) -> tuple[float, ...]:
@@ -229,8 +263,11 @@ class _Search:
 
     def evaluate(self, choice: Mapping[str, int]) -> Evaluation:
         """Replay a choice of patterns."""
+        return self.replay({unit: self.families[unit].levels[index] for unit, index in choice.items()})
+
+    def replay(self, levels: Mapping[str, tuple[Levels, ...]]) -> Evaluation:
+        """Replay a choice of levels."""
         q = self.question
-        levels = {unit: self.families[unit].levels[index] for unit, index in choice.items()}
         return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots)
 
     def relax(self, found: Candidates) -> bool:
@@ -277,10 +314,7 @@ class _Search:
     def add_known_schemes(self, found: Candidates) -> None:
         """Plans with one triple for all tensors."""
         for triple in self.question.model.mesh.triples():
-            q = self.question
-            evaluated = evaluate(
-                q.model, uniform(q.model.profile, triple), q.schedule, q.micro_batch, q.slots
-            )
+            evaluated = self.replay(uniform(self.question.model.profile, triple))
             if evaluated.memory.peak <= self.request.memory_bytes:
                 found.all.append(evaluated)
 

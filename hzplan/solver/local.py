@@ -1,0 +1,112 @@
+"""Local search in the simulator.
+
+The ILP gives every task the whole of its link and does not slow compute; the simulator knows better. So the
+plans found are changed a little, as long as that makes the predicted step shorter. How often is tried depends
+on the size of the schedule alone, so that the outcome does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hzplan.hierarchy import Levels
+from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.patterns import MAX_BUCKETS
+
+MOST_TASKS = 60_000
+"""Tasks that are replayed from one start; a second or two."""
+WORTH = 1e-4
+"""A shorter step is taken for one when it is shorter by this share."""
+
+Pattern = tuple[Levels, ...]
+Choice = Mapping[str, Pattern]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """``alike``: units that have the same tensors, in groups; ``trained``: which of a unit's tensors are;
+    ``known``: for the first unit of a group, patterns that some plan has used; ``triples``: all legal ones.
+    """
+
+    alike: Sequence[Sequence[str]]
+    trained: Mapping[str, Sequence[bool]]
+    known: Mapping[str, Sequence[Pattern]]
+    triples: Sequence[Levels]
+
+
+def improve(
+    start: Evaluation,
+    replays: Sequence[Callable[[Choice], Evaluation]],
+    around: Surroundings,
+    fits: Callable[[Evaluation], bool],
+) -> Evaluation:
+    """The start, or a better plan that fits. ``replays``: one for every pace, the start's first."""
+    best, replay = start, replays[0]
+    tries = max(len(replays), MOST_TASKS // len(start.schedule.tasks))
+    for other in replays[1:]:
+        tries -= 1
+        candidate = other(best.levels)
+        if fits(candidate) and _shorter(candidate, best):
+            best, replay = candidate, other
+    seen: set[tuple[tuple[str, Pattern], ...]] = set()
+    improved = True
+    while improved:
+        improved = False
+        for choice in _neighbours(best.levels, around):
+            key = tuple(sorted(choice.items()))
+            if key in seen:
+                continue
+            if tries <= 0:
+                return best
+            seen.add(key)
+            tries -= 1
+            candidate = replay(choice)
+            if fits(candidate) and _shorter(candidate, best):
+                best, improved = candidate, True
+                break
+    return best
+
+
+def _shorter(one: Evaluation, other: Evaluation) -> bool:
+    return one.predicted.period_ns < other.predicted.period_ns * (1 - WORTH)
+
+
+def _neighbours(levels: Choice, around: Surroundings) -> Iterator[Choice]:
+    """What is a step away, what changes most first.
+
+    All units of a kind take a pattern known from other plans; or one of their buckets takes another triple;
+    or one of their tensors does; or one unit alone takes a known pattern.
+    """
+    for units in around.alike:
+        for pattern in around.known[units[0]]:
+            yield {**levels, **dict.fromkeys(units, pattern)}
+    for parts in (_buckets, _tensors):
+        for units in around.alike:
+            for pattern in dict.fromkeys(levels[unit] for unit in units):
+                holders = [unit for unit in units if levels[unit] == pattern]
+                for part in parts(pattern):
+                    for triple in around.triples:
+                        changed = _changed(pattern, part, triple, around.trained[units[0]])
+                        if len(set(changed)) <= MAX_BUCKETS:
+                            yield {**levels, **dict.fromkeys(holders, changed)}
+    for units in around.alike:
+        for unit in units:
+            for pattern in around.known[units[0]]:
+                yield {**levels, unit: pattern}
+
+
+def _buckets(pattern: Pattern) -> list[set[int]]:
+    return [{i for i, triple in enumerate(pattern) if triple == of} for of in dict.fromkeys(pattern)]
+
+
+def _tensors(pattern: Pattern) -> list[set[int]]:
+    return [{index} for index in range(len(pattern))]
+
+
+def _changed(pattern: Pattern, part: set[int], triple: Levels, trained: Sequence[bool]) -> Pattern:
+    """Another triple for some of the tensors; a frozen one has a parameter level only."""
+    frozen = Levels(triple.param, triple.param, triple.param)
+    return tuple(
+        (triple if trained[index] else frozen) if index in part else old for index, old in enumerate(pattern)
+    )
