@@ -17,6 +17,7 @@ import typer
 
 from benchmarks import regimes, report
 from benchmarks.measure import DEEPSPEED, PEERS, ROOT, NoResult, measure
+from benchmarks.verdict import judge
 from hzplan.emulate import available
 from hzplan.formats.base import write_text
 
@@ -101,7 +102,7 @@ def _cpu() -> str:
 
 
 def _line(result: dict[str, Any]) -> str:
-    verdict = report.judge(result)
+    verdict = judge(result)
     if verdict is None:
         return "no plan fits"
     share = "" if verdict.share is None else f", share {verdict.share:.2f}"

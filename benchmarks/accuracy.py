@@ -145,7 +145,7 @@ def _random(
 
 def measured_s(plan: Mapping[str, Any]) -> float:
     """The median round's seconds of a step."""
-    return statistics.median(plan["round_s"])
+    return float(statistics.median(plan["round_s"]))
 
 
 def errors(regimes: Sequence[Mapping[str, Any]], predicted: str, measured: str) -> list[float]:

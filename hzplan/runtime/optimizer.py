@@ -32,6 +32,9 @@ ELEMENTWISE = (
     "Rprop",
 )
 
+NEVER = 2**62
+"""The number of a step that does not come."""
+
 Group = dict[str, Any]
 
 
@@ -84,6 +87,11 @@ class ShardedOptimizer(Optimizer):
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
+        self._steps = 0
+        self._first_nonfinite = {
+            name: torch.full((), NEVER, dtype=torch.int64, device=engine.device)
+            for name in self._owned_gradients
+        }
         super().__init__(
             [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
             if self._pieces
@@ -101,6 +109,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             raise UserError("hzplan's optimizer takes no closure; call backward() yourself, then step()")
         self.engine.step()
+        self._steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: the first backward of a step overwrites."""
@@ -137,7 +146,15 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def update(self, unit: str) -> None:
-        """Update one unit's pieces; runs on the optim stream."""
+        """Update one unit's pieces; runs on the optim stream.
+
+        Without clipping nobody looks at gradients before: whether they are finite is noted here. Nothing is
+        waited for, which on a GPU would stop the thread that launches.
+        """
+        if not self.engine.schedule.clip and self._owned_gradients[unit]:
+            sums = torch.stack([grad.sum() for grad in self._owned_gradients[unit]])
+            first = self._first_nonfinite[unit]
+            first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._steps)))
         if unit in self._inner:
             self._inner[unit].step()
 
@@ -166,6 +183,23 @@ class ShardedOptimizer(Optimizer):
         UserError under a plan without clipping, which has updated them in backward.
         """
         self.engine.skip_step()
+
+    def first_nonfinite(self) -> tuple[int, list[str]] | None:
+        """Under a plan without clipping: where gradients were not finite first, on any rank; None: nowhere.
+
+        The step, counted from 0, and the units as ``nonfinite_units`` lists them. Every rank calls it,
+        between steps.
+        """
+        self.engine.executor.drain()
+        names = [*reversed(self._owned_gradients)]
+        firsts = torch.stack([self._first_nonfinite[name] for name in names])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            with named("looking for gradients that are not finite: all-reduce"):
+                dist.all_reduce(firsts, op=dist.ReduceOp.MIN)
+        first = int(firsts.min())
+        return (
+            None if first == NEVER else (first, [n for n, f in zip(names, firsts, strict=True) if f == first])
+        )
 
     @torch.no_grad()
     def nonfinite_units(self) -> list[str]:

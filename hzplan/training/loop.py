@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -226,9 +226,14 @@ class _Trainer:
 
     def nonfinite(self) -> str:
         """The units whose gradients are not finite, at most three of them by name."""
-        units = self.optimizer.nonfinite_units()
-        more = f" and {len(units) - 3} more" if len(units) > 3 else ""
-        return f"unit{'s' * (len(units) != 1)} {', '.join(units[:3])}{more}"
+        return _units(self.optimizer.nonfinite_units())
+
+    def blamed(self) -> str:
+        """Why a loss is not finite, as far as gradients show it."""
+        found = None if self.plan.clip else self.optimizer.first_nonfinite()
+        if found is None:
+            return ""
+        return f" (gradients of {_units(found[1])} are not finite since step {found[0]})"
 
     def traced_step(self, step: int) -> Tensor:
         """The same, and note the most memory that it takes on any rank."""
@@ -256,7 +261,7 @@ class _Trainer:
         loss = pending.mean(self.world)
         skipped = self.skipped.get(pending.step, "")
         if not math.isfinite(loss) and not skipped:
-            raise UserError(f"the loss of step {pending.step} is {loss}; try a lower --lr")
+            raise UserError(f"the loss of step {pending.step} is {loss}{self.blamed()}; try a lower --lr")
         self.losses.append(loss)
         tokens = self.plan.batch.global_batch * self.workload.seq_len
         self.stats.append(
@@ -360,3 +365,9 @@ def check_optimizer(plan: Plan) -> str:
             f"field optimizer: {plan.optimizer!r} is not known; this version has {', '.join(OPTIMIZERS)}"
         )
     return plan.optimizer
+
+
+def _units(names: Sequence[str]) -> str:
+    """At most three of them by name."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"unit{'s' * (len(names) != 1)} {', '.join(names[:3])}{more}"

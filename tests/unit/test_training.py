@@ -199,6 +199,14 @@ def test_a_skipped_step_changes_nothing() -> None:
     optimizer.engine.close()
 
 
+def test_without_clipping_the_first_step_without_finite_gradients_is_named() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"^the loss of step 3 is nan \(gradients of units layers.1, .* not finite since step 2\)",
+    ):
+        train(make_plan("gpt:nano", mesh="1"), poisoned([2]), corpus(), RunOptions(steps=6))
+
+
 def test_without_clipping_no_step_can_be_skipped() -> None:
     nano = load("gpt:nano")
     model, optimizer = parallelize(nano.build(), make_plan("gpt:nano", mesh="1"), lr=0.1)
