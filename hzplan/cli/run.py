@@ -16,6 +16,7 @@ from hzplan.job import TIMEOUT_S
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
     from hzplan.models.workload import Workload
+    from hzplan.show.trace import Span
     from hzplan.training.data import Corpus
 
 BUILT_IN = ("gpt:", "moe:", "hf:")
@@ -177,8 +178,23 @@ class _Request:
             result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
         if shown:
             if self.trace is not None:
-                write_text(self.trace, document(result.recorded))
+                write_text(self.trace, document({**self._predicted(ready.plan), **result.recorded}))
             report.show(result, as_json=as_json)
+
+    def _predicted(self, plan: Plan) -> dict[str, list[Span]]:
+        """What the simulator says of a step, to be shown above what was; empty without the plan's profile."""
+        from hzplan.cli import console
+        from hzplan.formats.profile import Profile
+        from hzplan.show.trace import predicted
+        from hzplan.solver.evaluate import replay
+
+        try:
+            profile = Profile.load(self.plan.parent / plan.source.profile)
+            found = replay(plan, profile, self.plan)
+        except UserError as error:
+            console.remark(f"{self.trace} shows no prediction: {error}")
+            return {}
+        return {"predicted": predicted(found.schedule, found.predicted)}
 
     def compare(self, ready: _Prepared, *, shown: bool, as_json: bool) -> None:
         """Let the plan and its peers take turns; on every rank of the job."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hzplan.cost import CostModel, Memory, Slots, UnitCost, assign_slots, memory
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import TensorSpec
@@ -69,6 +72,32 @@ def evaluate(
         replay_shared(schedule, durations, model.interference),
         memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
     )
+
+
+def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
+    """The recorded choice under the formulas of now; UserError when the profile is of another model."""
+    levels_of = {
+        name: plan.levels(bucket) for unit in plan.units for bucket in unit.buckets for name in bucket.tensors
+    }
+    levels: dict[str, tuple[Levels, ...]] = {}
+    for unit, tensors in tensors_of(profile).items():
+        for tensor in tensors:
+            if tensor.name not in levels_of:
+                raise UserError(
+                    f"{path}: tensor {tensor.name} of the profile is not in the plan; solve again"
+                )
+        if tensors:
+            levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
+    if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
+        raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
+    model = CostModel(profile, plan.reduce_dtype)
+    schedule = model.schedule(
+        prefetch=plan.prefetch,
+        accumulation=plan.batch.accumulation,
+        clip=plan.clip,
+        gradient_buffers=plan.gradient_buffers,
+    )
+    return evaluate(model, levels, schedule, plan.batch.micro_batch)
 
 
 def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.base import fingerprint
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from hzplan.solver.emit import emit
-from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.evaluate import Evaluation, replay
 from hzplan.solver.solve import Request, Solved, solve
 
 TOLERANCE = 0.005
@@ -80,32 +78,6 @@ def guard(path: Path, *, replay_only: bool = False) -> Verdict:
         (plan.predicted.peak_memory_bytes, now.memory.peak),
         fresh,
     )
-
-
-def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
-    """The recorded choice under the formulas of now; UserError when the profile is of another model."""
-    levels_of = {
-        name: plan.levels(bucket) for unit in plan.units for bucket in unit.buckets for name in bucket.tensors
-    }
-    levels: dict[str, tuple[Levels, ...]] = {}
-    for unit, tensors in tensors_of(profile).items():
-        for tensor in tensors:
-            if tensor.name not in levels_of:
-                raise UserError(
-                    f"{path}: tensor {tensor.name} of the profile is not in the plan; solve again"
-                )
-        if tensors:
-            levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
-    if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
-        raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
-    model = CostModel(profile, plan.reduce_dtype)
-    schedule = model.schedule(
-        prefetch=plan.prefetch,
-        accumulation=plan.batch.accumulation,
-        clip=plan.clip,
-        gradient_buffers=plan.gradient_buffers,
-    )
-    return evaluate(model, levels, schedule, plan.batch.micro_batch)
 
 
 def _worse(what: str, plan: Plan, now: Evaluation) -> list[str]:

@@ -15,8 +15,7 @@ from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
 from hzplan.solver.emit import emit
-from hzplan.solver.evaluate import evaluate, uniform
-from hzplan.solver.guard import replay
+from hzplan.solver.evaluate import evaluate, replay, uniform
 from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, solve
 from tests.instances import random_profile, try_everything
 
