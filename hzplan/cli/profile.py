@@ -14,6 +14,7 @@ from hzplan.errors import UserError
 if TYPE_CHECKING:
     from hzplan.formats.profile import Profile
     from hzplan.hierarchy import Mesh
+    from hzplan.layout import Dtype
     from hzplan.models.workload import Workload
 
 
@@ -32,16 +33,38 @@ def command(
     mesh: Annotated[
         str | None, typer.Option(help="Ranks per tier, fastest first, as in 8|16; by default found out.")
     ] = None,
+    analytic: Annotated[
+        bool, typer.Option(help="Without a cluster: operations in shapes only, at a known cluster's rates.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="With --analytic: a cluster in cost_models/, or a file like those.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="With --analytic: how many nodes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Measure a model's units and the links between ranks, where they will really run.
 
-    Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here.
+    Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here. With
+    --analytic nothing is measured: any machine will do, and the profile says that it is modelled.
 
     Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
     """
     from hzplan.cli import ranks
 
+    if analytic or cluster is not None or nodes is not None:
+        if nproc is not None or not analytic or cluster is None:
+            raise UserError(
+                "--analytic, --cluster NAME and, if wanted, --nodes go together, without --nproc; clusters: "
+                + ", ".join(_known_clusters())
+            )
+        _without_a_cluster(
+            _Request(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, None, output),
+            cluster,
+            nodes,
+            mesh,
+            as_json=as_json,
+        )
+        return
     here = ranks.this_rank(nproc)
     world = here.world if here else nproc or 1
     request = _Request(
@@ -67,6 +90,47 @@ def command(
             show(profile, output, as_json=as_json)
 
 
+def _known_clusters() -> list[str]:
+    from hzplan.formats.cluster import known_clusters
+
+    return known_clusters()
+
+
+def _without_a_cluster(
+    request: _Request, name: str, nodes: int | None, mesh_text: str | None, *, as_json: bool
+) -> None:
+    """Model the profile, in this process."""
+    from hzplan.cli import console
+    from hzplan.cli.profile_tables import show
+    from hzplan.formats.cluster import find_cluster
+    from hzplan.hierarchy import Mesh
+    from hzplan.profiler.analytic import analyse
+
+    cluster, device = find_cluster(name)
+    if nodes is not None and nodes < 1:
+        raise UserError(f"--nodes {nodes}: a cluster has at least 1 node")
+    if mesh_text is None:
+        sizes = [tier.ranks for tier in cluster.tiers]
+        mesh = Mesh.of_tiers(*sizes[:-1], nodes or sizes[-1])
+    else:
+        mesh = _parsed(mesh_text)
+        if nodes is not None:
+            raise UserError("--mesh says how many nodes there are; leave --nodes out")
+    with console.Bar("profile") as bar:
+        profile = analyse(
+            request.workload(),
+            cluster,
+            device,
+            mesh=mesh,
+            micro_batches=request.micro_batches,
+            dtype=request.dtype,
+            optimizer=request.optimizer,
+            progress=bar.update,
+        )
+    profile.save(request.output)
+    show(profile, request.output, as_json=as_json)
+
+
 @dataclass(frozen=True)
 class _Request:
     """What to measure."""
@@ -74,7 +138,7 @@ class _Request:
     model: str
     seq_len: int | None
     micro_batches: tuple[int, ...]
-    dtype: str
+    dtype: Dtype
     optimizer: str
     mesh: Mesh | None
     output: Path
@@ -117,7 +181,7 @@ def _micro_batches(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _dtype(text: str) -> str:
+def _dtype(text: str) -> Dtype:
     from hzplan.cli.quantities import parse_dtype
 
     if text == "fp16":
@@ -126,19 +190,23 @@ def _dtype(text: str) -> str:
 
 
 def _mesh(text: str | None, world: int) -> Mesh | None:
-    from hzplan.hierarchy import Mesh
-
     if text is None:
         return None
-    try:
-        mesh = Mesh.parse(text)
-    except ValueError as error:
-        raise UserError(f"--mesh: {error}") from None
+    mesh = _parsed(text)
     if mesh.world != world:
         raise UserError(
             f"--mesh {text} has {mesh.world} ranks, this job has {world}; give --nproc {mesh.world}"
         )
     return mesh
+
+
+def _parsed(text: str) -> Mesh:
+    from hzplan.hierarchy import Mesh
+
+    try:
+        return Mesh.parse(text)
+    except ValueError as error:
+        raise UserError(f"--mesh: {error}") from None
 
 
 def _tier_names(tiers: int) -> tuple[str, ...]:

@@ -73,6 +73,10 @@ def _units(profile: Profile, micro_batch: int) -> Table:
         f"{console.duration(sum(cost.seconds for cost in every))}, "
         f"{console.count(sum(cost.flops for cost in every))}FLOP"
     )
+    if profile.modelled is not None:
+        table.caption += (
+            f"\nseconds are modelled, not measured: {profile.modelled.cluster}, {profile.modelled.device}"
+        )
     table.caption_justify = "left"
     return table
 

@@ -69,7 +69,13 @@ class Report:
             f"{console.duration(self.plan.proof.objective_s)} reached, links not shared), "
             f"in {console.duration(self.solved.seconds)}"
         )
-        out.print("expected error: not known yet; hzplan run prints predicted beside measured")
+        if self.profile.modelled is None:
+            out.print("expected error: not known yet; hzplan run prints predicted beside measured")
+        else:
+            out.print(
+                f"expected error: not known; seconds are modelled for {self.profile.modelled.cluster}, and "
+                "what its files in cost_models/ assume decides them. Bytes and FLOPs are counted"
+            )
         out.print(f"next: hzplan run {self.path}", soft_wrap=True)
 
     def _comparison(self) -> object:

@@ -174,15 +174,24 @@ class ProvenanceEntry(Strict):
     cpus: PositiveInt
 
 
+class ModelledEntry(Strict):
+    """Where a profile's seconds are from when nobody measured them: names in ``cost_models/``."""
+
+    cluster: str
+    device: str
+
+
 class Profile(Strict):
     """What ``hzplan profile`` measured and ``hzplan solve`` reads.
 
-    ``interference`` is by tier, empty where it was not measured.
+    ``modelled``: None where seconds were measured. ``interference`` is by tier, empty where it was not
+    measured.
     """
 
     format: Literal["hzplan.profile"] = "hzplan.profile"
     version: Literal[1] = 1
     provenance: ProvenanceEntry
+    modelled: ModelledEntry | None = None
     model: ModelEntry
     cluster: ClusterEntry
     optimizer: OptimizerEntry

@@ -1,7 +1,7 @@
 """What MODEL on the command line names: a model, its loss, and batches to measure it with.
 
-``gpt:<preset>`` is built in; ``package.module:factory`` is the user's own code, imported by `load` and never
-because a file says so.
+``gpt:<preset>`` is built in, ``hf:<config>`` a model of transformers; ``package.module:factory`` is the
+user's own code, imported by `load` and never because a file says so.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def load(spec: str, *, seq_len: int | None = None) -> Workload:
     kind, separator, name = spec.partition(":")
     if kind == "gpt" and separator:
         return _gpt(spec, name, seq_len)
-    if kind in ("hf", "moe") and separator:
+    if kind == "hf" and separator:
+        return _hf(spec, name, seq_len)
+    if kind == "moe" and separator:
         raise UserError(
-            f"{spec}: `{kind}:` models are not yet supported in this version; "
-            "use gpt:<preset> or package.module:factory"
+            f"{spec}: `moe:` models are not yet supported in this version; "
+            "use gpt:<preset>, hf:<config> or package.module:factory"
         )
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", spec):
         raise UserError(f"{spec or '(empty)'}: not a model; use gpt:<preset> or package.module:factory")
@@ -82,6 +84,21 @@ def _gpt(spec: str, preset: str, seq_len: int | None) -> Workload:
         loss=next_token_loss,
         seq_len=config.seq_len,
         vocab=config.vocab,
+    )
+
+
+def _hf(spec: str, name: str, seq_len: int | None) -> Workload:
+    from hzplan.models.hf import builder, causal_loss, load_config, seq_len_of
+
+    config = load_config(spec, name)
+    length, vocab = seq_len or seq_len_of(config), int(config.vocab_size)
+    return Workload(
+        name=spec,
+        build=builder(spec, config),
+        batch=partial(_random_tokens, vocab, length),
+        loss=causal_loss,
+        seq_len=length,
+        vocab=vocab,
     )
 
 

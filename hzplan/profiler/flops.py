@@ -17,7 +17,7 @@ class FlopProbe:
     """
 
     def __init__(self) -> None:
-        self.counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
+        self.counter = FlopCounterMode(display=False, custom_mapping=_formulas())
         self._cuts: list[int] = []
         self._end = 0
 
@@ -34,8 +34,8 @@ class FlopProbe:
         return [end - start for start, end in itertools.pairwise([*self._cuts, self._end])]
 
 
-def _attention_formulas() -> dict[Any, Any]:
-    """torch has no formula for attention on CPU, and counts recomputation elsewhere."""
+def _formulas() -> dict[Any, Any]:
+    """torch has none for attention on CPU and for grouped products, and counts recomputation elsewhere."""
     forward = ("_scaled_dot_product_flash_attention_for_cpu",)
     backward = (
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -47,7 +47,16 @@ def _attention_formulas() -> dict[Any, Any]:
     return {
         **{getattr(aten, name): _attention_flops for name in forward if hasattr(aten, name)},
         **{getattr(aten, name): _attention_backward_flops for name in backward if hasattr(aten, name)},
+        **{getattr(aten, name): _grouped_flops for name in ("_grouped_mm",) if hasattr(aten, name)},
     }
+
+
+def _grouped_flops(first: Sequence[int], second: Sequence[int], *_: object, **__: object) -> int:
+    """Products of groups of rows (or columns) with a matrix each: every row is multiplied once.
+
+    [rows, inner] × [groups, inner, columns]; in backward also [columns, rows] × [rows, inner], rows grouped.
+    """
+    return 2 * first[-2] * first[-1] * second[-1]
 
 
 def _attention_flops(

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hzplan.errors import UserError
-from hzplan.formats.profile import (
-    ClusterEntry,
-    ModelEntry,
-    Profile,
-    TensorEntry,
-    UnitEntry,
-    UseEntry,
-    signature,
-)
+from hzplan.formats.profile import ClusterEntry, Profile
 from hzplan.hierarchy import Mesh
-from hzplan.layout import Dtype
 from hzplan.models.units import Unit, find_units, master_dtype_of
 from hzplan.models.workload import Workload
+from hzplan.profiler.entries import as_dtype, joined_units, model_entry, unit_entry
 from hzplan.profiler.interference import measure_interference
-from hzplan.profiler.joined import joined
 from hzplan.profiler.links import measure_links
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
@@ -71,7 +61,7 @@ def measure(
     links_s, together_s = STAGE_S * len(mesh.stages()), TOGETHER_S * len(mesh.tiers)
     parts = Progress(progress, PASS_S * len(batches) + OPTIMIZER_S + MACHINE_S + links_s + together_s)
     model, units = _build(workload, seed, torch_dtype, ranks.device)
-    entries = tuple(_entry(unit) for unit in units)
+    entries = tuple(unit_entry(unit) for unit in units)
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
     turns = Turns(units, ranks.size)
     steps = _steps(ranks, workload, model, batches, seed)
@@ -92,18 +82,11 @@ def measure(
     parts.part("compute and links together", together_s)
     forward_backward = partial(_forward_backward, model, steps[batches[0]])
     interference = measure_interference(ranks, mesh, master_dtype, largest_bytes, forward_backward, parts.at)
-    tensors = [tensor for unit in entries for tensor in unit.tensors]
-    entries = _joined(entries, uses)
+    tensors = [tensor.spec for unit in entries for tensor in unit.tensors]
     profile = ranks.share(
         Profile(
             provenance=provenance(),
-            model=ModelEntry(
-                name=workload.name,
-                parameters=sum(tensor.spec.numel for tensor in tensors),
-                signature=signature(tensor.spec for tensor in tensors),
-                dtype=_dtype(dtype),
-                seq_len=workload.seq_len,
-            ),
+            model=model_entry(workload, tensors, as_dtype(dtype)),
             cluster=ClusterEntry(
                 mesh=str(mesh),
                 tier_names=tier_names,
@@ -114,7 +97,7 @@ def measure(
                 scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
             ),
             optimizer=update,
-            units=entries,
+            units=joined_units(entries, uses),
             uses=uses,
             collectives=collectives,
             interference=interference,
@@ -141,17 +124,10 @@ def _checked(
         raise UserError(f"mesh {mesh} has {len(mesh.tiers)} tiers, but {len(tier_names)} have names")
     if not micro_batches or min(micro_batches) < 1:
         raise UserError("--micro-batch: give at least one size, each 1 or more, for instance 1,2,4")
-    _dtype(dtype)
+    as_dtype(dtype)
     if optimizer not in OPTIMIZERS:
         raise UserError(f"optimizer {optimizer} cannot be profiled; use one of {', '.join(OPTIMIZERS)}")
     return sorted(set(micro_batches))
-
-
-def _dtype(name: str) -> Dtype:
-    for known in get_args(Dtype):
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise UserError(f"dtype {name} cannot be profiled; use one of {', '.join(get_args(Dtype))}")
 
 
 def _build(
@@ -188,25 +164,3 @@ def _forward_backward(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     loss().backward()
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def _joined(units: Sequence[UnitEntry], uses: Sequence[UseEntry]) -> tuple[UnitEntry, ...]:
-    """The units, small ones with the neighbour that they travel with."""
-    requires = joined(
-        {unit.name: unit.requires for unit in units},
-        {unit.name: sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in units},
-        [use.use for use in uses],
-    )
-    return tuple(unit.model_copy(update={"requires": requires[unit.name]}) for unit in units)
-
-
-def _entry(unit: Unit) -> UnitEntry:
-    return UnitEntry(
-        name=unit.name,
-        module=type(unit.module).__name__,
-        tensors=tuple(
-            TensorEntry(name=t.name, shape=t.shape, dtype=_dtype(t.dtype), trainable=t.trainable)
-            for t in unit.tensors
-        ),
-        requires=unit.requires,
-    )

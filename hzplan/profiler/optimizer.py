@@ -46,7 +46,7 @@ def measure_optimizer(
     The tensor has the dtype of the master weights for ``dtype``. Where that is another, a step includes the
     cast of the updated master weights, as the runtime's update does.
     """
-    state, temporary = _footprint(name, dtype, ranks.device)
+    state, temporary = footprint(name, dtype, ranks.device)
     wanted = sizes(FIRST_ELEMENTS, min(largest_elements, LAST_ELEMENTS), FACTOR, 1)
     results = rounds(
         ranks,
@@ -95,7 +95,7 @@ def _stepper(name: str, elements: int, dtype: torch.dtype, device: torch.device)
     return stepper
 
 
-def _footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int, float]:
+def footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int, float]:
     """State tensors per parameter element, and temporary elements per parameter element."""
     stepper = _stepper(name, TRACED_ELEMENTS, dtype, device)
     held = stepper.optimizer.state[stepper.master].values()

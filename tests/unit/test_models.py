@@ -253,7 +253,7 @@ def test_a_factory_of_an_object() -> None:
     [
         ("gpt:huge", None, "the presets are gpt:nano, gpt:tiny"),
         ("gpt:nano", 0, "at least 1 token"),
-        ("hf:gpt2", None, "not yet supported"),
+        ("hf:gpt2", None, "no such file; use a config.json"),
         ("moe:tiny", None, "not yet supported"),
         ("", None, "not a model"),
         ("gpt", None, "not a model"),

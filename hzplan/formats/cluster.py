@@ -1,0 +1,110 @@
+"""Clusters and devices that nobody measured, as data: rates, and where each figure is from.
+
+``cost_models/clusters/*.json`` and ``cost_models/devices/*.json``, or a user's own files of the same form.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hzplan.errors import UserError
+from hzplan.formats.base import PositiveInt, Strict, read
+from hzplan.layout import Dtype
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS = (_PACKAGE / "_cost_models", _PACKAGE.parent / "cost_models")
+"""Inside an installed package, and beside it in a checkout."""
+
+
+class Figure(Strict):
+    """A number and its origin: a data sheet, a measurement, or an assumption that a user should check."""
+
+    value: Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
+    kind: Literal["specified", "measured", "assumed"]
+    source: str = Field(min_length=1)
+
+
+class Device(Strict):
+    """One accelerator.
+
+    ``flops_per_s``: peak of dense matrix products by dtype, of which ``product_share`` is reached;
+    ``bytes_per_s``: of its memory, of which ``bytes_share`` is reached; ``launch_s``: the least that an
+    operation takes.
+    """
+
+    format: Literal["hzplan.device"] = "hzplan.device"
+    version: Literal[1] = 1
+    name: str
+    memory_bytes: Figure
+    flops_per_s: dict[Dtype, Figure]
+    product_share: Figure
+    bytes_per_s: Figure
+    bytes_share: Figure
+    launch_s: Figure
+
+    @classmethod
+    def load(cls, path: Path) -> Device:
+        """Read a device; UserError of one line when it is not one."""
+        return read(path, cls, form="hzplan.device", version=1)
+
+
+class TierModel(Strict):
+    """The links of a tier, fastest tier first.
+
+    ``ranks``: how many groups of the tier inside it meets; of the outermost tier the number that is taken
+    when the user does not say. ``bytes_per_s``: what each rank sends while all do, in each direction;
+    ``bytes_share``: how much of that large messages reach; ``latency_s``: of a message.
+    """
+
+    name: str = Field(min_length=1)
+    ranks: PositiveInt
+    bytes_per_s: Figure
+    bytes_share: Figure
+    latency_s: Figure
+
+
+class ClusterModel(Strict):
+    """A cluster: one kind of device, and tiers of links."""
+
+    format: Literal["hzplan.cluster"] = "hzplan.cluster"
+    version: Literal[1] = 1
+    name: str
+    about: str
+    device: str
+    backend: str
+    tiers: tuple[TierModel, ...] = Field(min_length=1)
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterModel:
+        """Read a cluster; UserError of one line when it is not one."""
+        return read(path, cls, form="hzplan.cluster", version=1)
+
+
+def known_clusters() -> list[str]:
+    """The names of the clusters that come with hzplan."""
+    return sorted(path.stem for folder in FOLDERS for path in (folder / "clusters").glob("*.json"))
+
+
+def find_cluster(name: str) -> tuple[ClusterModel, Device]:
+    """A cluster that comes with hzplan, by name, or the one in a file; and its device, likewise.
+
+    A device that does not come with hzplan is a file beside the cluster's. UserError when there is none.
+    """
+    path = _shipped("clusters", name) or Path(name)
+    if not path.suffix == ".json" or not path.exists():
+        raise UserError(f"--cluster {name}: not known; use {', '.join(known_clusters())}, or a file's path")
+    cluster = ClusterModel.load(path)
+    device = _shipped("devices", cluster.device) or path.parent / f"{cluster.device}.json"
+    if not device.exists():
+        raise UserError(f"{path}: field device: no {cluster.device}.json beside it, and none that is shipped")
+    return cluster, Device.load(device)
+
+
+def _shipped(kind: str, name: str) -> Path | None:
+    if Path(name).name != name:  # names only: a file that is read may not lead elsewhere
+        return None
+    paths = (folder / kind / f"{name}.json" for folder in FOLDERS)
+    return next((path for path in paths if path.exists()), None)

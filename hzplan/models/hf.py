@@ -1,0 +1,86 @@
+"""``hf:`` models: Hugging Face causal language models from a configuration, without any download.
+
+Only transformers' own classes are built; what a configuration says of code elsewhere is not followed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hzplan.errors import UserError, one_line
+from hzplan.formats.base import read_json
+
+CONFIGS = Path(__file__).parent / "configs"
+DEFAULT_SEQ_LEN = 4096
+"""Tokens in a sequence when the user does not say; at most what the model's positions allow."""
+
+
+def known_configs() -> list[str]:
+    """The configurations that come with hzplan, by name."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def load_config(spec: str, name: str) -> Any:
+    """transformers' configuration for ``name``: one of ``known_configs``, a config.json, or its folder.
+
+    Raises UserError, naming ``spec``, for anything else, and where transformers is missing.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError(f"{spec}: needs the package transformers; pip install 'hzplan[hf]'")
+    path = Path(name)
+    if Path(name).name == name and (CONFIGS / f"{name}.json").exists():
+        path = CONFIGS / f"{name}.json"
+    elif path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{spec}: no such file; use a config.json, its folder, or {', '.join(known_configs())}"
+        )
+    data = read_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise UserError(f"{path}: not a model's config.json (it has no text in its field 'model_type')")
+    from transformers import AutoConfig
+
+    fields = {key: value for key, value in data.items() if key not in ("model_type", "auto_map")}
+    try:
+        config = AutoConfig.for_model(data["model_type"], **fields)
+    except Exception as error:  # transformers raises anything about fields that it does not like
+        raise UserError(f"{path}: transformers does not take it: {one_line(error)}") from error
+    config.use_cache = False
+    return config
+
+
+def seq_len_of(config: Any) -> int:
+    """Tokens in a sequence by default."""
+    return min(DEFAULT_SEQ_LEN, getattr(config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN)
+
+
+def builder(spec: str, config: Any) -> partial[nn.Module]:
+    """What makes the model anew, in float32."""
+    return partial(_build, spec, config)
+
+
+def _build(spec: str, config: Any) -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+        )
+    except Exception as error:  # likewise
+        raise UserError(f"{spec}: transformers cannot build it: {one_line(error)}") from error
+    return model
+
+
+def causal_loss(model: nn.Module, batch: object) -> Tensor:
+    """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1]."""
+    assert isinstance(batch, Tensor)
+    logits: Tensor = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

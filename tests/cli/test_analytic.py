@@ -1,0 +1,74 @@
+"""Planning for a cluster that is not there, and Hugging Face models, by command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import hzplan
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "auto_map": {"AutoModelForCausalLM": "evil.Model"},
+}
+ANALYTIC = ("--analytic", "--cluster", "h100-8x400g", "--dtype", "bf16", "--micro-batch", "1,2")
+
+
+def test_a_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    done = hzplan("profile", "hf:llama3-8b", *ANALYTIC, "--nodes", 2, "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["parameters"] == 8_030_261_248
+    assert said["mesh"].replace(",", "*").replace("|", "*") and said["units"] == 35
+    done = hzplan("solve", "profile.json", "--global-batch", 64, "--gap", 0.05, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "modelled for h100-8x400g" in " ".join(done.stdout.split())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["predicted"]["peak_memory_bytes"] <= 0.95 * 80 * 2**30
+
+
+@pytest.mark.distributed
+def test_a_hugging_face_model_is_measured_planned_and_trained(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    done = hzplan("profile", "hf:tiny", "--nproc", 2, "--micro-batch", 2, "--seq-len", 32, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    done = hzplan("solve", "profile.json", "--memory", "1GiB", "--global-batch", 4, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    done = hzplan("run", "plan.json", "--steps", 20, "--lr", 1e-2, "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["loss_last"] < result["loss_first"] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gpt:nano", "--analytic"), "--analytic, --cluster NAME and, if wanted, --nodes go together"),
+        (("gpt:nano", "--cluster", "h100-8x400g"), "go together"),
+        (("gpt:nano", "--analytic", "--cluster", "mine"), "--cluster mine: not known; use a100-8x200g"),
+        (("gpt:nano", *ANALYTIC, "--nodes", 0), "--nodes 0: a cluster has at least 1 node"),
+        (("gpt:nano", *ANALYTIC, "--mesh", "8|2", "--nodes", 2), "leave --nodes out"),
+        (("hf:nothing", *ANALYTIC), "hf:nothing: no such file; use a config.json, its folder, or gpt3-175b"),
+        (("hf:broken", *ANALYTIC), "broken/config.json: not a model's config.json"),
+        (("hf:strange", *ANALYTIC), "strange/config.json: transformers does not take it"),
+    ],
+)
+def test_mistakes_are_one_line(words: tuple[object, ...], said: str, tmp_path: Path) -> None:
+    for name, text in (("broken", "[]"), ("strange", '{"model_type": "nobody-knows"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    done = hzplan("profile", *words, cwd=tmp_path)
+    assert done.code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert said in line
+    assert not (tmp_path / "profile.json").exists()

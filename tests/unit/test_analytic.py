@@ -1,0 +1,183 @@
+"""Profiles that are modelled: counted like measured ones, shapes as published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hzplan.errors import UserError
+from hzplan.formats.cluster import FOLDERS, ClusterModel, Device, find_cluster, known_clusters
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Mesh
+from hzplan.layout import Dtype
+from hzplan.models.gpt import GPTConfig
+from hzplan.models.hf import known_configs
+from hzplan.models.workload import Workload, load
+from hzplan.profiler import measure
+from hzplan.profiler.analytic import analyse
+from hzplan.solver.solve import Request, Solved, solve
+
+
+def analysed(
+    workload: Workload, *sizes: int, dtype: Dtype = "bfloat16", cluster: str = "h100-8x400g"
+) -> Profile:
+    data, device = find_cluster(cluster)
+    mesh = Mesh.of_tiers(*(tier.ranks for tier in data.tiers))
+    return analyse(workload, data, device, mesh=mesh, micro_batches=sizes, dtype=dtype, optimizer="adamw")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["gpt:nano", "gpt:tiny"])
+def test_counts_are_those_of_a_measured_profile(
+    model: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("uses.MAX_BLOCKS", 2), ("links.MAX_REPEATS", 3), ("optimizer.MAX_REPEATS", 3)):
+        monkeypatch.setattr(f"hzplan.profiler.{name}", value)
+    measured = measure(
+        load(model),
+        mesh=Mesh.parse("1"),
+        tier_names=("node",),
+        micro_batches=[2],
+        dtype=dtype,
+        optimizer="adamw",
+        progress=lambda text, fraction: None,
+    )
+    modelled = analysed(load(model), 2, dtype=dtype)
+    assert modelled.model == measured.model
+    assert modelled.units == measured.units
+    assert [use.use for use in modelled.uses] == [use.use for use in measured.uses]
+    level = [0, 0]
+    peak = [0, 0]
+    for ours, theirs in zip(modelled.uses, measured.uses, strict=True):
+        (mine,), (real,) = ours.costs, theirs.costs
+        assert mine.flops == real.flops
+        for index, cost in enumerate((mine, real)):
+            peak[index] = max(peak[index], level[index] + cost.peak_bytes)
+            level[index] += cost.retained_bytes
+        if ours.phase == "forward":
+            assert mine.retained_bytes == pytest.approx(real.retained_bytes, rel=0.01, abs=4096)
+    assert peak[0] == pytest.approx(peak[1], rel=0.02)
+    assert (modelled.optimizer.state_per_element, measured.modelled) == (2, None)
+
+
+def test_saved_activations_of_a_block_are_those_of_the_closed_form() -> None:
+    """By hand, in tensors of [tokens, width]: what the two norms, the four products, attention and GELU save.
+
+    norm's input and output (1 + 1), q, k, v (3), attention's result (1), the second norm's input and output
+    (1 + 1), GELU's input and output (4 + 4); and per token attention's log-sum-exp of every head, and mean
+    and deviation of both norms.
+    """
+    config = GPTConfig(vocab=256, layers=2, width=96, heads=6, seq_len=64)
+    from hzplan.models.gpt import GPT
+
+    base = load("gpt:nano", seq_len=64)
+    workload = Workload("mine", lambda: GPT(config), base.batch, base.loss, 64, 256)
+    profile = analysed(workload, 3, dtype="float32")
+    (block,) = [u.costs[0] for u in profile.uses if (u.unit, u.phase) == ("layers.1", "forward")]
+    tokens = 3 * 64
+    assert block.retained_bytes == pytest.approx(
+        4 * tokens * (16 * config.width + config.heads + 4), rel=0.01
+    )
+
+
+PUBLISHED = {  # parameters, as their authors state them or safetensors' headers sum up to
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt3-175b": 174_591_000_000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", known_configs())
+def test_known_models_have_their_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = load(f"hf:{name}").build()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(PUBLISHED[name], rel=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "active"), [("llama3-8b", 7_504_924_672), ("mixtral-8x7b", 12_748_000_000)])
+def test_flops_are_those_of_the_closed_form(name: str, active: int) -> None:
+    """Six for every weight that a token meets (all but the embedding's), and attention's four products:
+    forward 4 · length · width for every token and layer, backward twice that."""
+    length = 512
+    profile = analysed(load(f"hf:{name}", seq_len=length), 1)
+    attention = 12 * length * length * 4096 * 32
+    counted = sum(use.costs[0].flops for use in profile.uses)
+    assert counted == pytest.approx(6 * active * length + attention, rel=0.01)
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_clusters_that_come_along_can_be_planned_for(name: str) -> None:
+    profile = analysed(load("gpt:tiny"), 1, cluster=name)
+    assert profile.modelled is not None and profile.modelled.cluster == name
+    solved = solve(profile, Request(2**30, profile.mesh.world, gap=0.05, depths=(1,), time_limit_s=5))
+    assert isinstance(solved, Solved)
+
+
+def test_every_device_file_is_one() -> None:
+    files = [path for folder in FOLDERS for path in (folder / "devices").glob("*.json")]
+    assert len(files) >= 3
+    for path in files:
+        Device.load(path)
+
+
+def test_a_slower_network_makes_collectives_slower_and_nothing_else(tmp_path: Path) -> None:
+    data, device = find_cluster("h100-8x400g")
+    text = json.loads(data.model_dump_json())
+    text["tiers"][1]["bytes_per_s"]["value"] /= 2
+    (tmp_path / "mine.json").write_text(json.dumps(text))
+    slow, same = find_cluster(str(tmp_path / "mine.json"))
+    assert same == device
+    mesh = Mesh.of_tiers(8, 8)
+    found = [
+        analyse(load("gpt:nano"), c, device, mesh=mesh, micro_batches=[1], dtype="bfloat16", optimizer="sgd")
+        for c in (data, slow)
+    ]
+    assert found[0].uses == found[1].uses
+    for before, after in zip(found[0].collectives, found[1].collectives, strict=True):
+        slower = after.points[-1].seconds > before.points[-1].seconds
+        assert slower == (before.low >= mesh.tier_bounds[1][0])
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--cluster nowhere: not known; use .*h100-8x400g"):
+        find_cluster("nowhere")
+    data, _ = find_cluster("h100-8x400g")
+    (tmp_path / "c.json").write_text(
+        data.model_copy(update={"device": "../devices/h100-sxm"}).model_dump_json()
+    )
+    with pytest.raises(UserError, match=r"field device: no \.\./devices/h100-sxm.json beside it"):
+        find_cluster(str(tmp_path / "c.json"))
+    with pytest.raises(UserError, match="no peak for float64"):
+        analysed(load("gpt:nano"), 1, dtype="float64")
+    with pytest.raises(UserError, match="mesh 2 does not have the 2 tiers"):
+        cluster, device = find_cluster("h100-8x400g")
+        analyse(
+            load("gpt:nano"),
+            cluster,
+            device,
+            mesh=Mesh.parse("2"),
+            micro_batches=[1],
+            dtype="bfloat16",
+            optimizer="adamw",
+        )
+    assert isinstance(ClusterModel.load(tmp_path / "c.json"), ClusterModel)
+
+
+def test_a_model_that_looks_at_values_is_told_so() -> None:
+    base = load("gpt:nano")
+
+    def loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        found = base.loss(model, batch)
+        return found if found.item() > 0 else -found
+
+    with pytest.raises(UserError, match="without values failed"):
+        analysed(Workload("mine", base.build, base.batch, loss, 32, 256), 1)
