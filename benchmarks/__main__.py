@@ -31,7 +31,9 @@ def main(
     ablations: Annotated[
         bool, typer.Option(help="In the quick regimes also what each of the plan's freedoms is worth.")
     ] = True,
-    deepspeed: Annotated[bool, typer.Option(help="DeepSpeed among the peers, where it is installed.")] = True,
+    deepspeed: Annotated[
+        bool, typer.Option(help="In the quick regimes also DeepSpeed, where it is installed.")
+    ] = True,
     output: Annotated[
         Path | None, typer.Option(help="Results; by default benchmarks/results/DATE….json.")
     ] = None,
@@ -53,6 +55,7 @@ def main(
     if (reason := available()) is not None:
         sys.exit(f"benchmarks need emulated clusters: {reason}")
     chosen = [r for r in regimes.load() if (full or r.quick or only) and (only or "") in r.name]
+    chosen.sort(key=lambda r: -regimes.bits_per_s(r.network))  # where steps are short first
     results = about()
     path = output or ROOT / "benchmarks" / "results" / f"{results['date']}{'-full' if full else ''}.json"
     if path.exists():  # go on where it stopped
@@ -62,7 +65,7 @@ def main(
         print(f"[{number}/{len(chosen)}] {regime.name}", flush=True)
         began = time.monotonic()
         try:
-            peers = [*PEERS, *(DEEPSPEED if deepspeed else ())]
+            peers = [*PEERS, *(DEEPSPEED if deepspeed and regime.quick else ())]
             found = measure(regime, work / regime.name, peers=peers, ablations=ablations and regime.quick)
             results["regimes"].append({"commit": results["commit"], **found})
             print(f"    {_line(found)} ({time.monotonic() - began:.0f} s)", flush=True)

@@ -236,7 +236,7 @@ def test_too_little_data(folder: Path) -> None:
         (("profile", "gpt:nano", "-o", "plan.json/p.json"), "plan.json/p.json: cannot be written"),
         (("profile", "gpt:nano", "-o", "/proc/nowhere/p.json"), "/proc/nowhere/p.json: cannot be written"),
         (("profile", "nano"), "nano: not a model"),
-        (("profile", "hf:gpt2"), "not yet supported"),
+        (("profile", "hf:gpt2"), "hf:gpt2: no such file"),
         (("profile", "nowhere:factory"), "no module `nowhere`"),
         (("plot",), "No such command 'plot'"),
     ],
