@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="gpt:<preset>, or package.module:factory.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="gpt:<preset>, hf:<config>, or package.module:factory."),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path(
         "profile.json"
     ),
@@ -33,6 +36,13 @@ def command(
     mesh: Annotated[
         str | None, typer.Option(help="Ranks per tier, fastest first, as in 8|16; by default found out.")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="links: measure the cluster's links, without a model.")
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(help="What --only links wrote on the cluster: the model is measured in one process."),
+    ] = None,
     analytic: Annotated[
         bool, typer.Option(help="Without a cluster: operations in shapes only, at a known cluster's rates.")
     ] = False,
@@ -45,12 +55,22 @@ def command(
     """Measure a model's units and the links between ranks, where they will really run.
 
     Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here. With
-    --analytic nothing is measured: any machine will do, and the profile says that it is modelled.
+    --analytic nothing is measured: any machine will do, and the profile says that it is modelled. With --only
+    links and later --links links are measured once for all models, and models on one device.
 
     Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
     """
     from hzplan.cli import ranks
 
+    if only is not None:
+        if only != "links" or model is not None or links is not None or analytic:
+            raise UserError("--only links stands without MODEL, --links and --analytic")
+        _links_alone(_dtype(dtype), mesh, nproc, output, as_json=as_json)
+        return
+    if model is None:
+        raise UserError(
+            "MODEL is missing: name one, as in gpt:tiny, or measure links alone with --only links"
+        )
     if analytic or cluster is not None or nodes is not None:
         if nproc is not None or not analytic or cluster is None:
             raise UserError(
@@ -64,6 +84,14 @@ def command(
             mesh,
             as_json=as_json,
         )
+        return
+    if links is not None:
+        if nproc not in (None, 1) or mesh is not None:
+            raise UserError("--links says which ranks there are; leave --nproc and --mesh out")
+        request = _Request(
+            model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, None, output
+        )
+        _with_links(request, links, as_json=as_json)
         return
     here = ranks.this_rank(nproc)
     world = here.world if here else nproc or 1
@@ -94,6 +122,56 @@ def _known_clusters() -> list[str]:
     from hzplan.formats.cluster import known_clusters
 
     return known_clusters()
+
+
+def _links_alone(
+    dtype: Dtype, mesh_text: str | None, nproc: int | None, output: Path, *, as_json: bool
+) -> None:
+    """Measure links, on every rank of this job or of one that is started here."""
+    from hzplan import job
+    from hzplan.cli import console, ranks
+    from hzplan.cli.paths import check_writable
+    from hzplan.cli.profile_tables import show_links
+    from hzplan.profiler import default_mesh, measure_links_alone
+
+    here = ranks.this_rank(nproc)
+    mesh = _mesh(mesh_text, here.world if here else nproc or 1)
+    if here is None:
+        check_writable(output)
+        ranks.start_here(nproc or 1)
+        return
+    with job.join(here) as joined:
+        joined.agree(lambda: check_writable(output) if here.rank == 0 else None)
+        if here.rank == 0:
+            ranks.say_how_on_a_cluster(here)
+        mesh, names = (mesh, _tier_names(len(mesh.tiers))) if mesh else default_mesh()
+        with console.Bar("profile", shown=here.rank == 0) as bar:
+            found = measure_links_alone(mesh=mesh, tier_names=names, dtype=dtype, progress=bar.update)
+        if here.rank == 0:
+            found.save(output)
+            show_links(found, output, as_json=as_json)
+
+
+def _with_links(request: _Request, path: Path, *, as_json: bool) -> None:
+    """Measure a model in this process, for the cluster that the links are of."""
+    from hzplan.cli import console
+    from hzplan.cli.profile_tables import show
+    from hzplan.formats.links import Links
+    from hzplan.profiler import measure_with
+
+    links = Links.load(path)
+    workload = request.workload()
+    with console.Bar("profile") as bar:
+        profile = measure_with(
+            links,
+            workload,
+            micro_batches=request.micro_batches,
+            dtype=request.dtype,
+            optimizer=request.optimizer,
+            progress=bar.update,
+        )
+    profile.save(request.output)
+    show(profile, request.output, as_json=as_json)
 
 
 def _without_a_cluster(

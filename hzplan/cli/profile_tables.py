@@ -10,7 +10,9 @@ from pathlib import Path
 from rich.table import Table
 
 from hzplan.cli import console
+from hzplan.formats.links import Links
 from hzplan.formats.profile import Profile, UnitEntry, UseCost
+from hzplan.hierarchy import Mesh
 
 
 def show(profile: Profile, path: Path, *, as_json: bool) -> None:
@@ -27,6 +29,18 @@ def show(profile: Profile, path: Path, *, as_json: bool) -> None:
     if profile.collectives:
         out.print(_links(profile))
     out.print(f"Wrote {path}. Next:\n  {following}", soft_wrap=True, markup=False)
+
+
+def show_links(links: Links, path: Path, *, as_json: bool) -> None:
+    """Print what was measured of a cluster, and what to type next."""
+    following = f"hzplan profile MODEL --links {path} -o profile.json"
+    if as_json:
+        print(json.dumps({"links": str(path), "mesh": links.cluster.mesh, "next": following}))
+        return
+    out = console.stdout()
+    if links.collectives:
+        out.print(_links(links))
+    out.print(f"Wrote {path}. Next, on one device:\n  {following}", soft_wrap=True, markup=False)
 
 
 def _summary(profile: Profile, path: Path, following: str) -> dict[str, object]:
@@ -102,9 +116,9 @@ def _mean(costs: Sequence[UseCost], units: int, field: str) -> float:
     return float(sum(getattr(cost, field) for cost in costs)) / units
 
 
-def _links(profile: Profile) -> Table:
+def _links(profile: Profile | Links) -> Table:
     """Each collective over the groups between two levels, at its smallest and largest size."""
-    mesh, names = profile.mesh, profile.cluster.tier_names
+    mesh, names = Mesh.parse(profile.cluster.mesh), profile.cluster.tier_names
     table = console.table(
         f"Links, {profile.cluster.backend}, all groups at once",
         *("collective", "levels", "ranks", "shortest", "largest", "takes", "GB/s"),

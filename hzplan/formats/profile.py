@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -203,14 +203,7 @@ class Profile(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
         """References resolve, sizes are sorted, every curve needed is there."""
-        try:
-            mesh = Mesh.parse(self.cluster.mesh)
-        except ValueError as error:
-            raise ValueError(f"cluster.mesh: {error}") from None
-        if len(self.cluster.tier_names) != len(mesh.tiers):
-            raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
-        if len(self.interference) not in (0, len(mesh.tiers)):
-            raise ValueError(f"interference: {len(mesh.tiers)} entries needed, one per tier, or none")
+        check_cluster(self.cluster, self.collectives, self.interference)
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ValueError("units: a name appears twice")
@@ -237,17 +230,6 @@ class Profile(Strict):
                 raise ValueError(f"uses.{index}.unit: {use.unit} is not a unit")
             if [cost.micro_batch for cost in use.costs] != sizes:
                 raise ValueError(f"uses.{index}.costs: micro-batch sizes differ from those of the first use")
-        for curve in self.collectives:
-            points = [point.bytes for point in curve.points]
-            if sorted(set(points)) != points:
-                raise ValueError(f"collectives: {curve.operation} {curve.low}-{curve.high}: sizes not rising")
-        present = {(curve.operation, curve.low, curve.high) for curve in self.collectives}
-        for stage in mesh.stages():
-            for operation in ("all_gather", "reduce_scatter"):
-                if (operation, *stage) not in present:
-                    raise ValueError(
-                        f"collectives: {operation} between levels {stage.low} and {stage.high} is missing"
-                    )
         elements = [point.elements for point in self.optimizer.points]
         if sorted(set(elements)) != elements:
             raise ValueError("optimizer.points: sizes not rising")
@@ -271,6 +253,34 @@ class Profile(Strict):
     def save(self, path: str | Path) -> None:
         """Write the canonical text, whole or not at all."""
         write_text(Path(path), to_text(self))
+
+
+def check_cluster(
+    cluster: ClusterEntry,
+    collectives: Iterable[CollectiveCurve],
+    interference: Sized,
+) -> None:
+    """ValueError, naming the field, where the mesh, its tiers and the curves do not fit each other."""
+    try:
+        mesh = Mesh.parse(cluster.mesh)
+    except ValueError as error:
+        raise ValueError(f"cluster.mesh: {error}") from None
+    if len(cluster.tier_names) != len(mesh.tiers):
+        raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+    if len(interference) not in (0, len(mesh.tiers)):
+        raise ValueError(f"interference: {len(mesh.tiers)} entries needed, one per tier, or none")
+    present = set()
+    for curve in collectives:
+        points = [point.bytes for point in curve.points]
+        if sorted(set(points)) != points:
+            raise ValueError(f"collectives: {curve.operation} {curve.low}-{curve.high}: sizes not rising")
+        present.add((curve.operation, curve.low, curve.high))
+    for stage in mesh.stages():
+        for operation in ("all_gather", "reduce_scatter"):
+            if (operation, *stage) not in present:
+                raise ValueError(
+                    f"collectives: {operation} between levels {stage.low} and {stage.high} is missing"
+                )
 
 
 def signature(tensors: Iterable[TensorSpec]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,13 +11,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hzplan.errors import UserError
-from hzplan.formats.profile import ClusterEntry, Profile
+from hzplan.formats.links import Links
+from hzplan.formats.profile import (
+    ClusterEntry,
+    ModelEntry,
+    OptimizerEntry,
+    Profile,
+    UnitEntry,
+    UseEntry,
+)
 from hzplan.hierarchy import Mesh
 from hzplan.models.units import Unit, find_units, master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.entries import as_dtype, joined_units, model_entry, unit_entry
 from hzplan.profiler.interference import measure_interference
-from hzplan.profiler.links import measure_links
+from hzplan.profiler.links import LAST_BYTES, measure_links
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
@@ -31,6 +40,34 @@ OPTIMIZER_S = 2.0
 MACHINE_S = 1.0
 STAGE_S = 4.0
 TOGETHER_S = 2.0
+
+PRODUCT_SIZE, PRODUCTS = 512, 8
+"""Of the matrices that stand for a model where there is none, and how many are multiplied at once."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What was measured of a model. ``largest_bytes``: of the largest unit's gradients, which travel."""
+
+    entry: ModelEntry
+    units: tuple[UnitEntry, ...]
+    uses: tuple[UseEntry, ...]
+    optimizer: OptimizerEntry
+    largest_bytes: int
+    forward_backward: Callable[[], None]
+
+    def profile(self, links: Links) -> Profile:
+        """With the links of a cluster."""
+        return Profile(
+            provenance=provenance(),
+            model=self.entry,
+            cluster=links.cluster,
+            optimizer=self.optimizer,
+            units=self.units,
+            uses=self.uses,
+            collectives=links.collectives,
+            interference=links.interference,
+        )
 
 
 def measure(
@@ -56,10 +93,84 @@ def measure(
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """
     ranks = Ranks.here()
-    batches = _checked(ranks, mesh, tier_names, micro_batches, dtype, optimizer)
+    _check_mesh(ranks, mesh, tier_names)
+    batches = _checked(micro_batches, dtype, optimizer)
+    parts = Progress(progress, _model_s(batches) + _links_s(mesh))
+    model = _measure_model(ranks, workload, batches, dtype, optimizer, parts, seed)
+    links = _measure_links(
+        ranks, mesh, tier_names, dtype, model.largest_bytes, model.forward_backward, parts, memory_bytes
+    )
+    profile = ranks.share(model.profile(links))
+    parts.finish("measured")
+    return profile
+
+
+def measure_with(
+    links: Links,
+    workload: Workload,
+    *,
+    micro_batches: Sequence[int],
+    dtype: str,
+    optimizer: str,
+    progress: Callable[[str, float], None],
+    seed: int = 0,
+) -> Profile:
+    """Measure a model in one process, for a cluster whose links were measured before.
+
+    Arguments and errors as for ``measure``. Nobody else computes meanwhile: where the ranks of a node share
+    processors or memory, times are those of a rank that has them to itself.
+    """
+    batches = _checked(micro_batches, dtype, optimizer)
+    parts = Progress(progress, _model_s(batches))
+    model = _measure_model(Ranks.here(), workload, batches, dtype, optimizer, parts, seed)
+    parts.finish("measured")
+    return model.profile(links)
+
+
+def measure_links_alone(
+    *,
+    mesh: Mesh,
+    tier_names: tuple[str, ...],
+    dtype: str,
+    progress: Callable[[str, float], None],
+) -> Links:
+    """Measure a cluster without a model: large buffers travel, and matrix products are what is disturbed.
+
+    Every rank calls it with the same arguments; the same on every rank.
+    """
+    ranks = Ranks.here()
+    _check_mesh(ranks, mesh, tier_names)
+    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, dtype), device=ranks.device)
+    out = matrix @ matrix
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(matrix, matrix, out=out)
+
+    parts = Progress(progress, _links_s(mesh))
+    links = _measure_links(ranks, mesh, tier_names, dtype, LAST_BYTES, compute, parts, None)
+    parts.finish("measured")
+    return ranks.share(links)
+
+
+def _model_s(batches: Sequence[int]) -> float:
+    return PASS_S * len(batches) + OPTIMIZER_S
+
+
+def _links_s(mesh: Mesh) -> float:
+    return MACHINE_S + STAGE_S * len(mesh.stages()) + TOGETHER_S * len(mesh.tiers)
+
+
+def _measure_model(
+    ranks: Ranks,
+    workload: Workload,
+    batches: Sequence[int],
+    dtype: str,
+    optimizer: str,
+    parts: Progress,
+    seed: int,
+) -> _Model:
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    links_s, together_s = STAGE_S * len(mesh.stages()), TOGETHER_S * len(mesh.tiers)
-    parts = Progress(progress, PASS_S * len(batches) + OPTIMIZER_S + MACHINE_S + links_s + together_s)
     model, units = _build(workload, seed, torch_dtype, ranks.device)
     entries = tuple(unit_entry(unit) for unit in units)
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
@@ -67,61 +178,66 @@ def measure(
     steps = _steps(ranks, workload, model, batches, seed)
     uses = measure_uses(ranks, turns, units, steps, label=workload.name, progress=parts.at)
     turns.detach()
-    del units, turns
-    master_dtype = master_dtype_of(torch_dtype)
-    largest_elements = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
+    largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
-    update = measure_optimizer(ranks, optimizer, torch_dtype, largest_elements, parts.at)
-    parts.part("matrix products", MACHINE_S)
-    peak = peak_flops(ranks, torch_dtype)
-    memory = memory_bytes or rank_memory_bytes(ranks)
-    parts.part("links", links_s)
-    # Gradients are the largest buffers that travel. A link's time depends on bytes, whatever they are.
-    largest_bytes = largest_elements * master_dtype.itemsize
-    collectives = measure_links(ranks, mesh, master_dtype, largest_bytes, parts.at)
-    parts.part("compute and links together", together_s)
-    forward_backward = partial(_forward_backward, model, steps[batches[0]])
-    interference = measure_interference(ranks, mesh, master_dtype, largest_bytes, forward_backward, parts.at)
-    tensors = [tensor.spec for unit in entries for tensor in unit.tensors]
-    profile = ranks.share(
-        Profile(
-            provenance=provenance(),
-            model=model_entry(workload, tensors, as_dtype(dtype)),
-            cluster=ClusterEntry(
-                mesh=str(mesh),
-                tier_names=tier_names,
-                backend=ranks.backend,
-                device=ranks.device.type,
-                memory_bytes=memory,
-                peak_flops=peak,
-                scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
-            ),
-            optimizer=update,
-            units=joined_units(entries, uses),
-            uses=uses,
-            collectives=collectives,
-            interference=interference,
-        )
+    return _Model(
+        model_entry(workload, [t.spec for unit in entries for t in unit.tensors], as_dtype(dtype)),
+        joined_units(entries, uses),
+        uses,
+        measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
+        largest * master_dtype_of(torch_dtype).itemsize,
+        partial(_forward_backward, model, steps[batches[0]]),
     )
-    parts.finish("measured")
-    return profile
 
 
-def _checked(
+def _measure_links(
     ranks: Ranks,
     mesh: Mesh,
     tier_names: tuple[str, ...],
-    micro_batches: Sequence[int],
     dtype: str,
-    optimizer: str,
-) -> list[int]:
-    """The micro-batch sizes, smallest first; UserError for arguments that cannot be measured."""
+    largest_bytes: int,
+    compute: Callable[[], None],
+    parts: Progress,
+    memory_bytes: int | None,
+) -> Links:
+    """A link's time depends on bytes, whatever they are; what travels is of the dtype of gradients."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    travelling = master_dtype_of(torch_dtype)
+    parts.part("matrix products", MACHINE_S)
+    peak = peak_flops(ranks, torch_dtype)
+    memory = memory_bytes or rank_memory_bytes(ranks)
+    parts.part("links", STAGE_S * len(mesh.stages()))
+    collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
+    parts.part("compute and links together", TOGETHER_S * len(mesh.tiers))
+    interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
+    return Links(
+        provenance=provenance(),
+        cluster=ClusterEntry(
+            mesh=str(mesh),
+            tier_names=tier_names,
+            backend=ranks.backend,
+            device=ranks.device.type,
+            memory_bytes=memory,
+            peak_flops=peak,
+            scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
+        ),
+        collectives=collectives,
+        interference=interference,
+    )
+
+
+def _check_mesh(ranks: Ranks, mesh: Mesh, tier_names: tuple[str, ...]) -> None:
+    """UserError for a mesh that is not this job's."""
     if mesh.world != ranks.size:
         raise UserError(
             f"mesh {mesh} has {mesh.world} ranks, this job has {ranks.size}; give a mesh that fits"
         )
     if len(tier_names) != len(mesh.tiers):
         raise UserError(f"mesh {mesh} has {len(mesh.tiers)} tiers, but {len(tier_names)} have names")
+
+
+def _checked(micro_batches: Sequence[int], dtype: str, optimizer: str) -> list[int]:
+    """The micro-batch sizes, smallest first; UserError for arguments that cannot be measured."""
     if not micro_batches or min(micro_batches) < 1:
         raise UserError("--micro-batch: give at least one size, each 1 or more, for instance 1,2,4")
     as_dtype(dtype)

@@ -72,3 +72,36 @@ def test_mistakes_are_one_line(words: tuple[object, ...], said: str, tmp_path: P
     (line,) = done.stderr.strip().splitlines()
     assert said in line
     assert not (tmp_path / "profile.json").exists()
+
+
+@pytest.mark.distributed
+def test_links_are_measured_once_and_models_on_one_device(tmp_path: Path) -> None:
+    done = hzplan("profile", "--only", "links", "--nproc", 2, "-o", "links.json", "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["mesh"] == "2"
+    done = hzplan("profile", "gpt:nano", "--links", "links.json", "--micro-batch", 4, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    links, profile = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("links", "profile"))
+    assert {key: profile[key] for key in ("cluster", "collectives", "interference")} == {
+        key: links[key] for key in ("cluster", "collectives", "interference")
+    }
+    done = hzplan("solve", "profile.json", "--memory", "1GiB", "--global-batch", 8, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    done = hzplan("run", "plan.json", "--steps", 3, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gpt:nano", "--only", "links"), "--only links stands without MODEL"),
+        (("--only", "units"), "--only links stands without MODEL"),
+        ((), "MODEL is missing"),
+        (("gpt:nano", "--links", "profile.json"), "profile.json: no such file"),
+        (("gpt:nano", "--links", "x.json", "--nproc", 4), "leave --nproc and --mesh out"),
+    ],
+)
+def test_mistakes_with_links_are_one_line(words: tuple[object, ...], said: str, tmp_path: Path) -> None:
+    done = hzplan("profile", *words, cwd=tmp_path)
+    assert done.code == 2
+    assert said in done.stderr and len(done.stderr.strip().splitlines()) == 1

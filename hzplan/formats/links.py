@@ -1,0 +1,43 @@
+"""The links of a cluster, measured without a model: once for all models that are planned for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
+from hzplan.formats.base import Strict, read, to_text, write_text
+from hzplan.formats.profile import (
+    ClusterEntry,
+    CollectiveCurve,
+    InterferenceEntry,
+    ProvenanceEntry,
+    check_cluster,
+)
+
+
+class Links(Strict):
+    """What ``hzplan profile --only links`` measured; the parts of a profile that are not a model's."""
+
+    format: Literal["hzplan.links"] = "hzplan.links"
+    version: Literal[1] = 1
+    provenance: ProvenanceEntry
+    cluster: ClusterEntry
+    collectives: tuple[CollectiveCurve, ...]
+    interference: tuple[InterferenceEntry, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Links:
+        """As a profile's."""
+        check_cluster(self.cluster, self.collectives, self.interference)
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> Links:
+        """Read links; UserError of one line when it is not that."""
+        return read(Path(path), cls, form="hzplan.links", version=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical text, whole or not at all."""
+        write_text(Path(path), to_text(self))
