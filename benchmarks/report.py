@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.plans import VARIANTS
 from benchmarks.regimes import COUNT, Regime
-from benchmarks.verdict import BARS, SHARE, Verdict, judge, ratio_of
+from benchmarks.verdict import BARS, SHARE, Verdict, fits, judge, ratio_of
 from hzplan.peers import LOCAL, OURS, POORER
 
 FACTORS = {
@@ -183,7 +183,7 @@ def _cell(result: Mapping[str, Any], name: str) -> str:
     if name not in _names(result):
         return "–"
     entry = _entry(result, name)
-    marks = ("" if entry["fits"] or name == LOCAL else " !") + ("" if entry["losses_agree"] else " ≠")
+    marks = ("" if fits(entry, result) or name == LOCAL else " !") + ("" if entry["losses_agree"] else " ≠")
     ratio = "" if name == OURS else f" ({entry['ratio']['value']:.2f})"
     return f"{entry['step_s']['median']:.3f}{ratio}{marks}"
 

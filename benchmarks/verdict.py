@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.measure import DEEPSPEED, PEERS
 from hzplan.peers import CONTROL, LOCAL, OURS
+from hzplan.peers.compare import within
 from hzplan.peers.paired import Ratio, paired_ratio
 
 BARS: Mapping[str, float] = {
@@ -75,7 +76,7 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
     fitting = {
         name: entry
         for name, entry in entries.items()
-        if name in (*PEERS, *DEEPSPEED, "ddp") and entry["fits"] and entry["losses_agree"]
+        if name in (*PEERS, *DEEPSPEED, "ddp") and entry["losses_agree"] and fits(entry, result)
     }
     if "ddp" in fitting:
         group = "DDP fits"
@@ -85,7 +86,7 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
         group = "full shard only"
     margin = ratio_of(entries[CONTROL], entries["ddp"]).half_width
     compute_s = entries[LOCAL]["step_s"]["median"]
-    sound = bool(entries[OURS]["fits"] and entries[OURS]["losses_agree"])
+    sound = bool(entries[OURS]["losses_agree"]) and fits(entries[OURS], result)
     bound = max(compute_s, result["network_s"])
     binds = result["network_s"] > compute_s
     if not fitting:
@@ -99,3 +100,8 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
     if binds:  # who is faster than the bound does not send what replicas must: nothing of that way is gone
         share = (theirs - ours) / (theirs - bound) if theirs > bound else 0.0
     return Verdict(group, peer, ratio.value, ratio.low, ratio.high, margin, bound, binds, share, sound)
+
+
+def fits(entry: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Whether a contender needs no more than the regime's budget."""
+    return within(entry["peak_memory_bytes"], result["budget_bytes"])

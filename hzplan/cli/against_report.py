@@ -51,12 +51,13 @@ def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: flo
         "tokens_per_s": setting.tokens / entry.step_s,
         "ratio": _ratio(comparison, entry.name, OURS),
         "peak_memory_bytes": entry.peak_memory_bytes,
-        "fits": entry.peak_memory_bytes <= setting.plan.source.memory_budget_bytes,
+        "fits": entry.fits(setting.plan.source.memory_budget_bytes),
         "sent_bytes": {"in_node": entry.sent_bytes[0], "network": entry.sent_bytes[1]},
         "exposed_comm_s": max(0.0, entry.step_s - free),
         "waits_s": dict(entry.waits_s),
         "loss_error": error if error is None or isfinite(error) else None,
-        "losses_agree": error is None or error <= AGREE[setting.plan.model.dtype],
+        "losses_agree": error is None
+        or error <= max(AGREE[dtype] for dtype in (setting.plan.model.dtype, setting.plan.reduce_dtype)),
         "round_s": list(entry.round_s),
     }
 

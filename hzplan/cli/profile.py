@@ -178,6 +178,8 @@ def _without_a_cluster(
     request: _Request, name: str, nodes: int | None, mesh_text: str | None, *, as_json: bool
 ) -> None:
     """Model the profile, in this process."""
+    import torch
+
     from hzplan.cli import console
     from hzplan.cli.profile_tables import show
     from hzplan.formats.cluster import find_cluster
@@ -194,9 +196,11 @@ def _without_a_cluster(
         mesh = _parsed(mesh_text)
         if nodes is not None:
             raise UserError("--mesh says how many nodes there are; leave --nodes out")
+    with torch.device("meta"):  # looking at a factory's model must not take memory either
+        workload = request.workload()
     with console.Bar("profile") as bar:
         profile = analyse(
-            request.workload(),
+            workload,
             cluster,
             device,
             mesh=mesh,

@@ -184,12 +184,15 @@ class _Request:
     def _predicted(self, plan: Plan) -> dict[str, list[Span]]:
         """What the simulator says of a step, to be shown above what was; empty without the plan's profile."""
         from hzplan.cli import console
+        from hzplan.formats.base import fingerprint
         from hzplan.formats.profile import Profile
         from hzplan.show.trace import predicted
         from hzplan.solver.evaluate import replay
 
         try:
             profile = Profile.load(self.plan.parent / plan.source.profile)
+            if fingerprint(profile) != plan.source.profile_sha256:
+                raise UserError(f"{plan.source.profile} is not the profile that the plan was solved from")
             found = replay(plan, profile, self.plan)
         except UserError as error:
             console.remark(f"{self.trace} shows no prediction: {error}")

@@ -16,6 +16,9 @@ from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
 from hzplan.training.loop import RunResult, StepStats
 
+CALIBRATE = 0.2
+"""A step predicted wrong by more than this share makes ``run`` mention calibration."""
+
 
 class Report:
     """Rank 0's side of a run; on other ranks it does nothing."""
@@ -73,6 +76,12 @@ class Report:
             print(json.dumps(_summary(self._plan, result), allow_nan=False))
         else:
             _print(self._plan, result)
+            off = abs(self._plan.predicted.step_s / result.step_s - 1) if result.step_s else 0.0
+            if off > CALIBRATE:
+                console.stdout().print(
+                    "The prediction is far off. To plan with what was measured: hzplan run with --metrics "
+                    "metrics.jsonl, then hzplan calibrate PLAN metrics.jsonl."
+                )
 
 
 def _summary(plan: Plan, result: RunResult) -> dict[str, object]:

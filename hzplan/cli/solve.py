@@ -30,7 +30,7 @@ def command(
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
     reduce_dtype: Annotated[
         str | None,
-        typer.Option(help="What gradients travel in, fp32 or bf16; by default unrounded. Sums are fp32."),
+        typer.Option(help="What gradients travel in, fp32 or bf16 (which NCCL sums in); by default fp32."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:

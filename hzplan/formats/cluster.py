@@ -27,6 +27,24 @@ class Figure(Strict):
     source: str = Field(min_length=1)
 
 
+class RateFigure(Figure):
+    """In units per second, not thousands or billions of them."""
+
+    value: Annotated[float, Field(ge=1e6, le=1e18, allow_inf_nan=False)]
+
+
+class ShareFigure(Figure):
+    """Of a peak."""
+
+    value: Annotated[float, Field(gt=0, le=1)]
+
+
+class TimeFigure(Figure):
+    """Seconds."""
+
+    value: Annotated[float, Field(gt=0, le=1)]
+
+
 class Device(Strict):
     """One accelerator.
 
@@ -39,11 +57,11 @@ class Device(Strict):
     version: Literal[1] = 1
     name: str
     memory_bytes: Figure
-    flops_per_s: dict[Dtype, Figure]
-    product_share: Figure
-    bytes_per_s: Figure
-    bytes_share: Figure
-    launch_s: Figure
+    flops_per_s: dict[Dtype, RateFigure]
+    product_share: ShareFigure
+    bytes_per_s: RateFigure
+    bytes_share: ShareFigure
+    launch_s: TimeFigure
 
     @classmethod
     def load(cls, path: Path) -> Device:
@@ -61,9 +79,9 @@ class TierModel(Strict):
 
     name: str = Field(min_length=1)
     ranks: PositiveInt
-    bytes_per_s: Figure
-    bytes_share: Figure
-    latency_s: Figure
+    bytes_per_s: RateFigure
+    bytes_share: ShareFigure
+    latency_s: TimeFigure
 
 
 class ClusterModel(Strict):
@@ -73,9 +91,9 @@ class ClusterModel(Strict):
     version: Literal[1] = 1
     name: str
     about: str
-    device: str
+    device: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     backend: str
-    tiers: tuple[TierModel, ...] = Field(min_length=1)
+    tiers: tuple[TierModel, ...] = Field(min_length=1, max_length=4)
 
     @classmethod
     def load(cls, path: Path) -> ClusterModel:
@@ -104,7 +122,7 @@ def find_cluster(name: str) -> tuple[ClusterModel, Device]:
 
 
 def _shipped(kind: str, name: str) -> Path | None:
-    if Path(name).name != name:  # names only: a file that is read may not lead elsewhere
+    if Path(name).name != name:
         return None
     paths = (folder / kind / f"{name}.json" for folder in FOLDERS)
     return next((path for path in paths if path.exists()), None)

@@ -105,7 +105,7 @@ class Predicted(Strict):
 class Plan(Strict):
     """What ``hzplan solve`` writes and ``hzplan run`` executes.
 
-    ``reduce_dtype``: what gradients travel in; they are kept and summed in that of the master weights.
+    ``reduce_dtype``: what gradients travel in; they are kept in that of the master weights.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"

@@ -181,10 +181,20 @@ class ModelledEntry(Strict):
     device: str
 
 
+class CalibratedEntry(Strict):
+    """By what seconds were multiplied after a run of so many steps; tiers fastest first."""
+
+    steps: PositiveInt
+    compute: Rate
+    tiers: tuple[Rate, ...]
+    optimizer: Rate
+
+
 class Profile(Strict):
     """What ``hzplan profile`` measured and ``hzplan solve`` reads.
 
-    ``modelled``: None where seconds were measured. ``interference`` is by tier, empty where it was not
+    ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them.
+    ``interference`` is by tier, empty where it was not
     measured.
     """
 
@@ -192,6 +202,7 @@ class Profile(Strict):
     version: Literal[1] = 1
     provenance: ProvenanceEntry
     modelled: ModelledEntry | None = None
+    calibrated: CalibratedEntry | None = None
     model: ModelEntry
     cluster: ClusterEntry
     optimizer: OptimizerEntry

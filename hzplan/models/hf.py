@@ -6,6 +6,8 @@ Only transformers' own classes are built; what a configuration says of code else
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,30 @@ def load_config(spec: str, name: str) -> Any:
     return config
 
 
-def seq_len_of(config: Any) -> int:
-    """Tokens in a sequence by default."""
-    return min(DEFAULT_SEQ_LEN, getattr(config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN)
+def seq_len_of(spec: str, config: Any, asked: int | None) -> int:
+    """Tokens in a sequence: as asked, or by default; UserError for more than the model has positions."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is not None and most is not None and asked > most:
+        raise UserError(f"--seq-len {asked}: {spec} has {most} positions (its field max_position_embeddings)")
+    return asked or min(DEFAULT_SEQ_LEN, most or DEFAULT_SEQ_LEN)
+
+
+@contextmanager
+def not_packed() -> Iterator[None]:
+    """Our sequences are not packed. transformers looks at positions to know; where these have no values, it
+    would build masks that no run of the model has, and repeat keys and values for them."""
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    kept = getattr(masking_utils, name, None)
+    if kept is None:  # another version, which does not ask
+        yield
+        return
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, kept)
 
 
 def builder(spec: str, config: Any) -> partial[nn.Module]:

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ class Workload:
     weights. ``batch(n, generator)`` is a synthetic micro-batch of n sequences; for language models int64
     [n, seq_len + 1], inputs and, one later, targets. ``loss(model, batch)`` is the mean over its tokens.
     ``seq_len`` is in tokens; ``vocab`` is None where the model does not say how many tokens it knows.
+    ``in_shapes()``: a context in which a pass without values takes the branches of one with values.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Workload:
     loss: Callable[[nn.Module, object], Tensor]
     seq_len: int
     vocab: int | None
+    in_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def load(spec: str, *, seq_len: int | None = None) -> Workload:
@@ -88,10 +91,10 @@ def _gpt(spec: str, preset: str, seq_len: int | None) -> Workload:
 
 
 def _hf(spec: str, name: str, seq_len: int | None) -> Workload:
-    from hzplan.models.hf import builder, causal_loss, load_config, seq_len_of
+    from hzplan.models.hf import builder, causal_loss, load_config, not_packed, seq_len_of
 
     config = load_config(spec, name)
-    length, vocab = seq_len or seq_len_of(config), int(config.vocab_size)
+    length, vocab = seq_len_of(spec, config, seq_len), int(config.get_text_config().vocab_size)
     return Workload(
         name=spec,
         build=builder(spec, config),
@@ -99,6 +102,7 @@ def _hf(spec: str, name: str, seq_len: int | None) -> Workload:
         loss=causal_loss,
         seq_len=length,
         vocab=vocab,
+        in_shapes=not_packed,
     )
 
 

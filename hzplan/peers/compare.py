@@ -20,6 +20,8 @@ AGREE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 2e-2}
 """Losses agree when they differ by no more than this share at each of the first ten steps, by dtype: rounding
 to bfloat16 turns a last digit of a sum into noise, and replicas compute in it by autocast, not throughout."""
 AGREEING_STEPS = 10
+SMALL_CHANGE = 1e-3
+"""By how much of it a budget may be exceeded: a batch and a few scalars are in no plan."""
 REFERENCE = "ddp"
 
 
@@ -41,6 +43,10 @@ class Entry:
     loss_error: float | None
     waits_s: Mapping[str, float]
 
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether it needs no more than the budget."""
+        return within(self.peak_memory_bytes, budget_bytes)
+
     @property
     def step_s(self) -> float:
         """The median round's."""
@@ -50,6 +56,11 @@ class Entry:
     def spread(self) -> tuple[float, float]:
         """The fastest and the slowest round's seconds of a step."""
         return min(self.round_s), max(self.round_s)
+
+
+def within(peak_bytes: int, budget_bytes: int) -> bool:
+    """Whether a peak is within a budget, small change aside."""
+    return peak_bytes <= budget_bytes * (1 + SMALL_CHANGE)
 
 
 @dataclass(frozen=True)

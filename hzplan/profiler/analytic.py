@@ -112,7 +112,7 @@ def _pass(
     ledger = Ledger(rates, there)
     turns.ledger = ledger
     try:
-        with ledger:
+        with workload.in_shapes(), ledger:
             uses = turns.run(lambda: workload.loss(model, batch), ledger)
             found = ledger.turns()
     except Exception as error:  # the user's model, which may raise anything

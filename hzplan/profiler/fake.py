@@ -23,7 +23,7 @@ from hzplan.models.units import master_dtype_of
 from hzplan.profiler.flops import FlopProbe
 from hzplan.profiler.turns import Turns
 
-LOOK_UPS = ("embedding", "index_select", "gather")
+LOOK_UPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
 """Operations that read as much as they write, however large what they read from is."""
 
 
@@ -164,14 +164,14 @@ def fake_model(build: Callable[[], nn.Module], dtype: torch.dtype) -> Iterator[n
     with FakeTensorMode():
         made: dict[int, nn.Parameter] = {}
         for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
                 key = id(parameter)
                 if key not in made:
                     wanted = dtype if parameter.is_floating_point() else parameter.dtype
                     empty = torch.empty(parameter.shape, dtype=wanted)
                     made[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module.register_parameter(name, made[key])
-            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, made[key])  # which modules such as LSTM listen to
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
                 kept = name not in module._non_persistent_buffers_set
                 module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=kept)
         yield model

@@ -92,7 +92,8 @@ def parallelize(
 
     A bfloat16 plan takes the model in float32. Its parameters become bfloat16, for forward, backward and
     all-gathers; the float32 values live on as master weights, sharded like the optimizer state and updated by
-    the optimizer. Gradients are accumulated and summed in float32, and travel in the plan's ``reduce_dtype``.
+    the optimizer. Gradients are accumulated in float32 and travel in the plan's ``reduce_dtype``; gloo's
+    exchanges sum them in float32, NCCL in what travels.
     As in FSDP2 floating tensors that are passed to a unit are cast to bfloat16, and buffers keep their dtype:
     a float32 buffer that meets activations inside a module should be cast there.
 

@@ -87,7 +87,7 @@ class ShardedOptimizer(Optimizer):
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
-        self._steps = 0
+        self._steps = self._updating = 0  # taken; and the number of the one whose updates are launched
         self._first_nonfinite = {
             name: torch.full((), NEVER, dtype=torch.int64, device=engine.device)
             for name in self._owned_gradients
@@ -119,6 +119,7 @@ class ShardedOptimizer(Optimizer):
 
         Tensors too: schedulers change them in place, while updates may still be under way.
         """
+        self._updating = self._steps
         self._options = [
             {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -154,7 +155,7 @@ class ShardedOptimizer(Optimizer):
         if not self.engine.schedule.clip and self._owned_gradients[unit]:
             sums = torch.stack([grad.sum() for grad in self._owned_gradients[unit]])
             first = self._first_nonfinite[unit]
-            first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._steps)))
+            first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._updating)))
         if unit in self._inner:
             self._inner[unit].step()
 

@@ -40,11 +40,15 @@ def improve(
     replays: Sequence[Callable[[Choice], Evaluation]],
     around: Surroundings,
     fits: Callable[[Evaluation], bool],
+    late: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """The start, or a better plan that fits. ``replays``: one for every pace, the start's first."""
+    """The start, or a better plan that fits. ``replays``: one for every pace, the start's first; ``late``:
+    whether to stop."""
     best, replay = start, replays[0]
     tries = max(len(replays), MOST_TASKS // len(start.schedule.tasks))
     for other in replays[1:]:
+        if late():
+            return best
         tries -= 1
         candidate = other(best.levels)
         if fits(candidate) and _shorter(candidate, best):
@@ -57,7 +61,7 @@ def improve(
             key = tuple(sorted(choice.items()))
             if key in seen:
                 continue
-            if tries <= 0:
+            if tries <= 0 or late():
                 return best
             seen.add(key)
             tries -= 1

@@ -108,7 +108,7 @@ def solve(profile: Profile, request: Request, progress: Progress = lambda text, 
         return Failed("the time limit ended the search before a plan was found; raise --time-limit", seconds)
     if request.gap > 0:
         progress("improving the plan in the simulator", 0.95)
-        found.all += _improved(found, searches, request)
+        found.all += _improved(found, searches, request, started + request.time_limit_s)
     progress("done", 1.0)
     seconds = time.monotonic() - started
     bound = min(found.least_ms, *(search.bound_ms for search in feasible)) / MS
@@ -147,7 +147,9 @@ class Candidates:
         return min(proven or near, key=_plainness)
 
 
-def _improved(found: Candidates, searches: Sequence[_Search], request: Request) -> list[Evaluation]:
+def _improved(
+    found: Candidates, searches: Sequence[_Search], request: Request, deadline: float
+) -> list[Evaluation]:
     """The plan predicted fastest, and the one with a single triple, changed as long as that helps."""
     families, profile = searches[0].families, searches[0].question.model.profile
     alike: dict[int, list[str]] = {}
@@ -163,15 +165,23 @@ def _improved(found: Candidates, searches: Sequence[_Search], request: Request) 
         },
         searches[0].question.model.mesh.triples(),
     )
-    plain = [one for one in found.all if len({t for of in one.levels.values() for t in of}) == 1]
+
+    def triples(one: Evaluation) -> set[Levels]:
+        """Of what is trained."""
+        pairs = ((unit, triple, index) for unit, of in one.levels.items() for index, triple in enumerate(of))
+        return {triple for unit, triple, index in pairs if around.trained[unit][index]}
+
+    def fits(one: Evaluation) -> bool:
+        return one.memory.peak <= request.memory_bytes
+
+    plain = [one for one in found.all if len(triples(one)) == 1]
     starts = [min(some, key=lambda one: one.predicted.period_ns) for some in (found.all, plain) if some]
     improved = []
     for start in starts:
         paces = [search for search in searches if search.question.micro_batch == start.micro_batch]
         paces.sort(key=lambda search: search.question.schedule != start.schedule)
         replays = [search.replay for search in paces]
-        fits = lambda one: one.memory.peak <= request.memory_bytes  # noqa: E731
-        improved.append(improve(start, replays, around, fits))
+        improved.append(improve(start, replays, around, fits, lambda: time.monotonic() > deadline))
     return improved
 
 

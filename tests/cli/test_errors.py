@@ -223,7 +223,7 @@ def test_too_little_data(folder: Path) -> None:
         (("run", "plan.json", "--timeout", "0"), "--timeout 0"),
         (("run", "plan.json", "--metrics", "."), ".: is a folder"),
         (("run", "plan.json", "--metrics", "plan.json/m.jsonl"), "plan.json/m.jsonl: cannot be written"),
-        (("profile",), "Missing argument"),
+        (("profile",), "MODEL is missing"),
         (("profile", "gpt:nano", "--micro-batch", "x"), "--micro-batch x"),
         (("profile", "gpt:nano", "--micro-batch", "0,1"), "--micro-batch 0,1"),
         (("profile", "gpt:nano", "--micro-batch", ""), "--micro-batch"),

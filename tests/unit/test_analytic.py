@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hzplan.errors import UserError
-from hzplan.formats.cluster import FOLDERS, ClusterModel, Device, find_cluster, known_clusters
+from hzplan.formats.cluster import FOLDERS, Device, find_cluster, known_clusters
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Mesh
 from hzplan.layout import Dtype
@@ -30,10 +30,16 @@ def analysed(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["gpt:nano", "gpt:tiny"])
+@pytest.mark.parametrize("model", ["gpt:nano", "gpt:tiny", "hf:llama", "hf:mixtral"])
 def test_counts_are_those_of_a_measured_profile(
-    model: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+    model: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if model.startswith("hf:"):
+        if (model, dtype) == ("hf:mixtral", "float32"):
+            pytest.skip("torch knows the shapes of grouped products in bfloat16 only")
+        kind = model.removeprefix("hf:")
+        (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": kind}))
+        model = f"hf:{tmp_path}"
     for name, value in (("uses.MAX_BLOCKS", 2), ("links.MAX_REPEATS", 3), ("optimizer.MAX_REPEATS", 3)):
         monkeypatch.setattr(f"hzplan.profiler.{name}", value)
     measured = measure(
@@ -82,6 +88,18 @@ def test_saved_activations_of_a_block_are_those_of_the_closed_form() -> None:
         4 * tokens * (16 * config.width + config.heads + 4), rel=0.01
     )
 
+
+TINY = {  # with fewer keys than queries; Mixtral takes what it knows of it
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 PUBLISHED = {  # parameters, as their authors state them or safetensors' headers sum up to
     "llama3-8b": 8_030_261_248,
@@ -154,7 +172,15 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(
         data.model_copy(update={"device": "../devices/h100-sxm"}).model_dump_json()
     )
-    with pytest.raises(UserError, match=r"field device: no \.\./devices/h100-sxm.json beside it"):
+    with pytest.raises(UserError, match="field device: String should match pattern"):
+        find_cluster(str(tmp_path / "c.json"))
+    (tmp_path / "c.json").write_text(data.model_copy(update={"device": "mine"}).model_dump_json())
+    with pytest.raises(UserError, match=r"field device: no mine\.json beside it"):
+        find_cluster(str(tmp_path / "c.json"))
+    text = json.loads(data.model_dump_json())
+    text["tiers"][0]["bytes_per_s"]["value"] = 450
+    (tmp_path / "c.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match=r"field tiers\.0\.bytes_per_s\.value: .* greater than or equal"):
         find_cluster(str(tmp_path / "c.json"))
     with pytest.raises(UserError, match="no peak for float64"):
         analysed(load("gpt:nano"), 1, dtype="float64")
@@ -169,7 +195,6 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
             dtype="bfloat16",
             optimizer="adamw",
         )
-    assert isinstance(ClusterModel.load(tmp_path / "c.json"), ClusterModel)
 
 
 def test_a_model_that_looks_at_values_is_told_so() -> None:

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.report import markdown
 from benchmarks.verdict import judge
 
+BUDGET = 1 << 20
 ROUNDS = (1.00, 1.01, 0.99, 1.02, 0.98, 1.00)
 
 
@@ -18,7 +19,7 @@ def entry(name: str, step_s: float, *, fits: bool = True, agree: bool = True) ->
         "name": name,
         "step_s": {"median": step_s, "min": min(rounds), "max": max(rounds)},
         "ratio": {"value": step_s, "low": step_s, "high": step_s},
-        "fits": fits,
+        "peak_memory_bytes": BUDGET if fits else 2 * BUDGET,
         "losses_agree": agree,
         "round_s": rounds,
     }
@@ -41,6 +42,7 @@ def result(*contenders: dict[str, Any], network_s: float = 0.5, alone_s: float =
         "regime": regime,
         "ablations": False,
         "network_s": network_s,
+        "budget_bytes": BUDGET,
         "predicted": {"step_s": 0.9},
         "commit": "abc",
         "comparison": {"contenders": everyone},
@@ -94,7 +96,7 @@ def test_tables_have_a_row_per_regime_and_say_what_is_missing() -> None:
 
 
 def test_a_plan_that_trains_something_else_or_exceeds_its_budget_never_passes() -> None:
-    for wrong in ({"losses_agree": False}, {"fits": False}):
+    for wrong in ({"losses_agree": False}, {"peak_memory_bytes": BUDGET + BUDGET // 500}):
         measured = result(entry("hsdp", 3), network_s=0.1)
         measured["comparison"]["contenders"][0] |= wrong
         found = judge(measured)

@@ -1,0 +1,73 @@
+"""The metrics of a run: a JSON object per line, as ``hzplan run --metrics`` writes them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hzplan.errors import UserError
+from hzplan.formats.base import MAX_FILE_BYTES, Finite, NonNegativeInt, Seconds, Strict
+
+WARM_UP_STEPS = 3
+"""Of a run's first steps, which are left out: buffers are touched and state is made in them."""
+
+
+class MetricsLine(Strict):
+    """One step: seconds, what rank 0's compute waited for in it, and what else is known."""
+
+    step: NonNegativeInt
+    loss: Finite | None
+    step_s: Seconds
+    exposed_comm_s: dict[str, Seconds]
+    tokens: NonNegativeInt
+    peak_memory_bytes: NonNegativeInt | None
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim"."""
+
+    steps: int
+    step_s: float
+    exposed_s: Mapping[str, float]
+
+
+def read_metrics(path: Path) -> Measured:
+    """Medians of the steps after the first ones; UserError that names file, line and field."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not metrics of hzplan")
+    lines = [
+        _line(path, number, text) for number, text in enumerate(content.splitlines(), start=1) if text.strip()
+    ]
+    kept = [line for line in lines if line.step >= WARM_UP_STEPS and not line.skipped]
+    if not kept:
+        raise UserError(f"{path}: no step after the first {WARM_UP_STEPS}; run with more --steps")
+    names = dict.fromkeys(name for line in kept for name in line.exposed_comm_s)
+    return Measured(
+        len(kept),
+        statistics.median(line.step_s for line in kept),
+        {name: statistics.median(line.exposed_comm_s.get(name, 0.0) for line in kept) for name in names},
+    )
+
+
+def _line(path: Path, number: int, text: bytes) -> MetricsLine:
+    try:
+        data = json.loads(text.decode("utf-8"))
+        return MetricsLine.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "(the whole line)"
+        raise UserError(f"{path}: line {number}: field {field}: {first['msg']}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: line {number}: not JSON; is it what run --metrics wrote?") from None

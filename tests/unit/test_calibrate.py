@@ -1,0 +1,94 @@
+"""A run that another profile predicts exactly: calibration must lead there."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from hzplan.errors import UserError
+from hzplan.formats.metrics import Measured, read_metrics
+from hzplan.solver.calibrate import Factors, calibrate, waits_s
+from hzplan.solver.emit import emit
+from hzplan.solver.evaluate import replay
+from hzplan.solver.solve import Request, Solved, solve
+from tests.instances import random_profile
+
+PATH = Path("plan.json")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_predicts_what_was_measured(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng, micro_batches=(1,))
+    request = Request(2**30, profile.mesh.world * 2, depths=(1, 2))
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved)
+    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=PATH)
+    hidden = Factors(
+        rng.uniform(0.7, 1.6), tuple(rng.uniform(0.7, 2.0) for _ in profile.mesh.tiers), rng.uniform(0.7, 1.5)
+    )
+    truth = replay(plan, hidden.on(profile), PATH)
+    measured = Measured(10, truth.step_s, waits_s(truth, profile))
+    found = calibrate(plan, profile, PATH, measured)
+    before = abs(found.before.step_s / truth.step_s - 1)
+    after = abs(found.after.step_s / truth.step_s - 1)
+    assert after <= max(0.02, before / 4)
+    for name, waited in waits_s(found.after, profile).items():
+        assert abs(waited - measured.exposed_s[name]) <= 0.03 * truth.step_s
+    assert found.profile.calibrated is not None and found.profile.calibrated.steps == 10
+    assert found.profile.units == profile.units
+
+
+def test_nothing_changes_when_nothing_is_wrong() -> None:
+    profile = random_profile(random.Random(3), micro_batches=(1,))
+    request = Request(2**30, profile.mesh.world)
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved)
+    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=PATH)
+    same = replay(plan, profile, PATH)
+    found = calibrate(plan, profile, PATH, Measured(5, same.step_s, waits_s(same, profile)))
+    assert found.after.step_s == pytest.approx(same.step_s, rel=2e-3)
+    assert found.factors.compute == pytest.approx(1.0, rel=2e-2)
+
+
+def _line(step: int, **changed: object) -> str:
+    fields = {
+        "step": step,
+        "loss": 1.0,
+        "step_s": 0.1 + step,
+        "exposed_comm_s": {"node": 0.01},
+        "tokens": 5,
+        "peak_memory_bytes": 7,
+        "skipped": "",
+    }
+    return json.dumps(fields | changed)
+
+
+def test_metrics_are_medians_of_the_later_steps(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("\n".join([*map(_line, range(6)), _line(6, skipped="unit x", step_s=99.0)]) + "\n")
+    found = read_metrics(path)
+    assert (found.steps, found.step_s, found.exposed_s) == (3, 4.1, {"node": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no step after the first 3"),
+        (_line(1), "no step after the first 3"),
+        ("{", "line 1: not JSON"),
+        (_line(4) + "\n" + _line(5, step_s=-1), "line 2: field step_s"),
+        (_line(4, loss="x"), "line 1: field loss"),
+        (_line(4, more=1), "line 1: field more"),
+        ("\x00", "line 1: not JSON"),
+    ],
+)
+def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        read_metrics(path)
+    assert str(path) in str(caught.value)
