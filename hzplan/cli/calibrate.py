@@ -44,7 +44,10 @@ def command(
     check_writable(output, keep=source)
     found = calibrate(ran, loaded, plan, measured)
     found.profile.save(output)
-    following = f"hzplan solve {output} --global-batch {ran.batch.global_batch} -o {plan}"
+    following = (
+        f"hzplan solve {output} --memory {ran.source.memory_budget_bytes}B "
+        f"--global-batch {ran.batch.global_batch}{'' if ran.clip else ' --no-clip'} -o {plan}"
+    )
     if as_json:
         print(json.dumps(_summary(found, measured) | {"profile": str(output), "next": following}))
     else:

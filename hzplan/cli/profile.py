@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hzplan.errors import UserError
 
 if TYPE_CHECKING:
+    from hzplan.cli.console import Bar
     from hzplan.formats.profile import Profile
     from hzplan.hierarchy import Mesh
     from hzplan.layout import Dtype
     from hzplan.models.workload import Workload
+
+Progress = Callable[[str, float], None]
 
 
 def command(
@@ -60,62 +63,70 @@ def command(
 
     Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
     """
-    from hzplan.cli import ranks
-
     if only is not None:
         if only != "links" or model is not None or links is not None or analytic:
             raise UserError("--only links stands without MODEL, --links and --analytic")
-        _links_alone(_dtype(dtype), mesh, nproc, output, as_json=as_json)
+        _in_job(_Links(_dtype(dtype), mesh, output), nproc, as_json=as_json)
         return
     if model is None:
         raise UserError(
             "MODEL is missing: name one, as in gpt:tiny, or measure links alone with --only links"
         )
-    if analytic or cluster is not None or nodes is not None:
-        if nproc is not None or not analytic or cluster is None:
-            raise UserError(
-                "--analytic, --cluster NAME and, if wanted, --nodes go together, without --nproc; clusters: "
-                + ", ".join(_known_clusters())
-            )
-        _without_a_cluster(
-            _Request(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, None, output),
-            cluster,
-            nodes,
-            mesh,
-            as_json=as_json,
+    if (analytic, cluster is not None) not in ((True, True), (False, False)) or (nodes and not analytic):
+        raise UserError(
+            "--analytic and --cluster NAME, and if wanted --nodes, go together; clusters: "
+            + ", ".join(_known_clusters())
         )
-        return
-    if links is not None:
-        if nproc not in (None, 1) or mesh is not None:
-            raise UserError("--links says which ranks there are; leave --nproc and --mesh out")
-        request = _Request(
-            model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, None, output
-        )
-        _with_links(request, links, as_json=as_json)
-        return
-    here = ranks.this_rank(nproc)
-    world = here.world if here else nproc or 1
-    request = _Request(
-        model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, _mesh(mesh, world), output
-    )
-    if here is None:  # what is wrong is said before ranks start
-        request.workload()
-        ranks.start_here(world)
-        return
+    if (analytic or links is not None) and nproc not in (None, 1):
+        raise UserError("--nproc is for ranks that measure together; leave it out here")
+    model_here = _Model(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output)
+    if analytic:
+        assert cluster is not None
+        if links is not None:
+            raise UserError("--analytic measures nothing and --links is of what was measured; choose one")
+        _in_this_process(lambda bar: model_here.analyse(cluster, nodes, bar.update), output, as_json=as_json)
+    elif links is not None:
+        if mesh is not None:
+            raise UserError("--links says which ranks there are; leave --mesh out")
+        _in_this_process(lambda bar: model_here.with_links(links, bar.update), output, as_json=as_json)
+    else:
+        _in_job(model_here, nproc, as_json=as_json)
 
-    from hzplan import job
-    from hzplan.cli import console
+
+def _in_this_process(work: Callable[[Bar], Profile], output: Path, *, as_json: bool) -> None:
+    """Make a profile here, and show it; UserError in a job, where every rank would."""
+    from hzplan.cli import console, ranks
     from hzplan.cli.profile_tables import show
 
+    here = ranks.this_rank(None)
+    if here is not None and here.world > 1:
+        raise UserError(f"this is one process's work, and here are {here.world} ranks; start it without them")
+    with console.Bar("profile") as bar:
+        profile = work(bar)
+    profile.save(output)
+    show(profile, output, as_json=as_json)
+
+
+def _in_job(request: _Model | _Links, nproc: int | None, *, as_json: bool) -> None:
+    """Measure on every rank of this job, or of one that is started here."""
+    from hzplan import job
+    from hzplan.cli import console, ranks
+
+    here = ranks.this_rank(nproc)
+    world = here.world if here else nproc or 1
+    request.check(world)
+    if here is None:  # what is wrong is said before ranks start
+        request.ready()
+        ranks.start_here(world)
+        return
     with job.join(here) as joined:
-        workload = joined.agree(lambda: request.workload(writes=here.rank == 0))
+        ready: Any = joined.agree(lambda: request.ready(writes=here.rank == 0))
         if here.rank == 0:
             ranks.say_how_on_a_cluster(here)
         with console.Bar("profile", shown=here.rank == 0) as bar:
-            profile = request.measure(workload, bar.update)
+            show = request.measure(ready, bar.update)
         if here.rank == 0:
-            profile.save(output)
-            show(profile, output, as_json=as_json)
+            show(as_json)
 
 
 def _known_clusters() -> list[str]:
@@ -124,108 +135,57 @@ def _known_clusters() -> list[str]:
     return known_clusters()
 
 
-def _links_alone(
-    dtype: Dtype, mesh_text: str | None, nproc: int | None, output: Path, *, as_json: bool
-) -> None:
-    """Measure links, on every rank of this job or of one that is started here."""
-    from hzplan import job
-    from hzplan.cli import console, ranks
-    from hzplan.cli.paths import check_writable
-    from hzplan.cli.profile_tables import show_links
-    from hzplan.profiler import default_mesh, measure_links_alone
+@dataclass(frozen=True)
+class _Links:
+    """To measure a cluster's links without a model."""
 
-    here = ranks.this_rank(nproc)
-    mesh = _mesh(mesh_text, here.world if here else nproc or 1)
-    if here is None:
-        check_writable(output)
-        ranks.start_here(nproc or 1)
-        return
-    with job.join(here) as joined:
-        joined.agree(lambda: check_writable(output) if here.rank == 0 else None)
-        if here.rank == 0:
-            ranks.say_how_on_a_cluster(here)
-        mesh, names = (mesh, _tier_names(len(mesh.tiers))) if mesh else default_mesh()
-        with console.Bar("profile", shown=here.rank == 0) as bar:
-            found = measure_links_alone(mesh=mesh, tier_names=names, dtype=dtype, progress=bar.update)
-        if here.rank == 0:
-            found.save(output)
-            show_links(found, output, as_json=as_json)
+    dtype: Dtype
+    mesh: str | None
+    output: Path
 
+    def check(self, world: int) -> None:
+        """UserError for a mesh of another world."""
+        _mesh(self.mesh, world)
 
-def _with_links(request: _Request, path: Path, *, as_json: bool) -> None:
-    """Measure a model in this process, for the cluster that the links are of."""
-    from hzplan.cli import console
-    from hzplan.cli.profile_tables import show
-    from hzplan.formats.links import Links
-    from hzplan.profiler import measure_with
+    def ready(self, *, writes: bool = True) -> None:
+        """UserError when the links cannot be written."""
+        from hzplan.cli.paths import check_writable
 
-    links = Links.load(path)
-    workload = request.workload()
-    with console.Bar("profile") as bar:
-        profile = measure_with(
-            links,
-            workload,
-            micro_batches=request.micro_batches,
-            dtype=request.dtype,
-            optimizer=request.optimizer,
-            progress=bar.update,
-        )
-    profile.save(request.output)
-    show(profile, request.output, as_json=as_json)
+        if writes:
+            check_writable(self.output)
 
+    def measure(self, _: object, progress: Progress) -> Callable[[bool], None]:
+        """On every rank of the job; returns what writes and shows the result."""
+        from hzplan.cli.profile_tables import show_links
+        from hzplan.profiler import measure_links_alone
 
-def _without_a_cluster(
-    request: _Request, name: str, nodes: int | None, mesh_text: str | None, *, as_json: bool
-) -> None:
-    """Model the profile, in this process."""
-    import torch
+        mesh, names = _tiers(self.mesh)
+        found = measure_links_alone(mesh=mesh, tier_names=names, dtype=self.dtype, progress=progress)
 
-    from hzplan.cli import console
-    from hzplan.cli.profile_tables import show
-    from hzplan.formats.cluster import find_cluster
-    from hzplan.hierarchy import Mesh
-    from hzplan.profiler.analytic import analyse
+        def write(as_json: bool) -> None:
+            found.save(self.output)
+            show_links(found, self.output, as_json=as_json)
 
-    cluster, device = find_cluster(name)
-    if nodes is not None and nodes < 1:
-        raise UserError(f"--nodes {nodes}: a cluster has at least 1 node")
-    if mesh_text is None:
-        sizes = [tier.ranks for tier in cluster.tiers]
-        mesh = Mesh.of_tiers(*sizes[:-1], nodes or sizes[-1])
-    else:
-        mesh = _parsed(mesh_text)
-        if nodes is not None:
-            raise UserError("--mesh says how many nodes there are; leave --nodes out")
-    with torch.device("meta"):  # looking at a factory's model must not take memory either
-        workload = request.workload()
-    with console.Bar("profile") as bar:
-        profile = analyse(
-            workload,
-            cluster,
-            device,
-            mesh=mesh,
-            micro_batches=request.micro_batches,
-            dtype=request.dtype,
-            optimizer=request.optimizer,
-            progress=bar.update,
-        )
-    profile.save(request.output)
-    show(profile, request.output, as_json=as_json)
+        return write
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What to measure."""
+class _Model:
+    """To profile a model: where it will run, with links measured before, or in shapes only."""
 
     model: str
     seq_len: int | None
     micro_batches: tuple[int, ...]
     dtype: Dtype
     optimizer: str
-    mesh: Mesh | None
+    mesh: str | None
     output: Path
 
-    def workload(self, *, writes: bool = True) -> Workload:
+    def check(self, world: int) -> None:
+        """UserError for a mesh of another world."""
+        _mesh(self.mesh, world)
+
+    def ready(self, *, writes: bool = True) -> Workload:
         """The model; UserError when it cannot be had or measured, or the profile not be written."""
         from hzplan.cli.paths import check_writable
         from hzplan.models.workload import load
@@ -237,20 +197,51 @@ class _Request:
             raise UserError(f"--optimizer {self.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
         return load(self.model, seq_len=self.seq_len)
 
-    def measure(self, workload: Workload, progress: Callable[[str, float], None]) -> Profile:
-        """On every rank of the job."""
-        from hzplan.profiler import default_mesh, measure
+    @property
+    def how(self) -> dict[str, Any]:
+        """What every way of profiling is told."""
+        return {"micro_batches": self.micro_batches, "dtype": self.dtype, "optimizer": self.optimizer}
 
-        mesh, names = (self.mesh, _tier_names(len(self.mesh.tiers))) if self.mesh else default_mesh()
-        return measure(
-            workload,
-            mesh=mesh,
-            tier_names=names,
-            micro_batches=self.micro_batches,
-            dtype=self.dtype,
-            optimizer=self.optimizer,
-            progress=progress,
-        )
+    def measure(self, workload: Workload, progress: Progress) -> Callable[[bool], None]:
+        """On every rank of the job; returns what writes and shows the result."""
+        from hzplan.cli.profile_tables import show
+        from hzplan.profiler import measure
+
+        mesh, names = _tiers(self.mesh)
+        profile = measure(workload, mesh=mesh, tier_names=names, progress=progress, **self.how)
+
+        def write(as_json: bool) -> None:
+            profile.save(self.output)
+            show(profile, self.output, as_json=as_json)
+
+        return write
+
+    def with_links(self, path: Path, progress: Progress) -> Profile:
+        """Measured in this process, for the cluster that the links are of."""
+        from hzplan.formats.links import Links
+        from hzplan.profiler import measure_with
+
+        links = Links.load(path)
+        return measure_with(links, self.ready(), progress=progress, **self.how)
+
+    def analyse(self, name: str, nodes: int | None, progress: Progress) -> Profile:
+        """In shapes only, at the rates of a cluster that is known by name or file."""
+        import torch
+
+        from hzplan.formats.cluster import find_cluster
+        from hzplan.hierarchy import Mesh
+        from hzplan.profiler.analytic import analyse
+
+        cluster, device = find_cluster(name)
+        if nodes is not None and nodes < 1:
+            raise UserError(f"--nodes {nodes}: a cluster has at least 1 node")
+        if self.mesh is not None and nodes is not None:
+            raise UserError("--mesh says how many nodes there are; leave --nodes out")
+        sizes = [tier.ranks for tier in cluster.tiers]
+        mesh = _parsed(self.mesh) if self.mesh else Mesh.of_tiers(*sizes[:-1], nodes or sizes[-1])
+        with torch.device("meta"):  # looking at a factory's model must not take memory either
+            workload = self.ready()
+        return analyse(workload, cluster, device, mesh=mesh, progress=progress, **self.how)
 
 
 def _micro_batches(text: str) -> tuple[int, ...]:
@@ -272,14 +263,23 @@ def _dtype(text: str) -> Dtype:
 
 
 def _mesh(text: str | None, world: int) -> Mesh | None:
-    if text is None:
-        return None
-    mesh = _parsed(text)
-    if mesh.world != world:
+    """The mesh that was given; UserError when it is not of so many ranks."""
+    mesh = _parsed(text) if text is not None else None
+    if mesh is not None and mesh.world != world:
         raise UserError(
             f"--mesh {text} has {mesh.world} ranks, this job has {world}; give --nproc {mesh.world}"
         )
     return mesh
+
+
+def _tiers(text: str | None) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh that was given or found, and its tiers' names."""
+    from hzplan.profiler import default_mesh
+
+    if text is None:
+        return default_mesh()
+    mesh = _parsed(text)
+    return mesh, _tier_names(len(mesh.tiers))
 
 
 def _parsed(text: str) -> Mesh:

@@ -121,10 +121,14 @@ def measure_with(
     processors or memory, times are those of a rank that has them to itself.
     """
     batches = _checked(micro_batches, dtype, optimizer)
-    parts = Progress(progress, _model_s(batches))
-    model = _measure_model(Ranks.here(), workload, batches, dtype, optimizer, parts, seed)
+    ranks = Ranks.here()
+    parts = Progress(progress, _model_s(batches) + MACHINE_S)
+    model = _measure_model(ranks, workload, batches, dtype, optimizer, parts, seed)
+    parts.part("matrix products", MACHINE_S)
+    peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
     parts.finish("measured")
-    return model.profile(links)
+    cluster = links.cluster.model_copy(update={"peak_flops": peak})
+    return model.profile(links.model_copy(update={"cluster": cluster}))
 
 
 def measure_links_alone(
