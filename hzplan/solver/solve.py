@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import pulp
 
 from hzplan.cost import CostModel, assign_slots
 from hzplan.errors import UserError
@@ -20,19 +19,16 @@ from hzplan.layout import REDUCE_DTYPES, Dtype
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of, uniform
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.patterns import Family, enumerate_patterns
-from hzplan.solver.problem import MS, Coefficients, Problem, Question, build_fastest, build_smallest
+from hzplan.solver.problem import MS, Coefficients, Question, build_fastest, build_smallest
+from hzplan.solver.relax import TOLERANCE, optimise, relax
 
 PREFETCH_DEPTHS = (1, 2, 3)
-SEED = 1
 FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_ACCUMULATION = 1024  # forward passes in a step
 MAX_POSITIONS = 128  # uses with rows of their own; what a longer step leaves out costs tightness, not truth
-TOLERANCE = 1e-7
 NEAR = 0.01
 """Predicted steps that differ by less than this share are called equal: no profile is more exact."""
 SMALLEST_S = 10.0  # for each ILP that looks for the least memory
-
-Build = Callable[[Question, Mapping[str, list[int]]], Problem]
 
 
 @dataclass(frozen=True)
@@ -283,7 +279,7 @@ class _Search:
     def relax(self, found: Candidates) -> bool:
         """Solve the relaxation; False when no choice fits the budget."""
         offered = {unit: family.plainest for unit, family in self.families.items()}
-        relaxed = _relax(self.question, offered, build_fastest)
+        relaxed = relax(self.question, offered, build_fastest)
         if relaxed is None:  # perhaps only a mixed choice fits
             smallest = self.smallest
             if smallest.memory.peak > self.request.memory_bytes:
@@ -291,7 +287,7 @@ class _Search:
             found.all.append(smallest)
             for unit, levels in smallest.levels.items():
                 offered[unit] = [*offered[unit], self.families[unit].levels.index(levels)]
-            relaxed = _relax(self.question, offered, build_fastest)
+            relaxed = relax(self.question, offered, build_fastest)
             assert relaxed is not None, "a choice that fits was offered"
         self.relaxed_ms, self.excess = relaxed
         self.bound_ms = self.relaxed_ms
@@ -301,7 +297,7 @@ class _Search:
     def smallest(self) -> Evaluation:
         """The choice with the least peak memory (time is ignored); by the same argument as ``run``."""
         offered = {unit: family.plainest for unit, family in self.families.items()}
-        relaxed = _relax(self.question, offered, build_smallest)
+        relaxed = relax(self.question, offered, build_smallest)
         assert relaxed is not None, "without a budget something always fits"
         bound = relaxed[0]
         excess = {unit: np.full(len(values), np.inf) for unit, values in relaxed[1].items()}
@@ -311,7 +307,7 @@ class _Search:
         while True:
             offered = _cheapest(excess, reach, limit)
             problem = build_smallest(self.question, offered)
-            if _optimise(problem, 0.0, SMALLEST_S) != "solution":  # large, and out of time: a plain answer
+            if optimise(problem, 0.0, SMALLEST_S) != "solution":  # large, and out of time: a plain answer
                 return self.evaluate(
                     {unit: int(np.argmin(f.resident + f.unshard)) for unit, f in self.families.items()}
                 )
@@ -338,7 +334,7 @@ class _Search:
                 self.bound_ms = max(self.bound_ms, found.least_ms)
                 return
             problem = build_fastest(question, offered)
-            solved = _optimise(problem, self.request.gap / 2, max(0.5, deadline - time.monotonic()))
+            solved = optimise(problem, self.request.gap / 2, max(0.5, deadline - time.monotonic()))
             if solved == "solution":
                 evaluated = self.evaluate(problem.choice())
                 over = evaluated.memory.peak - self.request.memory_bytes
@@ -375,57 +371,3 @@ def _cheapest(excess: Mapping[str, Coefficients], reach: float, limit: int) -> d
         unit: [int(i) for i in np.argsort(values, kind="stable")[:limit] if values[i] <= reach]
         for unit, values in excess.items()
     }
-
-
-def _relax(
-    question: Question, offered: Mapping[str, list[int]], build: Build
-) -> tuple[float, dict[str, Coefficients]] | None:
-    """The linear relaxation over all patterns, by column generation from those offered.
-
-    Returns a lower bound and every pattern's excess; None when what is offered does not fit. With r_p the
-    reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs at least
-    z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit; so the result holds at any iteration.
-    """
-    offered = {unit: list(indices) for unit, indices in offered.items()}
-    best: tuple[float, dict[str, Coefficients]] | None = None
-    for _ in range(12):
-        problem = build(question, offered)
-        if _optimise(problem, 0.0, 60.0, relaxed=True) != "solution":
-            return best
-        reduced = problem.reduced_costs()
-        floors = {unit: min(0.0, float(values.min())) for unit, values in reduced.items()}
-        bound = problem.lp.solverModel.getInfo().objective_function_value + sum(floors.values())
-        if best is None or bound > best[0]:
-            best = bound, {unit: np.maximum(values - floors[unit], 0.0) for unit, values in reduced.items()}
-        added = False
-        for unit, values in reduced.items():
-            for index in np.argsort(values, kind="stable")[:4]:
-                if values[index] < -TOLERANCE and int(index) not in offered[unit]:
-                    offered[unit].append(int(index))
-                    added = True
-        if not added:
-            break
-    return best
-
-
-def _optimise(
-    problem: Problem, gap: float, seconds: float, *, relaxed: bool = False
-) -> Literal["solution", "infeasible", "nothing"]:
-    """Run HiGHS on one thread with a fixed seed. A solution found by the time limit counts as one."""
-    solver = pulp.HiGHS(
-        mip=not relaxed,
-        msg=False,
-        threads=1,
-        gapRel=gap,
-        gapAbs=0.0,
-        timeLimit=seconds,
-        random_seed=SEED,
-        mip_feasibility_tolerance=1e-9,
-        primal_feasibility_tolerance=1e-9,
-    )
-    problem.lp.solve(solver)
-    if problem.lp.status == pulp.LpStatusInfeasible:
-        return "infeasible"
-    # PuLP calls a time-out optimal, also one without a solution; HiGHS says whether there is one.
-    has_solution = problem.lp.solverModel.getInfo().primal_solution_status == 2
-    return "solution" if has_solution else "nothing"
