@@ -41,16 +41,12 @@ def interpolate(curve: Curve, size: float) -> float:
     return high_s + max(0.0, (high_s - low_s) / (high - low)) * (size - high)
 
 
-def scratch_bytes(received_bytes: int, ranks: int) -> int:
-    """Bytes of a tier's scratch for exchanges in which a rank receives up to ``received_bytes``.
+def scratch_bytes(received_bytes: int) -> int:
+    """Bytes of a tier's scratch for exchanges in which a rank receives up to ``received_bytes`` from another.
 
-    Larger exchanges come in portions; each lane has room for two of at least an element from each of
-    ``ranks``.
+    Each lane has room for one such message, or where they are larger for two portions of them.
     """
-    if not received_bytes:
-        return 0
-    least = 2 * 8 * ranks
-    lane = max(least, min(MOST_SCRATCH_BYTES, received_bytes) // LANES)
+    lane = min(MOST_SCRATCH_BYTES // LANES, received_bytes)
     return LANES * -(-lane // 256) * 256
 
 
@@ -277,9 +273,7 @@ class CostModel:
             optim_bytes=master_bytes * optimizer.state_per_element,
             staging_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
             scratch_bytes=tuple(
-                scratch_bytes(
-                    max((_received_bytes(bucket, mesh, s) for s in spans if s), default=0), mesh.world
-                )
+                scratch_bytes(max((_received_bytes(bucket, mesh, s) for s in spans if s), default=0))
                 if exchange
                 else 0
                 for spans in final
@@ -333,8 +327,8 @@ class CostModel:
 
 
 def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:
-    """What a rank receives in an exchange: its slice, from every other rank of the group."""
-    return bucket.master_nbytes // mesh.shards[stage.low] - bucket.master_nbytes // mesh.shards[stage.high]
+    """What a rank receives at once in an exchange: its slice."""
+    return bucket.master_nbytes // mesh.shards[stage.high]
 
 
 def _largest_piece(bucket: BucketLayout, slice_numel: int, temporary_per_element: float) -> int:

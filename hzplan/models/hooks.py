@@ -17,6 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hzplan.models.units import Unit
 
+SMALL_ELEMENTS = 1 << 18
+"""Gradients of fewer elements are not worth a call of Python each."""
+
 
 class Listener(Protocol):
     """What hears of a model's progress, on the thread that computes."""
@@ -25,7 +28,10 @@ class Listener(Protocol):
         """A unit's turn begins; its parameters must be whole when this returns."""
 
     def gradient(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient of this backward is complete, in ``parameter.grad``."""
+        """A parameter's gradient of this backward is complete, in ``parameter.grad``.
+
+        Not said of small ones, which a listener finds there when a turn ends.
+        """
 
     def backward_end(self) -> None:
         """``backward()`` is about to return."""
@@ -46,7 +52,7 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
         handles.append(unit.module.register_forward_pre_hook(hooks.before_forward(unit.name), prepend=True))
         handles.append(unit.module.register_forward_hook(hooks.after_forward(unit.name)))
         for _, parameter in unit.parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_small(parameter):
                 handles.append(parameter.register_post_accumulate_grad_hook(hooks.gradient))
 
     def detach() -> None:
@@ -54,6 +60,11 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
             handle.remove()
 
     return detach
+
+
+def is_small(parameter: Tensor) -> bool:
+    """Whether a parameter's gradient comes without a call."""
+    return parameter.numel() < SMALL_ELEMENTS
 
 
 def _cast_inputs(

@@ -17,7 +17,6 @@ from hzplan.hierarchy import Mesh
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
 from hzplan.runtime.collectives import Gather, Reduction
-from hzplan.runtime.faults import Transfer, wait
 
 
 class ExchangeAllGather:
@@ -32,7 +31,7 @@ class ExchangeAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        under_way = _UnderWay(Gather(output_tensor, input_tensor, group).begin())
+        under_way = _UnderWay(Gather(output_tensor, input_tensor, group))
         if async_op:
             return under_way
         under_way.wait()
@@ -42,12 +41,13 @@ class ExchangeAllGather:
 class _UnderWay(dist.Work):
     """An exchange as one piece of work."""
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, gather: Gather) -> None:
         super().__init__()
-        self._transfers = transfers
+        self._gather = gather
+        gather.begin()
 
     def wait(self, timeout: Any = None) -> bool:
-        wait(self._transfers)
+        self._gather.end()
         return True
 
 
@@ -63,7 +63,7 @@ class ExchangeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        room = input_tensor.new_empty(input_tensor.numel() - output_tensor.numel())
+        room = input_tensor.new_empty(output_tensor.numel())
         Reduction(output_tensor, input_tensor, group, room).run()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
@@ -103,7 +103,8 @@ class FSDP2(Trainer):
         for module in [*sharded, self.root]:
             # On gloo there is no stream to run ahead on, so gathers must be asynchronous by themselves.
             module._set_unshard_async_op(True)
-            module.set_custom_all_gather(ExchangeAllGather())  # type: ignore[arg-type]
+            if mesh.size(-1) == 2:  # in a larger group gloo's own ring goes on by itself
+                module.set_custom_all_gather(ExchangeAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
         made, arguments = self.setting.optimizer_class()
         self.optimizer = made(model.parameters(), **arguments)

@@ -88,7 +88,7 @@ def _communication(
     elements = max(size, min(largest_bytes, MOST_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
     whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
     scratch = torch.zeros(
-        scratch_bytes(whole.nbytes, size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+        scratch_bytes(whole.nbytes // size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
     )
     gather = collective("all_gather", groups["unshard", stage], size, place, whole, scratch)
     reduce = collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)

@@ -19,7 +19,6 @@ from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, rising, sizes, spread
 from hzplan.runtime.collectives import Gather, Reduction
-from hzplan.runtime.faults import wait
 from hzplan.runtime.groups import Communicators
 
 FIRST_BYTES = 4 << 10
@@ -100,7 +99,7 @@ def _cases(
     whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
     # As much as the runtime gives a reduction.
     scratch = torch.zeros(
-        scratch_bytes(whole.nbytes, size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+        scratch_bytes(whole.nbytes // size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
     )
     for operation, kind in OPERATIONS.items():
         for index, nbytes in enumerate(wanted):
@@ -122,7 +121,7 @@ def collective(
     part = whole[place * length : (place + 1) * length]
     if operation == "all_gather":
         gather = Gather(whole, part, group)
-        return lambda: wait(gather.begin())
+        return gather.run
     if operation == "reduce_scatter":
         return Reduction(part, whole, group, scratch).run
     return partial(_all_reduce, whole, group)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.layout import ALIGNMENT_BYTES, MASTER_DTYPE, TensorSpec
-from hzplan.models.hooks import attach
+from hzplan.models.hooks import attach, is_small
 from hzplan.models.units import Unit
 from hzplan.profiler.probe import Probe, Silence
 from hzplan.runtime.unit import deliver
@@ -27,6 +27,9 @@ class Turns:
     def __init__(self, units: Sequence[Unit], world: int) -> None:
         self._slots = _gradient_slots(units)
         self._scale = 1.0 / world
+        self._small = {
+            unit.name: [p for _, p in unit.parameters if p.requires_grad and is_small(p)] for unit in units
+        }
         self._uses: list[Use] = []
         self._probe: Probe = Silence()
         self._on_turn: Callable[[int], None] | None = None
@@ -62,6 +65,7 @@ class Turns:
     def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
         """A unit's turn begins."""
         if self._uses:
+            self._take_small(self._uses[-1].unit)
             self._probe.cut()
         self._uses.append(Use(unit, phase))
         if self._on_turn is not None:
@@ -78,7 +82,15 @@ class Turns:
 
     def backward_end(self) -> None:
         """The last turn ends."""
+        for unit in self._small:
+            self._take_small(unit)
         self._probe.end()
+
+    def _take_small(self, unit: str) -> None:
+        """Of a unit whose turn ends."""
+        for parameter in self._small[unit]:
+            if parameter.grad is not None:
+                self.gradient(parameter)
 
 
 def _gradient_slots(units: Sequence[Unit]) -> dict[int, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,14 +72,14 @@ class Choice:
 
 def parallelize(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     optimizer_class: Callable[..., Optimizer] = torch.optim.AdamW,
     *,
     params: Iterable[Any] | None = None,
     streams: Streams = Streams.TIERS,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
-    """Shard a model in place as a plan says, and make its optimizer.
+    """Shard a model in place as a plan (or the file of one) says, and make its optimizer.
 
     ``params``: parameters or parameter groups as torch's optimizers take them (default: all trained
     parameters in one group); ``arguments`` go to ``optimizer_class``, which must work element by element.
@@ -99,6 +100,7 @@ def parallelize(
 
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_model(model, plan)
     return apply(model, Choice.of(plan), optimizer_class, params=params, streams=streams, **arguments)
 

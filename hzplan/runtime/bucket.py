@@ -10,7 +10,6 @@ from hzplan.cost import reduce_spans
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import BucketLayout
 from hzplan.runtime.collectives import Gather, Reduction
-from hzplan.runtime.faults import wait
 from hzplan.runtime.groups import Communicators
 
 
@@ -101,6 +100,7 @@ class Bucket:
         ]
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
             parameter.data = view
+            parameter.grad = None  # of before; what backward leaves there is taken as this model's
         self.hide()
 
     def show(self) -> None:
@@ -231,7 +231,7 @@ class Bucket:
         for kind, stage in stages:
             if stage is not None:
                 part = self.within(whole, 0, stage.high)
-                wait(Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).begin())
+                Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).run()
         return self.views(whole)
 
     def pieces(self, level: int) -> list[tuple[int, Tensor, Tensor]]:

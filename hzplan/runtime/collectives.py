@@ -15,6 +15,7 @@ so that nothing is allocated for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,9 @@ class Gather:
 
     ``part`` may be this rank's slice of ``whole``. With ``wire`` it must be, and is rounded like all others,
     so that ranks end up with the same values.
+
+    An exchange goes round in a ring: every rank passes on to the next one what it had from the one before.
+    Each link then carries one message at a time; when all send to one at once they drop each other's packets.
     """
 
     def __init__(
@@ -64,28 +68,45 @@ class Gather:
             whole, part = travels, mine
         self._whole, self._part = whole, part
         self._exchanges = exchanges(whole.device, group)
+        self._under_way: list[Transfer] = []
         if self._exchanges:
-            slices, place, others = whole.view(group.size(), -1), group.rank(), _others(group)
-            self._receives = [_message(slices[peer], peer, group) for peer in reversed(others)]
-            self._sends = [_message(part, peer, group) for peer in others]
+            slices, place, size = whole.view(group.size(), -1), group.rank(), group.size()
+            passed = [part, *(slices[(place - step) % size] for step in range(1, size))]
+            self._receives = [_message(view, (place - 1) % size, group) for view in passed[1:]]
+            self._sends = [_message(view, (place + 1) % size, group) for view in passed[:-1]]
             self._own = None if slices[place].data_ptr() == part.data_ptr() else slices[place]
 
-    def begin(self, tag: int = 0) -> list[Transfer]:
-        """Under way; ``wait`` for what it returns, then ``end``.
+    def run(self) -> None:
+        """From begin to end."""
+        self.begin()
+        self.end()
+
+    def begin(self, tag: int = 0) -> None:
+        """Under way; ``end`` waits for it.
 
         ``tag``: exchanges of one tag on a group are in the same order on every rank; others need not be.
         """
         _convert(self._before)
+        self._tag = tag
         if not self._exchanges:
-            return [Transfer(_all_gather(self._whole, self._part, group=self._group, async_op=True))]
-        under_way = _receive(self._group, self._receives, tag)
-        under_way += _send(self._group, self._sends, tag)
+            work = _all_gather(self._whole, self._part, group=self._group, async_op=True)
+            self._under_way = [Transfer(work)]
+            return
+        self._under_way = [_receive(self._group, message, tag) for message in self._receives]
+        self._sent = [_send(self._group, message, tag) for message in self._sends[:1]]
         if self._own is not None:
             self._own.copy_(self._part)
-        return under_way
 
     def end(self) -> None:
-        """What has arrived is put where it is read."""
+        """Return when what has arrived is where it is read."""
+        if self._exchanges:
+            for transfer, following in zip(self._under_way, [*self._sends[1:], None], strict=True):
+                wait([transfer])
+                if following is not None:
+                    self._sent.append(_send(self._group, following, self._tag))
+            wait(self._sent)
+        else:
+            wait(self._under_way)
         _convert(self._after)
 
 
@@ -150,7 +171,11 @@ class _Native:
 
 
 class _Exchange:
-    """Every rank sends every other one its slice, in portions, and sums what arrives."""
+    """Every rank sends every other one its slice, one after the other, and adds up what arrives.
+
+    In portions of at most half of ``scratch``: one is summed while the next one travels. In step k everyone
+    sends to the k-th rank after it, so that no two send to the same.
+    """
 
     def __init__(
         self,
@@ -161,73 +186,73 @@ class _Exchange:
         wire: torch.dtype | None,
     ) -> None:
         self._group = group
-        size, self._place = group.size(), group.rank()
-        slices, others = whole.view(size, -1), _others(group)
-        length, fits = part.numel(), scratch.numel() // (size - 1)
-        portion = length if fits >= length else fits // 2
+        size, place = group.size(), group.rank()
+        slices, length = whole.view(size, -1), part.numel()
+        portion = length if scratch.numel() >= length else scratch.numel() // 2
         bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
-        halves = scratch[: min(2, len(bounds)) * (size - 1) * portion].view(-1, size - 1, portion)
-        self._receives: list[list[Message]] = []
-        self._sends: list[list[Message]] = []
-        self._terms: list[list[Tensor]] = []  # of every portion, in group order
-        self._parts = [part[start:end] for start, end in bounds]
-        self._narrow: list[list[Conversion]] = []  # before a portion is sent
-        self._widen: list[list[Conversion]] = []  # after one has arrived
-        for index, (start, end) in enumerate(bounds):
-            room = {peer: halves[index % 2][row, : end - start] for row, peer in enumerate(sorted(others))}
-            sent = {peer: slices[peer][start:end] for peer in others}
-            terms = room | {self._place: slices[self._place][start:end]}
-            self._terms.append([terms[member] for member in range(size)])
-            narrow, widen = [], []
-            if wire is not None:
-                travel = {peer: front(view, wire) for peer, view in sent.items()}
-                arrive = {peer: back(view, wire) for peer, view in room.items()}
-                narrow = [Conversion(sent[peer], travel[peer]) for peer in others]
-                widen = [Conversion(arrive[peer], room[peer]) for peer in others]
-                sent, room = travel, arrive
-            self._narrow.append(narrow)
-            self._widen.append(widen)
-            self._receives.append([_message(room[peer], peer, group) for peer in reversed(others)])
-            self._sends.append([_message(sent[peer], peer, group) for peer in others])
+        self._part, self._own = part, slices[place]
+        self._steps = [
+            [
+                _Portion(
+                    receive=_message(arrives, (place - step) % size, group),
+                    send=_message(travels, (place + step) % size, group),
+                    narrow=None if wire is None else Conversion(sent, travels),
+                    widen=None if wire is None else Conversion(arrives, room),
+                    room=room,
+                    first=self._own[start:end] if step == 1 else part[start:end],
+                    target=part[start:end],
+                )
+                for index, (start, end) in enumerate(bounds)
+                for room in [scratch[index % 2 * portion :][: end - start]]
+                for sent in [slices[(place + step) % size][start:end]]
+                for arrives in [room if wire is None else back(room, wire)]
+                for travels in [sent if wire is None else front(sent, wire)]
+            ]
+            for step in range(1, size)
+        ]
 
     def run(self, accumulate: bool, tag: int) -> None:
-        ahead = min(2, len(self._parts))
-        receives = [_receive(self._group, messages, tag) for messages in self._receives[:ahead]]
-        sends = [sent for index in range(ahead) for sent in self._send(index, tag)]
-        for index, (terms, part) in enumerate(zip(self._terms, self._parts, strict=True)):
-            wait(receives[index])
-            _convert(self._widen[index])
-            if accumulate:
-                for term in terms:
-                    part.add_(term)
-            else:
-                _sum(terms, self._place, part)
-            if index + 2 < len(self._parts):
-                receives.append(_receive(self._group, self._receives[index + 2], tag))
-                sends += self._send(index + 2, tag)
-        wait(sends)
+        if accumulate:
+            self._part.add_(self._own)
+        for portions in self._steps:
+            under_way = [self._begin(portion, tag) for portion in portions[:2]]
+            for index, portion in enumerate(portions):
+                receive, send = under_way[index]
+                wait([receive])
+                if portion.widen is not None:
+                    portion.widen.run()
+                sum_so_far = portion.target if accumulate else portion.first
+                torch.add(sum_so_far, portion.room, out=portion.target)
+                if index + 2 < len(portions):
+                    under_way.append(self._begin(portions[index + 2], tag))
+                wait([send])
 
-    def _send(self, index: int, tag: int) -> list[Transfer]:
-        _convert(self._narrow[index])
-        return _send(self._group, self._sends[index], tag)
+    def _begin(self, portion: _Portion, tag: int) -> tuple[Transfer, Transfer]:
+        receive = _receive(self._group, portion.receive, tag)
+        if portion.narrow is not None:
+            portion.narrow.run()
+        return receive, _send(self._group, portion.send, tag)
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """What goes to one rank and comes from another at once.
+
+    ``target`` becomes ``first`` plus what arrives in ``room``.
+    """
+
+    receive: Message
+    send: Message
+    narrow: Conversion | None
+    widen: Conversion | None
+    room: Tensor
+    first: Tensor
+    target: Tensor
 
 
 def _convert(conversions: Sequence[Conversion]) -> None:
     for conversion in conversions:
         conversion.run()
-
-
-def _sum(terms: Sequence[Tensor], place: int, out: Tensor) -> None:
-    """Add up in order; ``out`` may be the memory of ``terms[place]``: what comes before goes elsewhere."""
-    total = terms[0]
-    for index, term in enumerate(terms[1:], start=1):
-        total = torch.add(total, term, out=terms[0] if index < place else out)
-
-
-def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks of a group, the next one first, so that no two ranks begin with the same."""
-    size, place = group.size(), group.rank()
-    return [(place + step) % size for step in range(1, size)]
 
 
 def _message(view: Tensor, peer: int, group: dist.ProcessGroup) -> Message:
@@ -237,9 +262,11 @@ def _message(view: Tensor, peer: int, group: dist.ProcessGroup) -> Message:
 # As ``dist.irecv`` and ``dist.isend``, without what they check in Python each time.
 
 
-def _receive(group: dist.ProcessGroup, messages: Sequence[Message], tag: int) -> list[Transfer]:
-    return [Transfer(group.recv(views, peer, tag), rank) for views, peer, rank in messages]
+def _receive(group: dist.ProcessGroup, message: Message, tag: int) -> Transfer:
+    views, peer, rank = message
+    return Transfer(group.recv(views, peer, tag), rank)
 
 
-def _send(group: dist.ProcessGroup, messages: Sequence[Message], tag: int) -> list[Transfer]:
-    return [Transfer(group.send(views, peer, tag), rank) for views, peer, rank in messages]
+def _send(group: dist.ProcessGroup, message: Message, tag: int) -> Transfer:
+    views, peer, rank = message
+    return Transfer(group.send(views, peer, tag), rank)

@@ -18,11 +18,13 @@ from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.collectives import Gather, Reduction, exchanges
 from hzplan.runtime.executor import Executor, Streams
-from hzplan.runtime.faults import Transfer, wait
 from hzplan.runtime.groups import Communicators
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
 from hzplan.schedule import Kind, Schedule, Task
+
+MOST_GATHERS = 1 << 8
+"""Of a task, told apart by their tags while they are under way together."""
 
 
 class Mode(Enum):
@@ -111,7 +113,7 @@ class Engine:
         ]
         self._scratch = [
             [
-                torch.zeros(scratch_bytes(size, self.mesh.world) // LANES, dtype=torch.uint8, device=device)
+                torch.zeros(scratch_bytes(size) // LANES, dtype=torch.uint8, device=device)
                 for _ in range(LANES)
             ]
             for size in sizes
@@ -172,10 +174,8 @@ class Engine:
         tag = task.index + 1  # what is under way at once on a stream is told apart by it
         for reduction, arrives in prepared.reductions:
             reduction.run(accumulate=arrives and task.position >= len(self.schedule.uses), tag=tag)
-        under_way: list[Transfer] = []
-        for gather in prepared.gathers:
-            under_way += gather.begin(tag)
-        wait(under_way)
+        for index, gather in enumerate(prepared.gathers):
+            gather.begin(tag * MOST_GATHERS + index)
         for gather in prepared.gathers:
             gather.end()
 
@@ -217,19 +217,8 @@ class Engine:
         Before that turn the slot may be another unit's: an early gradient stays in ``parameter.grad``.
         """
         unit = self._unit_of[id(parameter)]
-        if unit.name not in self._trainable:
-            raise RuntimeError(
-                f"unit {unit.name!r} has a gradient, but took no part when the model was recorded; "
-                "profile and solve with a step that uses it, or set requires_grad=False"
-            )
-        if self.mode is not Mode.SCHEDULED:
-            return
-        if unit.name in self._reduced:
-            raise RuntimeError(
-                f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "
-                "recorded; profile and solve again"
-            )
-        if unit.name in self._reduced_at.get(self._position, ()):
+        self._require_expected(unit)
+        if self.mode is Mode.SCHEDULED and unit.name in self._reduced_at.get(self._position, ()):
             unit.take_gradient(parameter, accumulate=self._micro_batch > 0)
 
     def backward_end(self) -> None:
@@ -243,9 +232,24 @@ class Engine:
         if self.mode is not Mode.SCHEDULED:
             self._reduce_on_demand()
         for unit in self.units.values():
+            if unit.left_over():
+                self._require_expected(unit)
             unit.expect_gradients()
         self._reduced.clear()
         self._micro_batch += 1
+
+    def _require_expected(self, unit: UnitState) -> None:
+        """A gradient has come: the schedule must have a place for it, and not have sent it yet."""
+        if unit.name not in self._trainable:
+            raise RuntimeError(
+                f"unit {unit.name!r} has a gradient, but took no part when the model was recorded; "
+                "profile and solve with a step that uses it, or set requires_grad=False"
+            )
+        if unit.name in self._reduced:
+            raise RuntimeError(
+                f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "
+                "recorded; profile and solve again"
+            )
 
     def wait_gradients(self) -> None:
         """Return when every gradient of this step is reduced."""
@@ -341,7 +345,7 @@ class Engine:
             if name not in kept:
                 self.units[name].release()
         for name in self._reduced_at.get(position, ()):
-            self.units[name].fill_missing(accumulate=self._micro_batch > 0)
+            self.units[name].take_rest(accumulate=self._micro_batch > 0)
             self._reduced.add(name)
         self.executor.end(self.schedule.compute[position])
 
@@ -391,7 +395,7 @@ class Engine:
         position = self._micro_batch * len(self.schedule.uses)
         left = [name for name in self._trainable if name not in self._reduced]
         for name in sorted(left, key=lambda name: self.units[name].expects_all):
-            self.units[name].fill_missing(accumulate=self._micro_batch > 0)
+            self.units[name].take_rest(accumulate=self._micro_batch > 0)
             for tier in range(len(self.mesh.tiers)):
                 self.run(Task(-1, kind, "", (name,), tier, position))
             if final:
@@ -440,11 +444,10 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
 
 
 def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
-    """The most that a reduce on a tier receives: a rank's slice, from every other rank of the group."""
+    """The most that a reduce on a tier receives at once: a rank's slice."""
     return max(
         (
-            bucket.layout.master_nbytes // bucket.mesh.shards[stage.low]
-            - bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
+            bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
             for unit in units
             for bucket in unit.buckets
             for stage in bucket.reduce_stages(tier, final=True)

@@ -98,15 +98,31 @@ class UnitState:
         deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
         del self._missing[id(parameter)]
 
-    def fill_missing(self, *, accumulate: bool) -> None:
-        """Parameters that took no part in this micro-batch have a gradient of zero."""
-        for key, parameter in list(self._missing.items()):
-            bucket, index = self._place_of[key]
-            if parameter.grad is not None:
-                self.take_gradient(parameter, accumulate=accumulate)
-            elif bucket.staged or not accumulate:
-                bucket.grad_views[index].zero_()
+    @torch.no_grad()
+    def take_rest(self, *, accumulate: bool) -> None:
+        """The turn is over: move what is there; what took no part in this micro-batch has a gradient of zero.
+
+        All at once where that is possible: most parameters are small, and a model has many.
+        """
+        for bucket in self.trainable_buckets:
+            adds = accumulate and not bucket.staged
+            gradients: list[Tensor] = []
+            targets: list[Tensor] = []
+            for parameter, target in zip(bucket.parameters, bucket.grad_views, strict=True):
+                if id(parameter) not in self._missing:
+                    continue
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    gradients.append(gradient)
+                    targets.append(target)
+                elif not adds:
+                    target.zero_()
+            deliver_all(gradients, targets, self._scale, accumulate=adds)
         self._missing.clear()
+
+    def left_over(self) -> bool:
+        """Whether gradients have come that nobody took."""
+        return any(p.grad is not None for bucket in self.trainable_buckets for p in bucket.parameters)
 
 
 def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool) -> None:
@@ -129,6 +145,20 @@ def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool)
             place.add_(cast, alpha=scale)
         else:
             torch.mul(cast, scale, out=place)
+
+
+def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *, accumulate: bool) -> None:
+    """``deliver`` for many."""
+    if not gradients:
+        return
+    if not accumulate:  # the copy casts
+        torch._foreach_copy_(targets, gradients)
+        torch._foreach_mul_(targets, scale)
+    elif gradients[0].dtype == targets[0].dtype:
+        torch._foreach_add_(targets, gradients, alpha=scale)
+    else:
+        for gradient, target in zip(gradients, targets, strict=True):
+            deliver(gradient, target, scale, accumulate=True)
 
 
 def _cut(slot: Tensor, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
