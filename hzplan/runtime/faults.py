@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from hzplan.errors import StreamError, is_lost_peer, one_line
+from hzplan.runtime.blame import passed_on
 
 GRACE = timedelta(milliseconds=200)
 """How long the others of an exchange have once one of them has not arrived."""
@@ -24,7 +25,14 @@ class Transfer(NamedTuple):
 
 
 class Unfinished(RuntimeError):
-    """Part of an exchange did not finish: what with, as one phrase; ``__cause__`` is the backend's error."""
+    """Part of an exchange did not finish: what with, as one phrase; ``__cause__`` is the backend's error.
+
+    ``late``: because a rank did not arrive.
+    """
+
+    def __init__(self, message: str, *, late: bool) -> None:
+        super().__init__(message)
+        self.late = late
 
 
 def wait(transfers: Sequence[Transfer]) -> None:
@@ -36,10 +44,14 @@ def wait(transfers: Sequence[Transfer]) -> None:
             transfer.work.wait()
         except RuntimeError as error:
             after_s = time.monotonic() - began
+            late = _is_late(error)
             missing = {transfer.peer}
-            if _is_late(error):  # then it is over in any case; else a wait that ends would break connections
+            if late:  # then it is over in any case; else a wait that ends would break connections
                 missing |= {other.peer for other in transfers[index + 1 :] if not _finishes(other)}
-            raise Unfinished(_phrase(error, [p for p in missing if p is not None], after_s)) from error
+            named = frozenset(peer for peer in missing if peer is not None)
+            if named and (late or is_lost_peer(error)):
+                late, named = passed_on(late, named)
+            raise Unfinished(_phrase(error, late, sorted(named), after_s), late=late) from error
 
 
 def _finishes(transfer: Transfer) -> bool:
@@ -50,11 +62,11 @@ def _finishes(transfer: Transfer) -> bool:
     return False
 
 
-def _phrase(error: RuntimeError, missing: Sequence[int], after_s: float) -> str:
+def _phrase(error: RuntimeError, late: bool, missing: Sequence[int], after_s: float) -> str:
     if not missing:
-        return f"it did not finish within {after_s:.0f} s" if _is_late(error) else one_line(error)
-    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
-    if _is_late(error):
+        return f"it did not finish within {after_s:.0f} s" if late else one_line(error)
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    if late:
         return f"{who} did not arrive within {after_s:.0f} s"
     return f"the connection to {who} broke" if is_lost_peer(error) else f"with {who}: {one_line(error)}"
 
@@ -73,7 +85,7 @@ def named(what: str) -> Iterator[None]:
         cause = error.__cause__ or error if isinstance(error, Unfinished) else error
         lost, late = is_lost_peer(cause), _is_late(cause)
         if isinstance(error, Unfinished):
-            why = str(error)
+            why, late = str(error), error.late
         elif lost:
             why = "other ranks did not arrive in time" if late else "the connection to another rank broke"
         else:

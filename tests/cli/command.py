@@ -60,6 +60,22 @@ def hzplan(*arguments: object, cwd: Path, timeout_s: float = 120.0, **extra: str
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+def torchrun(nproc: int, *arguments: object, cwd: Path, timeout_s: float = 200.0) -> Done:
+    """Run a script, or a module after ``-m``, on local ranks in a folder."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *arguments]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=environment(OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
 @contextmanager
 def started(*arguments: object, cwd: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
     """``hzplan`` at work in a folder, its output in pipes; killed if the test leaves it running."""

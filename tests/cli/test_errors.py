@@ -13,7 +13,7 @@ import pytest
 
 from hzplan.formats.base import to_text
 from hzplan.formats.plan import Plan
-from tests.cli.command import Done, hzplan
+from tests.cli.command import Done, hzplan, torchrun
 from tests.plans import make_plan
 
 FACTORIES = """
@@ -297,6 +297,16 @@ def test_a_rank_that_does_not_arrive_is_named(folder: Path) -> None:
     assert re.search(
         r"^hzplan: rank 0: stream \w+\.0, task .*: rank 1 did not arrive within 3 s$", done.lines[-1]
     )
+
+
+def test_a_rank_that_does_not_arrive_in_a_ring_is_named_by_all(folder: Path) -> None:
+    (folder / "factories.py").write_text(FACTORIES)
+    make_plan("gpt:nano", mesh="4").save(folder / "plan.json")
+    command = ("run", "plan.json", "factories:Sleeps", "--steps", 50, "--timeout", 3)
+    done = torchrun(4, "-m", "hzplan", *command, cwd=folder)
+    assert done.code != 0
+    said = re.findall(r"hzplan: rank (\d): stream .*: rank 1 did not arrive within 3 s", done.stderr)
+    assert {"0", "2", "3"} == set(said)
 
 
 def test_debugging_shows_the_traceback(folder: Path) -> None:

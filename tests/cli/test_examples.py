@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ROOT, environment, hzplan
+from tests.cli.command import ROOT, Done, hzplan, torchrun
 
 EXAMPLES = ROOT / "examples"
 
@@ -27,20 +25,7 @@ def test_the_loops_are_four_lines_apart() -> None:
     assert 1 <= len(ours) <= 4, ours
 
 
-def as_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A script under torchrun."""
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
-        cwd=folder,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+def losses(done: Done) -> list[float]:
     """What a script prints."""
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
@@ -60,10 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_both_loops_train_alike(folder: Path) -> None:
-    done = as_two_ranks("train.py", folder)
-    assert done.returncode == 0, done.stderr
+    done = torchrun(2, "train.py", cwd=folder)
+    assert done.code == 0, done.stderr
     # How FSDP2's ends is not ours to say: now and then torch aborts when Python is taken apart.
-    planned, fsdp2 = losses(done), losses(as_two_ranks("train_fsdp2.py", folder))
+    planned, fsdp2 = losses(done), losses(torchrun(2, "train_fsdp2.py", cwd=folder))
     assert len(planned) == len(fsdp2) == 6
     assert planned == pytest.approx(fsdp2, rel=1e-3)
     assert planned[-1] < planned[0] - 1
@@ -76,7 +61,7 @@ def test_an_error_in_the_loop_stays_what_it_is(folder: Path) -> None:
     text = (folder / "train.py").read_text(encoding="utf-8")
     broken = text.replace("    scheduler.step()\n", f"    scheduler.step()\n{raising}")
     (folder / "broken.py").write_text(broken, encoding="utf-8")
-    done = as_two_ranks("broken.py", folder)
+    done = torchrun(2, "broken.py", cwd=folder)
     assert "ValueError: mine" in done.stderr
     assert "terminate called" not in done.stderr
     assert re.search(r"exitcode +: 1 ", done.stderr), done.stderr

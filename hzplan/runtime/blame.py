@@ -1,0 +1,67 @@
+"""Who holds a job up: ranks that wait for one that waits for another pass the blame on.
+
+In a ring, or over several stages, the rank that one waits for is often itself waiting. A rank that gives up
+writes into the job's store whom it waited for; whoever is blamed and has written nothing is to blame.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+PATIENCE_S = 2.0
+"""How long the others have to write: they gave up at about the same time, or not at all."""
+POLL_S = 0.05
+
+Blame = tuple[bool, frozenset[int]]
+"""Whether ranks are late (or else lost), and which."""
+
+
+def passed_on(late: bool, missing: Collection[int]) -> Blame:
+    """Write down whom this rank blames, and find who is to blame in the end.
+
+    Without a job's store, or where all blame each other, it is those that were given.
+    """
+    mine = late, frozenset(missing)
+    try:
+        store = distributed_c10d._get_default_store()
+        store.set(_key(dist.get_rank()), f"{'late' if late else 'lost'} {','.join(map(str, missing))}")
+
+        def read(rank: int) -> Blame | None:
+            if not store.check([_key(rank)]):
+                return None
+            kind, _, ranks = store.get(_key(rank)).decode().partition(" ")
+            return kind == "late", frozenset(int(other) for other in ranks.split(",") if other)
+
+        return follow(mine, dist.get_rank(), read, time.monotonic() + PATIENCE_S)
+    except (RuntimeError, ValueError):  # the store went with the rank that held it
+        return mine
+
+
+def follow(mine: Blame, me: int, read: Callable[[int], Blame | None], until: float) -> Blame:
+    """From rank to rank, to those who blame nobody by a time (monotonic seconds).
+
+    ``read``: what a rank has written, None while it has not.
+    """
+    silent = dict.fromkeys(mine[1], mine[0])  # by rank: whether it is said to be late
+    seen = {me}
+    while True:
+        for rank in list(silent):
+            if (found := read(rank)) is not None:
+                del silent[rank]
+                seen.add(rank)
+                silent |= {other: found[0] for other in found[1] if other not in seen}
+        if not silent or time.monotonic() >= until:
+            break
+        time.sleep(POLL_S)
+    if not silent:
+        return mine
+    late = [rank for rank, is_late in silent.items() if is_late]
+    return (True, frozenset(late)) if late else (False, frozenset(silent))
+
+
+def _key(rank: int) -> str:
+    return f"hzplan/waits/{rank}"
