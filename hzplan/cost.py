@@ -203,6 +203,16 @@ class CostModel:
         """Nanoseconds of a use's own computation."""
         return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
 
+    def late_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:
+        """By how many nanoseconds the slowest rank takes longer, for every task of a schedule."""
+        uses = len(schedule.uses)
+        return [
+            round(self._use_cost(task.position % uses, micro_batch).late_seconds * 1e9)
+            if task.kind is Kind.COMPUTE
+            else 0
+            for task in schedule.tasks
+        ]
+
     def _use_cost(self, use_index: int, micro_batch: int) -> UseCost:
         costs = self.profile.uses[use_index].costs
         return next(cost for cost in costs if cost.micro_batch == micro_batch)

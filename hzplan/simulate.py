@@ -9,6 +9,7 @@ each other, which is what is reported as the prediction.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,88 +88,171 @@ def replay_shared(
     schedule: Schedule,
     durations_ns: Sequence[int],
     interference: Interference | None = None,
-    steps: int = 4,
+    late_ns: Sequence[int] | None = None,
 ) -> Timeline:
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
     While a tier is at work compute progresses slower, and while compute runs the tier's tasks do.
+
+    ``late_ns``: by how much the slowest rank's compute takes longer, by task. Then a few ranks compute, each
+    now faster and now slower than the mean, and what they do together begins when the last of them comes.
+    Exposed time is their mean, compute tasks' times are the first one's.
     """
-    cost = interference or Interference.none(schedule.tiers)
-    total = len(schedule.tasks)
-    streams = list(schedule.streams.values())
-    heads = [0] * len(streams)
-    ends: dict[int, float] = {}
-    starts: dict[int, float] = {}
-    remaining: dict[int, float] = {}  # stream index -> work left of its running task
-    now = 0.0
+    return _Replay(schedule, durations_ns, interference, late_ns).run()
 
-    def key(stream: int) -> int:
-        step, place = divmod(heads[stream], len(streams[stream]))
-        return step * total + streams[stream][place].index
 
-    def task_of(stream: int) -> Task:
-        return streams[stream][heads[stream] % len(streams[stream])]
+PARTS = (-1.0, -1 / 3, 1 / 3, 1.0)
+"""Where ranks lie between the fastest and the slowest of a use; as many ranks as are followed."""
+STEPS, STEPS_OF_MANY = 4, 6
+"""How many steps are replayed, of which the later half counts; of several ranks, whose steps differ, more."""
 
-    def ready(stream: int) -> bool:
-        step = heads[stream] // len(streams[stream])
-        task = task_of(stream)
-        return (
-            step < steps
-            and all(step * total + u in ends for u in task.after)
-            and (step == 0 or all((step - 1) * total + u in ends for u in task.after_previous))
+
+class _Replay:
+    """Streams with the heads of their queues, and the time. Compute is a stream of every rank's own."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        durations_ns: Sequence[int],
+        interference: Interference | None,
+        late_ns: Sequence[int] | None,
+    ) -> None:
+        self.schedule, self.durations_ns = schedule, durations_ns
+        self.late_ns = late_ns if late_ns is not None and any(late_ns) else None
+        self.cost = interference or Interference.none(schedule.tiers)
+        self.ranks = len(PARTS) if self.late_ns else 1
+        self.steps = STEPS_OF_MANY if self.late_ns else STEPS
+        self.total = len(schedule.tasks)
+        together = [tasks for name, tasks in schedule.streams.items() if name != COMPUTE_STREAM]
+        compute = schedule.streams[COMPUTE_STREAM]
+        self.queues = [*([compute] * self.ranks), *together]  # a rank's compute has the rank's number
+        self.heads = [0] * len(self.queues)
+        self.remaining: dict[int, float] = {}  # queue -> work left of its running task
+        # By step and task: of every rank, for what they do together all of one value.
+        self.starts: list[dict[int, float]] = [{} for _ in range(self.ranks)]
+        self.ends: list[dict[int, float]] = [{} for _ in range(self.ranks)]
+        self.ended: dict[int, int] = {}  # by how many ranks
+        self.now = 0.0
+
+    def run(self) -> Timeline:
+        """Until all queues are through."""
+        length = [self.steps * len(queue) for queue in self.queues]
+        while any(head < end for head, end in zip(self.heads, length, strict=True)):
+            self._start_ready()
+            if self.remaining:
+                self._pass_time()
+        first = self.steps // 2 * self.total
+        last = (self.steps - 1) * self.total
+        period = (self.starts[0][last] - self.starts[0][first]) / (self.steps - 1 - self.steps // 2)
+        exposed: dict[str, float] = {}
+        counted = [last] if self.ranks == 1 else range(first, last, self.total)
+        for starts, ends in zip(self.starts, self.ends, strict=True):
+            for base in counted:
+                waits = _exposed(
+                    self.schedule,
+                    [starts[base + i] for i in range(self.total)],
+                    [ends[base + i] for i in range(self.total)],
+                    starts[base] + period,
+                )
+                for name, wait in waits.items():
+                    exposed[name] = exposed.get(name, 0.0) + wait / self.ranks / len(counted)
+        origin = self.starts[0][last]
+        return Timeline(
+            tuple(self.starts[0][last + i] - origin for i in range(self.total)),
+            tuple(self.ends[0][last + i] - origin for i in range(self.total)),
+            period,
+            exposed,
         )
 
-    while len(ends) < steps * total:
+    def _task(self, queue: int) -> Task:
+        return self.queues[queue][self.heads[queue] % len(self.queues[queue])]
+
+    def _key(self, queue: int) -> int:
+        return self.heads[queue] // len(self.queues[queue]) * self.total + self._task(queue).index
+
+    def _ready(self, queue: int) -> bool:
+        """What a rank's compute needs of compute is its own; everything else needs all ranks'."""
+        step = self.heads[queue] // len(self.queues[queue])
+        if step >= self.steps:
+            return False
+        task, own = self._task(queue), queue < self.ranks
+        edges = [(step, u) for u in task.after]
+        if step:
+            edges += [(step - 1, u) for u in task.after_previous]
+        if own:
+            ends = self.ends[queue]
+            return all(at * self.total + u in ends for at, u in edges)
+        return all(self.ended.get(at * self.total + u, 0) == self.ranks for at, u in edges)
+
+    def _start_ready(self) -> None:
+        """Start what can start; tasks of zero length end at once."""
         progressed = True
-        while progressed:  # start what can start; tasks of zero length end at once
+        while progressed:
             progressed = False
-            for stream in range(len(streams)):
-                if stream not in remaining and ready(stream):
-                    starts[key(stream)] = now
-                    duration = durations_ns[task_of(stream).index]
-                    if duration:
-                        remaining[stream] = float(duration)
+            for queue in range(len(self.queues)):
+                if queue not in self.remaining and self._ready(queue):
+                    key = self._key(queue)
+                    for starts in self._of(queue, self.starts):
+                        starts[key] = self.now
+                    if duration := self._duration_ns(queue, key):
+                        self.remaining[queue] = duration
                     else:
-                        ends[key(stream)] = now
-                        heads[stream] += 1
+                        self._end(queue)
                     progressed = True
-        if not remaining:
-            continue
+
+    def _duration_ns(self, queue: int, key: int) -> float:
+        task = self._task(queue)
+        duration = float(self.durations_ns[task.index])
+        if queue < self.ranks and self.late_ns is not None:
+            places = random.Random(key).sample(range(self.ranks), self.ranks)
+            duration = max(0.0, duration + self.late_ns[task.index] * PARTS[places[queue]])
+        return duration
+
+    def _end(self, queue: int) -> None:
+        key = self._key(queue)
+        for ends in self._of(queue, self.ends):
+            ends[key] = self.now
+            self.ended[key] = self.ended.get(key, 0) + 1
+        self.heads[queue] += 1
+
+    def _of(self, queue: int, by_rank: list[dict[int, float]]) -> list[dict[int, float]]:
+        """A rank's own, or everyone's."""
+        return [by_rank[queue]] if queue < self.ranks else by_rank
+
+    def _pass_time(self) -> None:
+        """Until the next task ends."""
         on_tier: dict[int, int] = {}
-        for stream in remaining:
-            on_tier[task_of(stream).tier] = on_tier.get(task_of(stream).tier, 0) + 1
-        computing = any(task_of(stream).stream == COMPUTE_STREAM for stream in remaining)
-        speed = 1.0 - sum(cost.lost[tier] for tier in on_tier if tier >= 0)
+        for queue in self.remaining:
+            if queue >= self.ranks:
+                tier = self._task(queue).tier
+                on_tier[tier] = on_tier.get(tier, 0) + 1
+        computing = sum(queue < self.ranks for queue in self.remaining) / self.ranks
+        speed = 1.0 - sum(self.cost.lost[tier] for tier in on_tier if tier >= 0)
         slowdown = {
-            stream: _slowdown(task_of(stream), on_tier, speed, cost if computing else None)
-            for stream in remaining
+            queue: _slowdown(self._task(queue), on_tier, speed, self.cost, computing)
+            for queue in self.remaining
         }
-        elapsed = min(work * slowdown[stream] for stream, work in remaining.items())
-        now += elapsed
-        for stream in list(remaining):
-            remaining[stream] -= elapsed / slowdown[stream]
-            if remaining[stream] <= 1e-6:
-                del remaining[stream]
-                ends[key(stream)] = now
-                heads[stream] += 1
-    base = (steps - 1) * total
-    first = (steps // 2) * total
-    period = (starts[base] - starts[first]) / (steps - 1 - steps // 2)
-    return _timeline(
-        schedule,
-        [starts[base + i] for i in range(total)],
-        [ends[base + i] for i in range(total)],
-        period,
-    )
+        elapsed = min(work * slowdown[queue] for queue, work in self.remaining.items())
+        self.now += elapsed
+        for queue in list(self.remaining):
+            self.remaining[queue] -= elapsed / slowdown[queue]
+            if self.remaining[queue] <= 1e-6:
+                del self.remaining[queue]
+                self._end(queue)
 
 
-def _slowdown(task: Task, on_tier: Mapping[int, int], speed: float, cost: Interference | None) -> float:
-    """How many times as long a task takes beside what else is under way."""
+def _slowdown(
+    task: Task, on_tier: Mapping[int, int], speed: float, cost: Interference, computing: float
+) -> float:
+    """How many times as long a task takes beside what else is under way.
+
+    ``computing``: the share of ranks that compute.
+    """
     if task.stream == COMPUTE_STREAM:
         return 1.0 / speed
     if task.tier < 0:
         return 1.0
-    return on_tier[task.tier] * (cost.slowdown[task.tier] if cost else 1.0)
+    return on_tier[task.tier] * (1.0 + (cost.slowdown[task.tier] - 1.0) * computing)
 
 
 def _steady(begins: Sequence[float]) -> float | None:

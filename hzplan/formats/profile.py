@@ -63,12 +63,13 @@ class UseCost(Strict):
 
     ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
     ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
-    between the quartiles, over the median.
+    between the quartiles, over the median. ``late_seconds``: by how much the slowest rank takes longer.
     """
 
     micro_batch: PositiveInt
     seconds: Measured
     spread: Fraction
+    late_seconds: Measured = 0.0
     flops: NonNegativeInt
     retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
     peak_bytes: NonNegativeInt

@@ -68,8 +68,8 @@ def measure_uses(
         progress(0.2 * len(passes) / len(steps))
     if len({each.uses for each in passes}) > 1:
         raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} the micro-batch size")
-    rows = _times(ranks, turns, passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
-    costs = [_costs(each, mine) for each, mine in zip(passes, rows, strict=True)]
+    repeats = _times(ranks, turns, passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
+    costs = [_costs(each, mine) for each, mine in zip(passes, repeats, strict=True)]
     first = next(iter(steps.values()))
     unread = frozenset.intersection(*ranks.gather(unread_uses(turns, units, first)))
     return tuple(
@@ -139,8 +139,8 @@ def _flops(turns: Turns, step: Step) -> list[int]:
 
 def _times(
     ranks: Ranks, turns: Turns, passes: Sequence[Pass], label: str, *, progress: Callable[[float], None]
-) -> list[list[list[float]]]:
-    """Seconds of each use, by micro-batch size, then by repeat and rank."""
+) -> list[list[list[list[float]]]]:
+    """Seconds of each use, by micro-batch size, repeat and rank."""
     results = rounds(
         ranks,
         [partial(_block, ranks, turns, each) for each in passes],
@@ -150,10 +150,12 @@ def _times(
         progress=progress,
         enough=lambda so_far: all(map(_steady, so_far)),
     )
-    blocks = [[block for by_rank in result for block in by_rank] for result in results]
-    if not all(block for by_size in blocks for block in by_size):
+    if not all(block for result in results for by_rank in result for block in by_rank):
         raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} chance or earlier calls")
-    return [[row for block in by_size for row in block] for by_size in blocks]
+    return [
+        [[*rows] for by_rank in result for rows in zip(*by_rank, strict=True)]  # blocks' passes, side by side
+        for result in results
+    ]
 
 
 def _block(ranks: Ranks, turns: Turns, each: Pass) -> list[list[float]]:
@@ -176,12 +178,17 @@ def _steady(blocks: Sequence[Sequence[Sequence[Sequence[float]]]]) -> bool:
     return bool(by_rank) and statistics.median(map(spread, by_rank)) < STEADY_SPREAD
 
 
-def _costs(each: Pass, rows: Sequence[Sequence[float]]) -> list[UseCost]:
+def _costs(each: Pass, repeats: Sequence[Sequence[Sequence[float]]]) -> list[UseCost]:
     """Medians over repeats and ranks, scaled to add up to the median of whole passes.
 
     Where ranks take turns on a core, medians of the parts alone would miss the pauses.
     """
+    rows = [row for by_rank in repeats for row in by_rank]
     by_use = list(zip(*rows, strict=True))
+    late = [
+        statistics.median(max(samples) - statistics.fmean(samples) for samples in by_repeat)
+        for by_repeat in zip(*(list(zip(*by_rank, strict=True)) for by_rank in repeats), strict=True)
+    ]
     medians = [statistics.median(samples) for samples in by_use]
     scale = statistics.median(map(sum, rows)) / sum(medians)
     return [
@@ -189,9 +196,12 @@ def _costs(each: Pass, rows: Sequence[Sequence[float]]) -> list[UseCost]:
             micro_batch=each.micro_batch,
             seconds=nanoseconds(median * scale),
             spread=spread(samples),
+            late_seconds=nanoseconds(wait),
             flops=flops,
             retained_bytes=segment.retained_bytes,
             peak_bytes=segment.peak_bytes,
         )
-        for median, samples, flops, segment in zip(medians, by_use, each.flops, each.memory, strict=True)
+        for median, samples, wait, flops, segment in zip(
+            medians, by_use, late, each.flops, each.memory, strict=True
+        )
     ]

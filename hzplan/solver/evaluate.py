@@ -69,7 +69,7 @@ def evaluate(
         units,
         objective_ns(schedule, durations, model.interference),
         sum(tier_loads_ns(schedule, durations)),
-        replay_shared(schedule, durations, model.interference),
+        replay_shared(schedule, durations, model.interference, model.late_ns(schedule, micro_batch)),
         memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
     )
 
