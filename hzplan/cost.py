@@ -141,16 +141,18 @@ class Interference:
     """What compute and communication cost each other while both run, by tier.
 
     ``lost``: the share of compute's speed that a tier at work takes; shares add up over tiers, to less than
-    1. ``slowdown``: how many times as long a tier's tasks take while compute runs.
+    1. ``slowdown``: how many times as long a tier's tasks take while compute runs. ``collision``: how many
+    times as long several tasks of a tier take at once as one after the other.
     """
 
     lost: tuple[float, ...]
     slowdown: tuple[float, ...]
+    collision: tuple[float, ...]
 
     @classmethod
     def none(cls, tiers: int) -> Interference:
         """Nobody disturbs anybody."""
-        return cls((0.0,) * tiers, (1.0,) * tiers)
+        return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class CostModel:
         return Interference(
             tuple(entry.compute_lost * scale for entry in entries),
             tuple(entry.slowdown for entry in entries),
+            tuple(entry.collision for entry in entries),
         )
 
     def collective_ns(self, operation: str, stage: Stage | None, nbytes: int) -> int:

@@ -92,7 +92,8 @@ def replay_shared(
 ) -> Timeline:
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
-    While a tier is at work compute progresses slower, and while compute runs the tier's tasks do.
+    While a tier is at work compute progresses slower, and while compute runs the tier's tasks do; several
+    tasks of a tier at once also lose by colliding.
 
     ``late_ns``: by how much the slowest rank's compute takes longer, by task. Then a few ranks compute, each
     now faster and now slower than the mean, and what they do together begins when the last of them comes.
@@ -252,7 +253,9 @@ def _slowdown(
         return 1.0 / speed
     if task.tier < 0:
         return 1.0
-    return on_tier[task.tier] * (1.0 + (cost.slowdown[task.tier] - 1.0) * computing)
+    beside = on_tier[task.tier]
+    shared = beside * cost.collision[task.tier] if beside > 1 else 1.0
+    return shared * (1.0 + (cost.slowdown[task.tier] - 1.0) * computing)
 
 
 def _steady(begins: Sequence[float]) -> float | None:

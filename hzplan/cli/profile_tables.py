@@ -138,7 +138,8 @@ def _links(profile: Profile | Links) -> Table:
     if profile.interference:
         pairs = zip(names, profile.interference, strict=True)
         table.caption = "while both run: " + "; ".join(
-            f"{name} costs compute {entry.compute_lost:.0%}, its collectives take {entry.slowdown:.2f} times"
+            f"{name} costs compute {entry.compute_lost:.0%}, its collectives take {entry.slowdown:.2f} times, "
+            f"two at once {entry.collision:.2f}"
             for name, entry in pairs
         )
         table.caption_justify = "left"

@@ -113,11 +113,13 @@ class InterferenceEntry(Strict):
     """What a tier's communication and compute cost each other while both run, on all ranks at once.
 
     ``compute_lost``: the share of compute's speed that is lost; ``slowdown``: how many times as long a
-    collective takes.
+    collective takes. ``collision``: how many times as long two collectives at once take as one after the
+    other.
     """
 
     compute_lost: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
     slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+    collision: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
 
 
 class OptimizerPoint(Strict):

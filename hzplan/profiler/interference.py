@@ -25,16 +25,22 @@ COMPUTE_CALLS = 4
 """As many calls of compute, or as many seconds, communication lasts at least while both run."""
 MOST_BYTES = 4 << 20
 ALONE_CALLS = 3
+PAIRS_S, MIN_PAIRS = 0.2, 3
+"""How long, or how often at least, gathers and reductions run beside each other."""
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """Seconds of a call of each, alone and together, on this rank."""
+    """Seconds of a call of each, alone and together, on this rank.
+
+    ``collision``: communication's gather and reduction at once, over one after the other.
+    """
 
     compute: float
     compute_together: float
     communication: float
     communication_together: float
+    collision: float
 
 
 def measure_interference(
@@ -57,11 +63,11 @@ def measure_interference(
         if mesh.group_size(stage) == 1:  # nobody to communicate with
             found.append(InterferenceEntry(compute_lost=0.0, slowdown=1.0))
             continue
-        communicate = _communication(ranks, mesh, stage, dtype, largest_bytes)
+        gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes)
         rounds = []
         with no_garbage_collection():
             for number in range(ROUNDS):
-                rounds.append(ranks.gather(_sample(ranks, compute, communicate)))
+                rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce)))
                 progress((tier + (number + 1) / ROUNDS) / len(mesh.tiers))
         found.append(_entry(rounds))
     return tuple(found)
@@ -76,12 +82,15 @@ def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
     return InterferenceEntry(
         compute_lost=round(min(1.0, max(0.0, statistics.median(lost))), 4),
         slowdown=round(max(1.0, statistics.median(slower)), 4),
+        collision=round(
+            max(1.0, statistics.median(max(s.collision for s in by_rank) for by_rank in rounds)), 4
+        ),
     )
 
 
 def _communication(
     ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
-) -> Callable[[], None]:
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """A gather and a reduction over a stage."""
     groups = Communicators(mesh, [("unshard", stage), ("reduce", stage)])
     size, place = mesh.group_size(stage), mesh.group(ranks.rank, stage).index(ranks.rank)
@@ -93,23 +102,48 @@ def _communication(
     gather = collective("all_gather", groups["unshard", stage], size, place, whole, scratch)
     reduce = collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)
 
-    def both() -> None:
+    gather()
+    reduce()
+    return gather, reduce
+
+
+def _sample(
+    ranks: Ranks, compute: Callable[[], None], gather: Callable[[], None], reduce: Callable[[], None]
+) -> _Sample:
+    def communicate() -> None:
         gather()
         reduce()
         ranks.finish_device()
 
-    both()
-    return both
-
-
-def _sample(ranks: Ranks, compute: Callable[[], None], communicate: Callable[[], None]) -> _Sample:
     alone = _seconds(ranks, compute)
     communication = max(ranks.gather(_seconds(ranks, communicate)))
     calls = math.ceil(max(TOGETHER_S, COMPUTE_CALLS * max(ranks.gather(alone))) / communication)
     together = _Together(communicate, calls)
     ranks.barrier()
     computed = together.run(compute)
-    return _Sample(alone, computed, communication, together.seconds)
+    collision = _collision(ranks, gather, reduce, max(MIN_PAIRS, math.ceil(PAIRS_S / communication)))
+    return _Sample(alone, computed, communication, together.seconds, collision)
+
+
+def _collision(ranks: Ranks, gather: Callable[[], None], reduce: Callable[[], None], calls: int) -> float:
+    """As many gathers beside as many reductions, over all of them one after the other."""
+
+    def seconds(first: Callable[[], None], second: Callable[[], None]) -> float:
+        ranks.barrier()
+        began = time.perf_counter()
+        beside = _Together(first, calls)
+        beside.start()
+        for _ in range(calls):
+            second()
+        beside.join()
+        ranks.finish_device()
+        return time.perf_counter() - began
+
+    def nothing() -> None:
+        pass
+
+    apart = seconds(gather, nothing) + seconds(nothing, reduce)
+    return seconds(gather, reduce) / apart
 
 
 def _seconds(ranks: Ranks, call: Callable[[], None]) -> float:
@@ -129,22 +163,30 @@ class _Together:
     def __init__(self, communicate: Callable[[], None], calls: int) -> None:
         self._communicate, self._calls = communicate, calls
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
         self._error: Exception | None = None
         self.seconds = 0.0
 
     def run(self, compute: Callable[[], None]) -> float:
         """Median seconds of the calls of compute that ended before communication did."""
-        thread = threading.Thread(target=self._work, daemon=True)
-        thread.start()
+        self.start()
         seconds: list[float] = []
         while not self._ended.is_set():
             began = time.perf_counter()
             compute()
             seconds.append(time.perf_counter() - began)
-        thread.join()
+        self.join()
+        return statistics.median(seconds[:-1] or seconds)
+
+    def start(self) -> None:
+        """Communication begins."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for its end; raises what it raised."""
+        self._thread.join()
         if self._error is not None:
             raise self._error
-        return statistics.median(seconds[:-1] or seconds)
 
     def _work(self) -> None:
         try:

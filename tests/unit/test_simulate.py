@@ -214,7 +214,11 @@ def disturbed(draw: st.DrawFn) -> tuple[Schedule, list[int], Interference]:
     schedule, lengths = draw(timed())
     shares = st.floats(0, 0.9 / schedule.tiers)
     lost = tuple(draw(shares) for _ in range(schedule.tiers))
-    return schedule, lengths, Interference(lost, tuple(draw(st.floats(1, 4)) for _ in lost))
+    return (
+        schedule,
+        lengths,
+        Interference(lost, *(tuple(draw(st.floats(1, 4)) for _ in lost) for _ in range(2))),
+    )
 
 
 @given(disturbed())
@@ -234,11 +238,11 @@ def test_compute_and_communication_slow_each_other() -> None:
     schedule = chain(2).build()
     lengths = durations(schedule, {"compute": 10, "final-reduce": 5})
     assert replay_shared(schedule, lengths).period_ns == 40 + 5
-    cost = Interference((0.5,), (1.2,))
+    cost = Interference((0.5,), (1.2,), (1.0,))
     # Of 5 the link takes 6 beside compute, which gets 3 done meanwhile, and needs 7 more.
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 6 + 7 + 5)
     assert objective_ns(schedule, lengths, cost) == max(45, 40 + 0.5 * 10)
-    cost = Interference((0.8,), (1.0,))
+    cost = Interference((0.8,), (1.0,), (1.0,))
     assert objective_ns(schedule, lengths, cost) == 40 + 0.8 * 10
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 5 + 9 + 5)
 
