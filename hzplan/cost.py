@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from hzplan.formats.profile import Profile, UseCost
 from hzplan.hierarchy import Mesh, Stage
@@ -118,6 +119,13 @@ class UnitCost:
         return by_tier[tier] if by_tier else 0
 
 
+class Part(NamedTuple):
+    """A bucket's cost on its own, and its gathers: (unshard 0, regather 1 or sync 2; tier; stage; bytes)."""
+
+    cost: UnitCost
+    gathers: tuple[tuple[int, int, Stage, int], ...]
+
+
 def _sum(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
@@ -200,7 +208,14 @@ class CostModel:
         """Nanoseconds of a collective whose whole buffer has ``nbytes``; 0 where there is no stage."""
         if stage is None:
             return 0
-        return round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
+        key = operation, stage, nbytes
+        if key not in self._known:
+            self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, Stage, int], int]:
+        return {}
 
     def compute_ns(self, use_index: int, micro_batch: int) -> int:
         """Nanoseconds of a use's own computation."""
@@ -295,11 +310,43 @@ class CostModel:
         )
 
     def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
-        """Cost of a unit: its buckets one after the other."""
+        """Cost of a unit."""
+        return self.together([self.part(bucket) for bucket in buckets])
+
+    def part(self, bucket: BucketLayout) -> Part:
+        """One bucket, for ``together``."""
+        mesh, levels = self.mesh, bucket.levels
+        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
+        spans = [(0, levels.param, bucket.nbytes)]
+        if bucket.trainable:
+            spans += [(levels.optim, mesh.levels, travelling), (levels.param, levels.optim, bucket.nbytes)]
+        gathers = [
+            (kind, tier, stage, nbytes // mesh.shards[stage.low])
+            for kind, (low, high, nbytes) in enumerate(spans)
+            for tier in range(len(mesh.tiers))
+            if (stage := mesh.stage_in_tier(tier, low, high)) is not None
+        ]
+        return Part(self.bucket(bucket), tuple(gathers))
+
+    def together(self, parts: Sequence[Part]) -> UnitCost:
+        """Buckets of one unit: reductions one after the other, gathers of a stage at once.
+
+        Gathers over several stages share the link, so their times add up.
+        """
         total = UnitCost.zero(len(self.mesh.tiers))
-        for bucket in buckets:
-            total += self.bucket(bucket)
-        return total
+        for part in parts:
+            total += part.cost
+        if len(parts) < 2:
+            return total
+        sizes: dict[tuple[int, int, Stage], int] = {}
+        for part in parts:
+            for kind, tier, stage, nbytes in part.gathers:
+                sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
+        times = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        for (kind, tier, stage), nbytes in sizes.items():
+            times[kind][tier] += self.collective_ns("all_gather", stage, nbytes)
+        unshard, regather, sync = map(tuple, times)
+        return replace(total, unshard_ns=unshard, regather_ns=regather, sync_ns=sync)
 
     def schedule(
         self, *, prefetch: int, accumulation: int, clip: bool, gradient_buffers: int | None = None

@@ -28,6 +28,10 @@ def command(
     rates: Annotated[
         str | None, typer.Option(help="Rate per tier, as in none,1gbit,200mbit; instead of --network.")
     ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(help="A node with a slower link: 1=50mbit. As often as wanted; to see it found."),
+    ] = None,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for all ranks' output; by default one kept on failure only.")
     ] = None,
@@ -47,7 +51,10 @@ def command(
     if not run:
         raise UserError("no COMMAND to run; write it after --, as in: -- python train.py")
     code = emulate.run(
-        _cluster(nodes, nproc, network, node_link, tiers, rates), run, logs=logs, verify=not no_verify
+        _cluster(nodes, nproc, network, node_link, tiers, rates, slow or []),
+        run,
+        logs=logs,
+        verify=not no_verify,
     )
     if code:
         raise SystemExit(code)
@@ -60,6 +67,7 @@ def _cluster(
     node_link: str | None,
     tiers: str | None,
     rates: str | None,
+    slow: list[str],
 ) -> Cluster:
     """What the options describe, in either of the two ways."""
     if tiers is not None or rates is not None:
@@ -67,7 +75,7 @@ def _cluster(
             raise UserError("with --tiers and --rates leave out --nodes, --nproc, --network and --node-link")
         if tiers is None or rates is None:
             raise UserError("--tiers and --rates go together, as in --tiers 2x2x2 --rates none,1gbit,200mbit")
-        return Cluster.parse(tiers, rates)
+        return Cluster.parse(tiers, rates, slow)
     if nodes is None or network is None:
         raise UserError("say how large a cluster, as in --nodes 2 --nproc 2 --network 500mbit")
-    return Cluster.parse(f"{1 if nproc is None else nproc}x{nodes}", f"{node_link or 'none'},{network}")
+    return Cluster.parse(f"{1 if nproc is None else nproc}x{nodes}", f"{node_link or 'none'},{network}", slow)

@@ -28,6 +28,7 @@ def show(profile: Profile, path: Path, *, as_json: bool) -> None:
     out.print(_units(profile, micro_batch))
     if profile.collectives:
         out.print(_links(profile))
+    _name_slow(profile)
     out.print(f"Wrote {path}. Next:\n  {following}", soft_wrap=True, markup=False)
 
 
@@ -35,12 +36,29 @@ def show_links(links: Links, path: Path, *, as_json: bool) -> None:
     """Print what was measured of a cluster, and what to type next."""
     following = f"hzplan profile MODEL --links {path} -o profile.json"
     if as_json:
-        print(json.dumps({"links": str(path), "mesh": links.cluster.mesh, "next": following}))
+        print(json.dumps(_links_summary(links, path, following)))
         return
     out = console.stdout()
     if links.collectives:
         out.print(_links(links))
+    _name_slow(links)
     out.print(f"Wrote {path}. Next, on one device:\n  {following}", soft_wrap=True, markup=False)
+
+
+def _links_summary(links: Links, path: Path, following: str) -> dict[str, object]:
+    return {
+        "links": str(path),
+        "mesh": links.cluster.mesh,
+        "stragglers": [entry.model_dump() for entry in links.stragglers],
+        "next": following,
+    }
+
+
+def _name_slow(measured: Profile | Links) -> None:
+    """Who held the others up."""
+    out = console.stdout()
+    for entry in measured.stragglers:
+        out.print(f"Slow: {entry.describe()}", soft_wrap=True, markup=False, style="yellow")
 
 
 def _summary(profile: Profile, path: Path, following: str) -> dict[str, object]:
@@ -55,6 +73,7 @@ def _summary(profile: Profile, path: Path, following: str) -> dict[str, object]:
             str(size): sum(use.costs[index].seconds for use in profile.uses)
             for index, size in enumerate(profile.micro_batches)
         },
+        "stragglers": [entry.model_dump() for entry in profile.stragglers],
         "next": following,
     }
 
@@ -138,8 +157,8 @@ def _links(profile: Profile | Links) -> Table:
     if profile.interference:
         pairs = zip(names, profile.interference, strict=True)
         table.caption = "while both run: " + "; ".join(
-            f"{name} costs compute {entry.compute_lost:.0%}, its collectives take {entry.slowdown:.2f} times, "
-            f"two at once {entry.collision:.2f}"
+            f"{name} costs compute {entry.compute_lost:.0%}, its collectives take {entry.slowdown:.2f} "
+            f"times, two at once {entry.collision:.2f}"
             for name, entry in pairs
         )
         table.caption_justify = "left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -26,6 +27,8 @@ class Cluster:
 
     tiers: tuple[int, ...]
     rates: tuple[int | None, ...]
+    slow: tuple[tuple[int, int], ...] = ()
+    """Nodes whose links have another rate than their tier's: (node, bits/s)."""
 
     def __post_init__(self) -> None:
         if not self.tiers or min(self.tiers) < 1:
@@ -40,18 +43,30 @@ class Cluster:
         for rate in self.rates:
             if rate is not None and not MIN_RATE <= rate <= MAX_RATE:
                 raise UserError(f"a rate of {rate_text(rate)}: write one between 1mbit and 400gbit, or none")
+        for node, rate in self.slow:
+            if not 0 <= node < self.nodes or len(self.tiers) < 2:
+                raise UserError(f"slow node {node}: the cluster has nodes 0 to {self.nodes - 1}")
+            if not MIN_RATE <= rate <= (self.rates[1] or MAX_RATE):
+                raise UserError(f"slow node {node}: its rate must be 1mbit to {rate_text(self.rates[1])}")
         limits = [inf if rate is None else rate for rate in self.rates]
         if limits != sorted(limits, reverse=True):
             texts = ", ".join(rate_text(rate) for rate in self.rates)
             raise UserError(f"rates {texts}: a tier cannot be faster than one inside it; write fastest first")
 
     @classmethod
-    def parse(cls, tiers: str, rates: str) -> Cluster:
-        """``2x2`` and ``none,500mbit``: sizes and rates per tier, fastest first. Raises UserError."""
+    def parse(cls, tiers: str, rates: str, slow: Iterable[str] = ()) -> Cluster:
+        """``2x2`` and ``none,500mbit``: sizes and rates per tier, fastest first. Raises UserError.
+
+        ``slow``: ``1=50mbit``, nodes with a link of their own rate.
+        """
         sizes = tiers.split("x")
         if not all(re.fullmatch(r"[0-9]{1,6}", size) for size in sizes):
             raise UserError(f"tiers {tiers}: write sizes with x between, fastest first, as in 2x2 or 8x2x4")
-        return cls(tuple(map(int, sizes)), tuple(map(parse_rate, rates.split(","))))
+        return cls(
+            tuple(map(int, sizes)),
+            tuple(map(parse_rate, rates.split(","))),
+            tuple(map(_parse_slow, slow)),
+        )
 
     @property
     def sizes(self) -> str:
@@ -100,6 +115,14 @@ def parse_rate(text: str) -> int | None:
     if match is None:
         raise UserError(f"rate {text.strip()[:40]!r}: write it as 500mbit, 2.5gbit or none")
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _parse_slow(text: str) -> tuple[int, int]:
+    node, _, rate = text.partition("=")
+    bits = parse_rate(rate) if rate else None
+    if not re.fullmatch(r"[0-9]{1,6}", node) or bits is None:
+        raise UserError(f"slow node {text[:40]!r}: write the node's number and its rate, as in 1=50mbit")
+    return int(node), bits
 
 
 def rate_text(rate: float | None) -> str:

@@ -93,6 +93,7 @@ def execute(
     spec = Spec(
         tiers=cluster.tiers,
         rates=cluster.rates,
+        slow=cluster.slow,
         executable=_executable(command),
         command=tuple(command),
         ip=str(_tool("ip")),

@@ -74,6 +74,17 @@ def node_limits(cluster: Cluster) -> Iterator[str]:
     yield from _limit(INTERFACE, (*cluster.rates, None)[1])
 
 
+def slow_links(cluster: Cluster) -> Iterator[tuple[int, list[str], list[str]]]:
+    """For every node with a link of its own rate: its number, and lines of tc for the bridges' namespace and
+    for its own."""
+    for node, rate in cluster.slow:
+        outside, inside = (
+            [line.replace("qdisc add", "qdisc replace") for line in _limit(device, rate)]
+            for device in (f"n{node}", INTERFACE)
+        )
+        yield node, outside, inside
+
+
 def _tiers(cluster: Cluster) -> tuple[int, ...]:
     """With a network even where there is one node only."""
     return cluster.tiers if len(cluster.tiers) > 1 else (*cluster.tiers, 1)

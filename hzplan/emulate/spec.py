@@ -20,6 +20,7 @@ class Spec:
 
     tiers: tuple[int, ...]
     rates: tuple[int | None, ...]
+    slow: tuple[tuple[int, int], ...]
     executable: str
     command: tuple[str, ...]
     ip: str
@@ -34,7 +35,7 @@ class Spec:
     @property
     def cluster(self) -> Cluster:
         """The one to emulate."""
-        return Cluster(self.tiers, self.rates)
+        return Cluster(self.tiers, self.rates, self.slow)
 
     def to_text(self) -> str:
         """For ``from_text``."""
@@ -46,6 +47,7 @@ class Spec:
         fields = json.loads(text)
         for name in ("tiers", "rates", "command"):
             fields[name] = tuple(fields[name])
+        fields["slow"] = tuple((node, rate) for node, rate in fields["slow"])
         return cls(**fields)
 
     def tell(self, event: str, **what: Any) -> None:

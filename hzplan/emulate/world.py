@@ -29,6 +29,10 @@ def main() -> None:
         nodes = _build(spec)
         if spec.verify and not _verify(spec, nodes):
             return
+        for number, outside, inside in network.slow_links(spec.cluster):
+            _batch(spec.tc, outside)
+            with namespaces.inside(nodes[number]):
+                _batch(spec.tc, inside)
         if _called(spec):
             return
         spec.tell("ready")

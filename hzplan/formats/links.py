@@ -13,6 +13,7 @@ from hzplan.formats.profile import (
     CollectiveCurve,
     InterferenceEntry,
     ProvenanceEntry,
+    StragglerEntry,
     check_cluster,
 )
 
@@ -26,6 +27,7 @@ class Links(Strict):
     cluster: ClusterEntry
     collectives: tuple[CollectiveCurve, ...]
     interference: tuple[InterferenceEntry, ...] = ()
+    stragglers: tuple[StragglerEntry, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Links:

@@ -122,6 +122,23 @@ class InterferenceEntry(Strict):
     collision: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
 
 
+class StragglerEntry(Strict):
+    """Ranks of a host that held the others up when the profile was made: their compute, or messages to and
+    from them, took ``times`` as long."""
+
+    what: Literal["compute", "links"]
+    host: str
+    ranks: tuple[NonNegativeInt, ...]
+    times: Rate
+
+    def describe(self) -> str:
+        """For people, in one line."""
+        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} ({self.host})"
+        if self.what == "compute":
+            return f"{who}: compute takes {self.times:.1f} times as long as on the other ranks"
+        return f"{who}: messages to and from there take {self.times:.1f} times as long as others"
+
+
 class OptimizerPoint(Strict):
     """Seconds of one optimizer step on this many elements."""
 
@@ -197,8 +214,8 @@ class Profile(Strict):
     """What ``hzplan profile`` measured and ``hzplan solve`` reads.
 
     ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them.
-    ``interference`` is by tier, empty where it was not
-    measured.
+    ``interference`` is by tier, empty where it was not measured; ``stragglers`` held everyone up, and times
+    are with them.
     """
 
     format: Literal["hzplan.profile"] = "hzplan.profile"
@@ -213,6 +230,7 @@ class Profile(Strict):
     uses: tuple[UseEntry, ...] = Field(min_length=1)
     collectives: tuple[CollectiveCurve, ...]
     interference: tuple[InterferenceEntry, ...] = ()
+    stragglers: tuple[StragglerEntry, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:

@@ -17,6 +17,7 @@ from hzplan.formats.profile import (
     ModelEntry,
     OptimizerEntry,
     Profile,
+    StragglerEntry,
     UnitEntry,
     UseEntry,
 )
@@ -30,6 +31,7 @@ from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
 from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.stragglers import slow_compute, slow_links
 from hzplan.profiler.turns import Turns
 from hzplan.profiler.uses import measure_uses
 from hzplan.runtime.collectives import exchanges
@@ -55,6 +57,7 @@ class _Model:
     optimizer: OptimizerEntry
     largest_bytes: int
     forward_backward: Callable[[], None]
+    stragglers: tuple[StragglerEntry, ...]
 
     def profile(self, links: Links) -> Profile:
         """With the links of a cluster."""
@@ -67,6 +70,7 @@ class _Model:
             uses=self.uses,
             collectives=links.collectives,
             interference=links.interference,
+            stragglers=(*self.stragglers, *links.stragglers),
         )
 
 
@@ -180,7 +184,7 @@ def _measure_model(
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
     turns = Turns(units, ranks.size)
     steps = _steps(ranks, workload, model, batches, seed)
-    uses = measure_uses(ranks, turns, units, steps, label=workload.name, progress=parts.at)
+    uses, mine = measure_uses(ranks, turns, units, steps, label=workload.name, progress=parts.at)
     turns.detach()
     largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
@@ -191,6 +195,7 @@ def _measure_model(
         measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
         largest * master_dtype_of(torch_dtype).itemsize,
         partial(_forward_backward, model, steps[batches[0]]),
+        slow_compute(ranks, mine),
     )
 
 
@@ -227,6 +232,7 @@ def _measure_links(
         ),
         collectives=collectives,
         interference=interference,
+        stragglers=slow_links(ranks, mesh),
     )
 
 

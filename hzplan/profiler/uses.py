@@ -54,8 +54,10 @@ def measure_uses(
     *,
     label: str,
     progress: Callable[[float], None],
-) -> tuple[UseEntry, ...]:
-    """Measure a forward and backward at every micro-batch size; the same result on every rank.
+) -> tuple[tuple[UseEntry, ...], float]:
+    """Measure a forward and backward at every micro-batch size; the same uses on every rank.
+
+    Also this rank's own median seconds of the largest.
 
     ``steps``: by size, smallest first, what computes a micro-batch's loss; ``label`` names the model in
     messages. All ranks run at the same time.
@@ -72,6 +74,7 @@ def measure_uses(
     costs = [_costs(each, mine) for each, mine in zip(passes, repeats, strict=True)]
     first = next(iter(steps.values()))
     unread = frozenset.intersection(*ranks.gather(unread_uses(turns, units, first)))
+    mine = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[-1])
     return tuple(
         UseEntry(
             unit=use.unit,
@@ -80,7 +83,7 @@ def measure_uses(
             costs=tuple(by_use[index] for by_use in costs),
         )
         for index, use in enumerate(passes[0].uses)
-    )
+    ), mine
 
 
 _NOT_FIXED = "must be fixed for a plan; take branches out that depend on"

@@ -20,7 +20,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from hzplan.cost import CostModel, UnitCost
+from hzplan.cost import CostModel, Part, UnitCost
 from hzplan.errors import UserError
 from hzplan.hierarchy import Levels
 from hzplan.layout import TensorSpec, bucketise
@@ -77,7 +77,7 @@ def enumerate_patterns(
     """Every pattern of a unit, over atoms if there are too many. A frozen tensor takes a triple's ℓp."""
     atoms = _atoms(tensors, len(triples), max_patterns)
     levels = list(dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(len(atoms), triples)))
-    known: dict[tuple[tuple[int, ...], Levels], UnitCost] = {}
+    known: dict[tuple[tuple[int, ...], Levels], list[Part]] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
     keys = duration_keys(len(model.mesh.tiers))
     lengths = [[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]
@@ -130,19 +130,20 @@ def _cost(
     tensors: Sequence[TensorSpec],
     levels: Sequence[Levels],
     model: CostModel,
-    known: dict[tuple[tuple[int, ...], Levels], UnitCost],
+    known: dict[tuple[tuple[int, ...], Levels], list[Part]],
 ) -> UnitCost:
     """``unit_cost``, remembering what each set of tensors costs under each triple."""
     sets: dict[Levels, list[int]] = {}
     for index, triple in enumerate(levels):
         sets.setdefault(triple, []).append(index)
-    total = UnitCost.zero(len(model.mesh.tiers))
+    parts: list[Part] = []
     for triple, indices in sets.items():
         key = (tuple(indices), triple)
         if key not in known:
-            known[key] = unit_cost([tensors[i] for i in indices], [triple] * len(indices), model)
-        total += known[key]
-    return total
+            buckets = bucketise([(tensors[i], triple) for i in indices], model.mesh)
+            known[key] = [model.part(bucket) for bucket in buckets]
+        parts += known[key]
+    return model.together(parts)
 
 
 def _by_tensor(

@@ -207,6 +207,9 @@ def test_the_exit_code_is_of_the_rank_that_failed_first(
         (["--tiers", "2x2", "--rates", "none,1gbit", "--nproc", 2, "--", "true"], "--nproc"),
         (["--tiers", "2x2x2", "--rates", "none,1gbit", "--", "true"], "3 rates"),
         (["--nodes", 2, "--network", "1gbit", "--", "no-such-command"], "no-such-command"),
+        (["--nodes", 2, "--network", "1gbit", "--slow", "2=1mbit", "--", "true"], "nodes 0 to 1"),
+        (["--nodes", 2, "--network", "1gbit", "--slow", "1", "--", "true"], "1=50mbit"),
+        (["--nodes", 2, "--network", "1gbit", "--slow", "1=2gbit", "--", "true"], "1 Gbit/s"),
         (["--nodes", 2, "--network", "1gbit", "--logs", "/dev/null/x", "--", "true"], "--logs"),
     ],
 )
@@ -356,3 +359,19 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 def test_importing_it_does_not_import_torch() -> None:
     line = "import hzplan.emulate, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], env=environment(), check=False).returncode == 0
+
+
+# ---- a slow node is found -------------------------------------------------------------------------------
+
+
+@needs_namespaces
+@pytest.mark.distributed
+def test_a_node_slowed_on_purpose_is_named(tmp_path: Path) -> None:
+    cluster = ("--tiers", "1x4", "--rates", "none,2gbit", "--slow", "2=200mbit", "--no-verify")
+    measures = (sys.executable, "-m", "hzplan", "profile", "--only", "links", "-o", "links.json", "--json")
+    done = hzplan("emulate", *cluster, "--", *measures, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    found = json.loads(done.stdout)["stragglers"]
+    assert [(entry["what"], entry["ranks"]) for entry in found] == [("links", [2])]
+    assert found[0]["host"].endswith("node 2")
+    assert 5 < found[0]["times"] < 15

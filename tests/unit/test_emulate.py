@@ -219,5 +219,7 @@ def test_a_refusal_is_told_from_a_world_that_broke() -> None:
 
 
 def test_a_spec_is_read_as_written() -> None:
-    spec = Spec((2, 2), (None, 10**9), "/bin/true", ("true", "é\n"), "ip", "tc", "/l", True, 1, 2)
+    spec = Spec(
+        (2, 2), (None, 10**9), ((1, 10**7),), "/bin/true", ("true", "é\n"), "ip", "tc", "/l", True, 1, 2
+    )
     assert Spec.from_text(spec.to_text()) == spec
