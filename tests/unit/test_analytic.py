@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.cluster import FOLDERS, Device, find_cluster, known_clusters
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Mesh
+from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import Dtype
 from hzplan.models.gpt import GPTConfig
 from hzplan.models.hf import known_configs
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
 from hzplan.profiler.analytic import analyse
+from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request, Solved, solve
+from tests.unit.memory_tracker import MICRO_BATCH
 
 
 def analysed(
@@ -206,3 +211,30 @@ def test_a_model_that_looks_at_values_is_told_so() -> None:
 
     with pytest.raises(UserError, match="without values failed"):
         analysed(Workload("mine", base.build, base.batch, loss, 32, 256), 1)
+
+
+def test_memory_is_what_torch_tracks_of_fsdp2() -> None:
+    """Full shards over 64 ranks, against FSDPMemTracker, which runs the real FSDP2 under fake tensors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.memory_tracker"], capture_output=True, text=True, check=True
+    )
+    tracked = json.loads(done.stdout)
+    data, device = find_cluster("h100-8x400g")
+    profile = analyse(
+        load("tests.unit.memory_tracker:model"),
+        data,
+        device,
+        mesh=Mesh.of_tiers(8, 8),
+        micro_batches=[MICRO_BATCH],
+        dtype="float32",
+        optimizer="adamw",
+    )
+    model = CostModel(profile)
+    schedule = model.schedule(prefetch=1, accumulation=1, clip=True)
+    finest = model.mesh.levels
+    levels = Levels(finest, finest, finest)
+    memory = evaluate(model, uniform(profile, levels), schedule, MICRO_BATCH).memory
+    for category in ("parameters", "gradients", "optimizer"):
+        assert getattr(memory, category) == pytest.approx(tracked[category], rel=0.02)
+    kept = sum(use.costs[0].retained_bytes for use in profile.uses if use.phase == "forward")
+    assert kept == pytest.approx(tracked["activations"], rel=0.02)
