@@ -368,7 +368,7 @@ def test_importing_it_does_not_import_torch() -> None:
 @pytest.mark.distributed
 def test_a_node_slowed_on_purpose_is_named(tmp_path: Path) -> None:
     cluster = ("--tiers", "1x4", "--rates", "none,2gbit", "--slow", "2=200mbit", "--no-verify")
-    measures = (sys.executable, "-m", "hzplan", "profile", "--only", "links", "-o", "links.json", "--json")
+    measures = (sys.executable, "-m", "hzplan", "profile", "--only", "links", "--mesh", "1|4", "--json")
     done = hzplan("emulate", *cluster, "--", *measures, cwd=tmp_path)
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout)["stragglers"]

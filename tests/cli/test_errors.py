@@ -299,14 +299,16 @@ def test_a_rank_that_does_not_arrive_is_named(folder: Path) -> None:
     )
 
 
-def test_a_rank_that_does_not_arrive_in_a_ring_is_named_by_all(folder: Path) -> None:
+def test_in_a_ring_nobody_blames_a_rank_that_only_waits(folder: Path) -> None:
     (folder / "factories.py").write_text(FACTORIES)
     make_plan("gpt:nano", mesh="4").save(folder / "plan.json")
     command = ("run", "plan.json", "factories:Sleeps", "--steps", 50, "--timeout", 3)
     done = torchrun(4, "-m", "hzplan", *command, cwd=folder)
     assert done.code != 0
-    said = re.findall(r"hzplan: rank (\d): stream .*: rank 1 did not arrive within 3 s", done.stderr)
-    assert {"0", "2", "3"} == set(said)
+    # torchrun ends the others when the first has failed, some before they have spoken.
+    said = re.findall(r"hzplan: rank ([023]): stream [^:]*: (.*)", done.stderr)
+    assert said
+    assert {reason for _, reason in said} == {"rank 1 did not arrive within 3 s"}
 
 
 def test_debugging_shows_the_traceback(folder: Path) -> None:
