@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hzplan.models.units import Unit
 
-SMALL_ELEMENTS = 1 << 18
-"""Gradients of fewer elements are not worth a call of Python each."""
+SMALL_ELEMENTS = 1 << 14
+"""Gradients of fewer elements, of norms and biases, are not worth a call of Python each."""
 
 
 class Listener(Protocol):

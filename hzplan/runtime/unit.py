@@ -153,7 +153,8 @@ def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *,
         return
     if not accumulate:  # the copy casts
         torch._foreach_copy_(targets, gradients)
-        torch._foreach_mul_(targets, scale)
+        if scale != 1.0:
+            torch._foreach_mul_(targets, scale)
     elif gradients[0].dtype == targets[0].dtype:
         torch._foreach_add_(targets, gradients, alpha=scale)
     else:
