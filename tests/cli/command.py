@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,26 +47,20 @@ def environment(**extra: str) -> dict[str, str]:
 
 def hzplan(*arguments: object, cwd: Path, timeout_s: float = 120.0, **extra: str) -> Done:
     """Run ``hzplan`` in a folder; ``extra`` are environment variables."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hzplan", *map(str, arguments)],
-        cwd=cwd,
-        env=environment(**extra),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return _python(["-m", "hzplan", *arguments], cwd, timeout_s, extra)
 
 
 def torchrun(nproc: int, *arguments: object, cwd: Path, timeout_s: float = 200.0) -> Done:
     """Run a script, or a module after ``-m``, on local ranks in a folder."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *arguments]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc)
+    return _python([*launcher, *arguments], cwd, timeout_s, {"OMP_NUM_THREADS": "1"})
+
+
+def _python(arguments: Sequence[object], cwd: Path, timeout_s: float, extra: Mapping[str, str]) -> Done:
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(**extra),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
