@@ -307,7 +307,6 @@ def test_in_a_ring_nobody_blames_a_rank_that_only_waits(folder: Path) -> None:
     assert done.code != 0
     # torchrun ends the others when the first has failed, some before they have spoken.
     assert {*re.findall(r"rank (\d) did not arrive within 3 s", done.stderr)} == {"1"}
-    assert "the connection to" not in done.stderr
 
 
 def test_debugging_shows_the_traceback(folder: Path) -> None:
