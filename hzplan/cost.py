@@ -1,4 +1,4 @@
-"""What things cost: collectives, compute, optimizer, memory. Pure functions of a profile; no torch.
+"""What things cost: collectives, compute, optimizer, bytes. Pure functions of a profile; no torch.
 
 Times are integer nanoseconds and sizes integer bytes, so that sums do not depend on their order.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hzplan.formats.profile import Profile, UseCost
 from hzplan.hierarchy import Mesh, Stage
-from hzplan.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, colour, slot_sizes
+from hzplan.layout import ITEM_BYTES, BucketLayout, Dtype
 from hzplan.schedule import Kind, Schedule, Task, build
 
 LANES = 2
@@ -120,7 +120,7 @@ class UnitCost:
 
 
 class Part(NamedTuple):
-    """A bucket's cost on its own, and its gathers: (unshard 0, regather 1 or sync 2; tier; stage; bytes)."""
+    """A bucket's cost but for gathers, and these: (unshard 0, regather 1 or sync 2; tier; stage; bytes)."""
 
     cost: UnitCost
     gathers: tuple[tuple[int, int, Stage, int], ...]
@@ -204,10 +204,8 @@ class CostModel:
             tuple(entry.collision for entry in entries),
         )
 
-    def collective_ns(self, operation: str, stage: Stage | None, nbytes: int) -> int:
-        """Nanoseconds of a collective whose whole buffer has ``nbytes``; 0 where there is no stage."""
-        if stage is None:
-            return 0
+    def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Nanoseconds of a collective whose whole buffer has ``nbytes``."""
         key = operation, stage, nbytes
         if key not in self._known:
             self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
@@ -249,7 +247,33 @@ class CostModel:
         return sum(self._use_cost(index, micro_batch).flops for index in range(len(self.profile.uses)))
 
     def bucket(self, bucket: BucketLayout) -> UnitCost:
-        """Cost of one bucket.
+        """Cost of one bucket on its own."""
+        return self.unit([bucket])
+
+    def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
+        """Cost of a unit."""
+        return self.together([self.part(bucket) for bucket in buckets])
+
+    def together(self, parts: Iterable[Part]) -> UnitCost:
+        """Buckets of one unit: reductions one after the other, gathers of a stage at once.
+
+        Gathers of a stage cost what their bytes cost together; over several stages they share the link, so
+        their times add up.
+        """
+        total = UnitCost.zero(len(self.mesh.tiers))
+        sizes: dict[tuple[int, int, Stage], int] = {}
+        for part in parts:
+            total += part.cost
+            for kind, tier, stage, nbytes in part.gathers:
+                sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
+        times = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        for (kind, tier, stage), nbytes in sizes.items():
+            times[kind][tier] += self.collective_ns("all_gather", stage, nbytes)
+        unshard, regather, sync = map(tuple, times)
+        return replace(total, unshard_ns=unshard, regather_ns=regather, sync_ns=sync)
+
+    def part(self, bucket: BucketLayout) -> Part:
+        """One bucket, for ``together``.
 
         Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
         levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it. Parameters
@@ -257,28 +281,30 @@ class CostModel:
         """
         mesh, levels = self.mesh, bucket.levels
         tiers = range(len(mesh.tiers))
-
-        def timed(operation: str, stage: Stage | None, nbytes: int) -> int:
-            return self.collective_ns(
-                operation, stage, 0 if stage is None else nbytes // mesh.shards[stage.low]
-            )
-
-        def gathered(stage: Stage | None) -> int:
-            return timed("all_gather", stage, bucket.nbytes)
-
         travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
-
-        def reduced(spans: tuple[Stage | None, Stage | None]) -> int:
-            return sum(timed("reduce_scatter", stage, travelling) for stage in spans)
-
+        spans = [(0, levels.param, bucket.nbytes)]
+        if bucket.trainable:
+            spans += [(levels.optim, mesh.levels, travelling), (levels.param, levels.optim, bucket.nbytes)]
+        gathers = tuple(
+            (kind, tier, stage, nbytes // mesh.shards[stage.low])
+            for kind, (low, high, nbytes) in enumerate(spans)
+            for tier in tiers
+            if (stage := mesh.stage_in_tier(tier, low, high)) is not None
+        )
         parameters = replace(
             UnitCost.zero(len(tiers)),
-            unshard_ns=tuple(gathered(mesh.stage_in_tier(t, 0, levels.param)) for t in tiers),
             param_bytes=bucket.nbytes // mesh.shards[levels.param],
             unshard_bytes=bucket.nbytes if mesh.shards[levels.param] > 1 else 0,
         )
         if not bucket.trainable:
-            return parameters
+            return Part(parameters, gathers)
+
+        def reduced(spans: tuple[Stage | None, Stage | None]) -> int:
+            return sum(
+                self.collective_ns("reduce_scatter", stage, travelling // mesh.shards[stage.low])
+                for stage in spans
+                if stage is not None
+            )
 
         plain = [reduce_spans(mesh, t, levels.grad, final=False) for t in tiers]
         final = [reduce_spans(mesh, t, levels.grad, final=True) for t in tiers]
@@ -286,15 +312,10 @@ class CostModel:
         optim_numel = bucket.numel // mesh.shards[levels.optim]
         master_bytes = bucket.master_nbytes // mesh.shards[levels.optim]
         optimizer = self.profile.optimizer
-        return replace(
+        cost = replace(
             parameters,
             reduce_ns=tuple(map(reduced, plain)),
             final_reduce_ns=tuple(map(reduced, final)),
-            regather_ns=tuple(
-                timed("all_gather", mesh.stage_in_tier(t, levels.optim, mesh.levels), travelling)
-                for t in tiers
-            ),
-            sync_ns=tuple(gathered(mesh.stage_in_tier(t, levels.param, levels.optim)) for t in tiers),
             update_ns=round(interpolate(self._optimizer_curve, optim_numel) * 1e9),
             master_bytes=master_bytes if bucket.keeps_master else 0,
             grad_bytes=bucket.master_nbytes // mesh.shards[levels.grad],
@@ -308,45 +329,7 @@ class CostModel:
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
         )
-
-    def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
-        """Cost of a unit."""
-        return self.together([self.part(bucket) for bucket in buckets])
-
-    def part(self, bucket: BucketLayout) -> Part:
-        """One bucket, for ``together``."""
-        mesh, levels = self.mesh, bucket.levels
-        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
-        spans = [(0, levels.param, bucket.nbytes)]
-        if bucket.trainable:
-            spans += [(levels.optim, mesh.levels, travelling), (levels.param, levels.optim, bucket.nbytes)]
-        gathers = [
-            (kind, tier, stage, nbytes // mesh.shards[stage.low])
-            for kind, (low, high, nbytes) in enumerate(spans)
-            for tier in range(len(mesh.tiers))
-            if (stage := mesh.stage_in_tier(tier, low, high)) is not None
-        ]
-        return Part(self.bucket(bucket), tuple(gathers))
-
-    def together(self, parts: Sequence[Part]) -> UnitCost:
-        """Buckets of one unit: reductions one after the other, gathers of a stage at once.
-
-        Gathers over several stages share the link, so their times add up.
-        """
-        total = UnitCost.zero(len(self.mesh.tiers))
-        for part in parts:
-            total += part.cost
-        if len(parts) < 2:
-            return total
-        sizes: dict[tuple[int, int, Stage], int] = {}
-        for part in parts:
-            for kind, tier, stage, nbytes in part.gathers:
-                sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
-        times = [[0] * len(self.mesh.tiers) for _ in range(3)]
-        for (kind, tier, stage), nbytes in sizes.items():
-            times[kind][tier] += self.collective_ns("all_gather", stage, nbytes)
-        unshard, regather, sync = map(tuple, times)
-        return replace(total, unshard_ns=unshard, regather_ns=regather, sync_ns=sync)
+        return Part(cost, gathers)
 
     def schedule(
         self, *, prefetch: int, accumulation: int, clip: bool, gradient_buffers: int | None = None
@@ -395,68 +378,3 @@ def _largest_piece(bucket: BucketLayout, slice_numel: int, temporary_per_element
     """The optimizer works tensor by tensor: its temporaries are as large as the largest piece of one."""
     largest = max(min(tensor.numel, slice_numel) for tensor in bucket.tensors)
     return round(largest * ITEM_BYTES[bucket.master_dtype] * temporary_per_element)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes per rank by category; ``peak`` is the largest total over the step's events."""
-
-    parameters: int
-    master: int
-    gradients: int
-    optimizer: int
-    unshard_buffers: int
-    gradient_buffers: int
-    scratch: int
-    activations: int
-    peak: int
-
-    def by_category(self) -> dict[str, int]:
-        """For tables and files."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The static assignment of units to unshard and gradient buffers; independent of the levels chosen."""
-
-    unshard: Mapping[str, int]
-    staging: Mapping[str, int]
-
-
-def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]) -> Slots:
-    """Colour the schedule's lives, weighing units by the bytes of their tensors."""
-    sizes = {unit: sum(t.nbytes for t in specs) for unit, specs in tensors.items()}
-    return Slots(colour(schedule.unshard_lives, sizes), colour(schedule.staging_lives, sizes))
-
-
-def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, activation_peak: int) -> Memory:
-    """Memory of one rank over a step.
-
-    Buffers are allocated once, so they count at every event; the events that differ are the uses
-    (activations and temporaries) and the optimizer step (its temporaries). Without clipping units are updated
-    during backward, beside all activations; with it in the first turns of the next forward, when few are
-    alive, which are neglected.
-    """
-    parameters = sum(cost.param_bytes for cost in units.values())
-    master = sum(cost.master_bytes for cost in units.values())
-    gradients = sum(cost.grad_bytes for cost in units.values())
-    optimizer = sum(cost.optim_bytes for cost in units.values())
-    unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
-    staging = sum(slot_sizes(slots.staging, {unit: units[unit].staging_bytes for unit in slots.staging}))
-    scratch = sum(
-        max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
-    )
-    update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
-    activations = max(activation_peak, update) if schedule.clip else activation_peak + update
-    return Memory(
-        parameters,
-        master,
-        gradients,
-        optimizer,
-        unshard,
-        staging,
-        scratch,
-        activations,
-        parameters + master + gradients + optimizer + unshard + staging + scratch + activations,
-    )

@@ -7,10 +7,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from hzplan.cost import CostModel, UnitCost, assign_slots, memory
+from hzplan.cost import CostModel, UnitCost
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import TensorSpec, bucketise
+from hzplan.memory import assign_slots, memory
 from hzplan.simulate import objective_ns
 from hzplan.solver.evaluate import tensors_of
 from hzplan.solver.solve import Request

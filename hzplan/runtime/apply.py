@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hzplan.cost import assign_slots
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
+from hzplan.memory import assign_slots
 from hzplan.models.hooks import attach
 from hzplan.models.units import Unit, find_units
 from hzplan.runtime.bucket import Bucket

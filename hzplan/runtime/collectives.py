@@ -2,7 +2,7 @@
 
 Buffers nest: the smaller one is a rank's slice of the larger one, so gathers and scatters run in place.
 
-On gloo both are exchanges, point to point, every receive posted before the first send. gloo sends only what
+On gloo both are exchanges, point to point, a receive posted before the send beside it. gloo sends only what
 a receiver has announced to want, and the announcement travels behind the data that the receiver sends
 itself: a rank that sends first and is late gets its peers' data only when its own have gone, one direction
 after the other. All views are cut when a collective is prepared: ranks that share processors pay for every
@@ -51,7 +51,7 @@ class Gather:
     so that ranks end up with the same values.
 
     An exchange goes round in a ring: every rank passes on to the next one what it had from the one before.
-    Each link then carries one message at a time; when all send to one at once they drop each other's packets.
+    Each rank then receives from one other only; several senders at once were measured to be slower.
     """
 
     def __init__(
@@ -114,10 +114,9 @@ class Reduction:
     """Sums all ranks' ``whole`` [group size × n] and leaves (or adds) this rank's slice in ``part`` [n].
 
     ``part`` may be this rank's slice of ``whole``, unless it is added to; the rest of ``whole`` is not kept.
-    Exchanges sum in group order on every rank, so results do not depend on timing, and in the buffers'
-    dtype whatever the ``wire``. Their ``scratch`` is for what others send: of every one of them n elements,
-    or where it is smaller (at least 2 × (group size − 1) elements) as many as fit twice, so that one portion
-    is summed while the next one travels.
+    Exchanges sum in an order fixed by the rank, so results do not depend on timing, and in the buffers' dtype
+    whatever the ``wire``. Their ``scratch`` is for what another rank sends: n elements, or where it is
+    smaller (at least 2 elements) a portion in each half, one of which is summed while the other one travels.
     """
 
     def __init__(

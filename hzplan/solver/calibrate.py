@@ -71,7 +71,10 @@ Point = TypeVar("Point", UseCost, CollectivePoint, OptimizerPoint)
 
 
 def _times(point: Point, factor: float) -> Point:
-    return point.model_copy(update={"seconds": round(point.seconds * factor, 9)})
+    update = {"seconds": round(point.seconds * factor, 9)}
+    if isinstance(point, UseCost):
+        update["late_seconds"] = round(point.late_seconds * factor, 9)
+    return point.model_copy(update=update)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hzplan.cost import CostModel, Memory, Slots, UnitCost, assign_slots, memory
+from hzplan.cost import CostModel, UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import TensorSpec
+from hzplan.memory import Memory, Slots, assign_slots, memory
 from hzplan.schedule import Schedule
 from hzplan.simulate import Timeline, objective_ns, replay_shared, tier_loads_ns
 from hzplan.solver.patterns import unit_cost

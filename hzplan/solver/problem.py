@@ -23,7 +23,8 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
-from hzplan.cost import CostModel, Slots
+from hzplan.cost import CostModel
+from hzplan.memory import Slots
 from hzplan.schedule import Kind, Schedule, Task
 from hzplan.solver.patterns import Family, duration_keys
 

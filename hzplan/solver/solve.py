@@ -11,11 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from hzplan.cost import CostModel, assign_slots
+from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES, Dtype
+from hzplan.memory import assign_slots
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of, uniform
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.patterns import Family, enumerate_patterns

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzplan.cost import Slots, assign_slots
 from hzplan.layout import TensorSpec
+from hzplan.memory import Slots, assign_slots
 from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
 from tests.unit.hazards import Detector, edges, implied, in_lanes, other_tenants, reduced_units, without
 from tests.unit.steps import Step, chain, steps

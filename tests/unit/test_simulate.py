@@ -81,6 +81,27 @@ def test_streams_share_a_tier() -> None:
     assert objective_ns(schedule, lengths) == alone.period_ns
 
 
+def test_the_slowest_rank_is_waited_for_where_ranks_meet() -> None:
+    """Never longer than if every use took as long as on its slowest rank; who is early waits."""
+    schedule = chain(1, clip=True).build()
+    lengths = durations(schedule, {"compute": 90, "unshard": 10, "final-reduce": 10})
+    late = [30 * (task.kind is Kind.COMPUTE) for task in schedule.tasks]
+    alone, late_too = replay_shared(schedule, lengths), replay_shared(schedule, lengths, None, late)
+    uses = len(schedule.compute)
+    assert alone.period_ns < late_too.period_ns <= alone.period_ns + uses * 30
+    assert sum(late_too.exposed_ns.values()) > sum(alone.exposed_ns.values())
+    assert replay_shared(schedule, lengths, None, [0] * len(late)) == alone
+
+
+def test_two_tasks_of_a_tier_at_once_collide() -> None:
+    """As in the test before the last: 8 of each are beside each other, and now take half as long again."""
+    schedule = chain(2).build()
+    lengths = durations(schedule, {"compute": 10, "unshard": 5, "unshard.0@3": 20, "final-reduce": 8})
+    collide = replay_shared(schedule, lengths, Interference((0.0,), (1.0,), (1.5,)))
+    gone = replay_shared(schedule, lengths)
+    assert collide.period_ns == pytest.approx(gone.period_ns + 0.5 * 16)
+
+
 def test_waiting_is_booked_to_what_ended_last() -> None:
     schedule = chain(1, tiers=2).build()
     slow_network = durations(schedule, {"compute": 10, "unshard.1@0": 9})

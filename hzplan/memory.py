@@ -1,0 +1,75 @@
+"""Memory of one rank over a step, by category. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hzplan.cost import UnitCost
+from hzplan.layout import TensorSpec, colour, slot_sizes
+from hzplan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per rank by category; ``peak`` is the largest total over the step's events."""
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    unshard_buffers: int
+    gradient_buffers: int
+    scratch: int
+    activations: int
+    peak: int
+
+    def by_category(self) -> dict[str, int]:
+        """For tables and files."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The static assignment of units to unshard and gradient buffers; independent of the levels chosen."""
+
+    unshard: Mapping[str, int]
+    staging: Mapping[str, int]
+
+
+def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]) -> Slots:
+    """Colour the schedule's lives, weighing units by the bytes of their tensors."""
+    sizes = {unit: sum(t.nbytes for t in specs) for unit, specs in tensors.items()}
+    return Slots(colour(schedule.unshard_lives, sizes), colour(schedule.staging_lives, sizes))
+
+
+def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, activation_peak: int) -> Memory:
+    """Memory of one rank over a step.
+
+    Buffers are allocated once, so they count at every event; the events that differ are the uses
+    (activations and temporaries) and the optimizer step (its temporaries). Without clipping units are updated
+    during backward, beside all activations; with it in the first turns of the next forward, when few are
+    alive, which are neglected.
+    """
+    parameters = sum(cost.param_bytes for cost in units.values())
+    master = sum(cost.master_bytes for cost in units.values())
+    gradients = sum(cost.grad_bytes for cost in units.values())
+    optimizer = sum(cost.optim_bytes for cost in units.values())
+    unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
+    staging = sum(slot_sizes(slots.staging, {unit: units[unit].staging_bytes for unit in slots.staging}))
+    scratch = sum(
+        max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
+    )
+    update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
+    activations = max(activation_peak, update) if schedule.clip else activation_peak + update
+    return Memory(
+        parameters,
+        master,
+        gradients,
+        optimizer,
+        unshard,
+        staging,
+        scratch,
+        activations,
+        parameters + master + gradients + optimizer + unshard + staging + scratch + activations,
+    )
