@@ -5,8 +5,8 @@ which is the same on every rank and a topological order of the DAG, so they cann
 
 The compute stream is the caller's thread. When it ends a compute task, the tasks that follow in the total
 launch order, up to the next compute task, are launched; a launched task runs once everything that it needs
-is done and everything before it on its stream has begun. Tasks with nothing to do end at once, on whatever
-thread ended the last task that they needed.
+is done and everything before it on its stream has begun. Tasks with nothing to do are left out: who needs
+them needs what they need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -111,14 +111,15 @@ class Executor:
         self.tasks = schedule.tasks
         self._run = run
         self._streams = streams
-        self._idle = [task.stream != COMPUTE_STREAM and idle(task) for task in schedule.tasks]
-        self._next = _launches(schedule)
+        left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
+        self._next = _launches(schedule, left_out)
+        self._needs, self._needs_previous = _needs(schedule, left_out)
         self._followers: list[list[tuple[int, int]]] = [[] for _ in self.tasks]  # (task, steps ahead)
-        for task in self.tasks:
-            for before in task.needs:
-                self._followers[before].append((task.index, 0))
-            for before in task.needs_previous:
-                self._followers[before].append((task.index, 1))
+        for ahead, needed in enumerate((self._needs, self._needs_previous)):
+            for index, before in enumerate(needed):
+                for one in before:
+                    self._followers[one].append((index, ahead))
+        self._bookings = [_booking(task) for task in self.tasks]
         self._lock = threading.Lock()
         self._done = [-1] * len(self.tasks)  # the last step in which a task ended
         self._launched = [-1] * len(self.tasks)
@@ -133,7 +134,7 @@ class Executor:
         self._records = [self.record] * len(self.tasks)  # of the step in which a task was last launched
         self._lines: dict[str, _Line] = {}
         for task in self.tasks:
-            if task.stream != COMPUTE_STREAM and not self._idle[task.index]:
+            if task.stream != COMPUTE_STREAM and task.index not in left_out:
                 name = task.stream if streams is Streams.TIERS else "all"
                 width = depth if task.tier >= 0 and streams is Streams.TIERS else 1
                 self._lines.setdefault(name, _Line(width)).tasks.append(task.index)
@@ -200,7 +201,7 @@ class Executor:
         """A compute task is done: launch what follows it in the total order."""
         self.record.end_s[task.index] = time.perf_counter()
         with self._lock:
-            self._complete(task.index)
+            self._done[task.index] = self.step
             for index in self._next[task.index]:
                 self.record.launched.append(index)
                 if self._admit(index):
@@ -235,43 +236,43 @@ class Executor:
 
     def _admit(self, index: int) -> bool:
         """Note a task as launched; True when nothing before it is still open. Lock held."""
-        task = self.tasks[index]
-        assert self._done[index] == self._launched[index] or self._done[index] == self.step - 1, (
-            f"{task} is launched while it still runs for the step before: the schedule lacks an edge"
+        step, done = self.step, self._done
+        assert done[index] == self._launched[index] or done[index] == step - 1, (
+            f"{self.tasks[index]} is launched while it runs for the step before: the schedule lacks an edge"
         )
-        self._launched[index] = self.step
+        self._launched[index] = step
         self._records[index] = self.record
-        self._open += task.stream != COMPUTE_STREAM
-        self._waiting[index] = sum(self._done[u] < self.step for u in task.needs) + sum(
-            self._done[u] < self.step - 1 for u in task.needs_previous
-        )
-        return self._waiting[index] == 0
+        self._open += index in self._line_of
+        waiting = 0
+        for before in self._needs[index]:
+            waiting += done[before] < step
+        for before in self._needs_previous[index]:
+            waiting += done[before] < step - 1
+        self._waiting[index] = waiting
+        return waiting == 0
 
     def _release(self, index: int, cause: str) -> None:
         """Everything before a task is done. Lock held."""
-        task = self.tasks[index]
         self._cause[index] = cause
-        if task.stream == COMPUTE_STREAM:
+        line = self._line_of.get(index)
+        if line is None:
             self._compute_ready.set()
-        elif self._idle[index]:
-            self._complete(index)
-        else:
-            for begun in self._line_of[index].release(index):
-                self._records[begun].begun.setdefault(self.tasks[begun].stream, []).append(begun)
+            return
+        for begun in line.release(index):
+            self._records[begun].begun.setdefault(self.tasks[begun].stream, []).append(begun)
 
     def _complete(self, index: int) -> None:
-        """A task is done: release what waited for it alone. Lock held."""
-        task = self.tasks[index]
+        """A background task is done: release what waited for it alone. Lock held."""
         step = self._launched[index]
         self._done[index] = step
-        self._open -= task.stream != COMPUTE_STREAM
-        cause = self._cause[index] if self._idle[index] else _booking(task)
+        self._open -= 1
         for follower, ahead in self._followers[index]:
             if self._launched[follower] == step + ahead and self._done[follower] < step + ahead:
                 self._waiting[follower] -= 1
                 if self._waiting[follower] == 0:
-                    self._release(follower, cause)
-        self._all_done.notify_all()
+                    self._release(follower, self._bookings[index])
+        if not self._open:
+            self._all_done.notify_all()
 
     def _work(self, line: _Line, lane: int) -> None:
         """A thread: run what is ready, in order."""
@@ -321,7 +322,7 @@ class Executor:
             raise self._error
 
 
-def _launches(schedule: Schedule) -> dict[int, list[int]]:
+def _launches(schedule: Schedule, left_out: Set[int]) -> dict[int, list[int]]:
     """For every compute task the tasks launched at its end, in order."""
     launches: dict[int, list[int]] = {}
     current = 0
@@ -329,9 +330,39 @@ def _launches(schedule: Schedule) -> dict[int, list[int]]:
         if task.stream == COMPUTE_STREAM:
             current = task.index
             launches[current] = []
-        else:
+        elif task.index not in left_out:
             launches[current].append(task.index)
     return launches
+
+
+def _needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[set[int]]]:
+    """What every task waits for, of its own step and of the one before, without what is left out.
+
+    Compute tasks are never waited for: when anything is launched, those before it are over.
+    """
+    needs: list[set[int]] = []
+    for task in schedule.tasks:  # what a task needs of its own step has a lower index
+        found = set[int]()
+        for before in task.needs:
+            if before in left_out:
+                found |= needs[before]
+            elif schedule.tasks[before].stream != COMPUTE_STREAM:
+                found.add(before)
+        needs.append(found)
+    previous: list[set[int]] = []
+    for task in schedule.tasks:
+        found = set()
+        for before in task.needs_previous:
+            if before in left_out:
+                found |= needs[before]
+            elif schedule.tasks[before].stream != COMPUTE_STREAM:
+                found.add(before)
+        for before in left_out & set(task.needs):
+            found |= previous[before]
+        previous.append(found)
+    # Else a task would wait for what happened two steps before.
+    assert not any(previous[b] for task in schedule.tasks for b in left_out & set(task.needs_previous))
+    return needs, previous
 
 
 def _booking(task: Task) -> str:
