@@ -47,6 +47,10 @@ class StreamError(JobFailed):
         self.lost_peer = lost_peer
 
 
+class OutOfMemory(JobFailed):
+    """This rank's memory is not enough."""
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """``Type: message`` of any exception in one line of about ``limit`` characters, to quote it."""
     text = " ".join(str(error).split())
@@ -62,6 +66,14 @@ def last_cause(error: BaseException) -> BaseException:
         error = error.__cause__
         seen.add(id(error))
     return error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator had no more to give, on a device or the host."""
+    cause = last_cause(error)
+    return isinstance(cause, MemoryError) or any(
+        word in str(cause) for word in ("out of memory", "can't allocate memory", "not enough memory")
+    )
 
 
 def is_lost_peer(error: BaseException) -> bool:

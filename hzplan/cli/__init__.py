@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hzplan import __version__, job
-from hzplan.errors import JobFailed, StreamError, UserError, is_lost_peer, last_cause, one_line
+from hzplan.errors import JobFailed, OutOfMemory, StreamError, UserError, is_lost_peer, last_cause, one_line
 
 COMMANDS = ("profile", "solve", "run", "calibrate", "check", "demo", "emulate")
 INTERRUPTED = 130
@@ -85,7 +85,7 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
     theirs = not isinstance(error, UserError)
     cause = last_cause(error)
     message = one_line(cause) if theirs else str(error)
-    of_rank = theirs or isinstance(error, StreamError)  # others are every rank's
+    of_rank = theirs or isinstance(error, StreamError | OutOfMemory)  # others are every rank's
     if here and of_rank:
         message = f"rank {here.rank}: {message}"
     if theirs and not _debug():

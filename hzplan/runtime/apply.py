@@ -27,6 +27,9 @@ from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementw
 from hzplan.runtime.unit import UnitState
 from hzplan.schedule import Schedule, Use, build
 
+NOTE = "while allocating what lasts of unit "
+"""How an error is marked with the unit that ``apply`` was busy with."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -145,7 +148,13 @@ def apply(
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     schedule = schedule_of(units, choice)
     rank = dist.get_rank() if world > 1 else 0
-    states = [_state(unit, tensors[unit.name], choice, rank) for unit in units]
+    states = []
+    for unit in units:
+        try:
+            states.append(_state(unit, tensors[unit.name], choice, rank))
+        except Exception as error:
+            error.add_note(f"{NOTE}{unit.name}")
+            raise
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
     engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, streams)

@@ -21,7 +21,7 @@ from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.groups import Communicators
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
-from hzplan.schedule import Kind, Schedule, Task
+from hzplan.schedule import Kind, Schedule, Task, Use
 
 MOST_GATHERS = 1 << 8
 """Of a task, told apart by their tags while they are under way together."""
@@ -123,6 +123,13 @@ class Engine:
             "gradient_buffers": sum(slot.numel() for slot in staging),
             "scratch": sum(scratch.numel() for lanes in self._scratch for scratch in lanes),
         }
+
+    @property
+    def turn(self) -> Use | None:
+        """The recorded use whose turn it is; None outside of the schedule."""
+        if self.mode is not Mode.SCHEDULED or not self._running:
+            return None
+        return self.schedule.use(self.schedule.compute[self._position])
 
     # What tasks do, on their streams' threads.
 

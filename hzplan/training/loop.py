@@ -22,6 +22,7 @@ from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.room import room
 from hzplan.show.trace import Span
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
@@ -129,7 +130,8 @@ def train(
     if options.steps < 1:
         raise UserError(f"{options.steps} steps: a run has at least 1")
     trainer = _Trainer(plan, workload, corpus, options, on_step)
-    result = trainer.train()
+    with room(plan, lambda: trainer.optimizer.engine):
+        result = trainer.train()
     trainer.optimizer.engine.close()  # not after an error: it would wait for ranks that may be gone
     return result
 
@@ -149,9 +151,10 @@ class _Trainer:
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.data: Batches = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=options.seed)
         torch.manual_seed(options.seed)
-        model = workload.build().to(dtype=master_dtype_of(getattr(torch, plan.model.dtype)))
-        self.device = next(model.parameters()).device
-        self.model, self.optimizer = _parallelize(model, plan, options.lr)
+        with room(plan, lambda: None):
+            model = workload.build().to(dtype=master_dtype_of(getattr(torch, plan.model.dtype)))
+            self.device = next(model.parameters()).device
+            self.model, self.optimizer = _parallelize(model, plan, options.lr)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
