@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +39,14 @@ def command(
     mesh: Annotated[
         str | None, typer.Option(help="Ranks per tier, fastest first, as in 8|16; by default found out.")
     ] = None,
+    unit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS|NAME",
+            help="A module's class, or name with wildcards, to shard as one; may be repeated. By default "
+            "repeated blocks are found.",
+        ),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(help="links: measure the cluster's links, without a model.")
     ] = None,
@@ -59,7 +67,10 @@ def command(
 
     Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here. With
     --analytic nothing is measured: any machine will do, and the profile says that it is modelled. With --only
-    links and later --links links are measured once for all models, and models on one device.
+    links and later --links links are measured once for all models, and models on one device. Of a model that
+    is too large for it only distinct units are made.
+
+    What is done is kept in PROFILE.partial until all is: the same command goes on where it was cut short.
 
     Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
     """
@@ -79,7 +90,10 @@ def command(
         )
     if (analytic or links is not None) and nproc not in (None, 1):
         raise UserError("--nproc is for ranks that measure together; leave it out here")
-    model_here = _Model(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output)
+    model_here = _Model(
+        *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
+        units=tuple(unit or ()),
+    )
     if analytic:
         assert cluster is not None
         if links is not None:
@@ -180,6 +194,7 @@ class _Model:
     optimizer: str
     mesh: str | None
     output: Path
+    units: tuple[str, ...] = ()
 
     def check(self, world: int) -> None:
         """UserError for a mesh of another world."""
@@ -195,7 +210,7 @@ class _Model:
             check_writable(self.output)
         if self.optimizer not in OPTIMIZERS:
             raise UserError(f"--optimizer {self.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
-        return load(self.model, seq_len=self.seq_len)
+        return replace(load(self.model, seq_len=self.seq_len), units=self.units)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -204,14 +219,19 @@ class _Model:
 
     def measure(self, workload: Workload, progress: Progress) -> Callable[[bool], None]:
         """On every rank of the job; returns what writes and shows the result."""
+        from hzplan.cli.console import remark
         from hzplan.cli.profile_tables import show
         from hzplan.profiler import measure
 
         mesh, names = _tiers(self.mesh)
-        profile = measure(workload, mesh=mesh, tier_names=names, progress=progress, **self.how)
+        kept = self.output.with_name(f"{self.output.name}.partial")
+        profile = measure(
+            workload, mesh=mesh, tier_names=names, progress=progress, keep=kept, said=remark, **self.how
+        )
 
         def write(as_json: bool) -> None:
             profile.save(self.output)
+            kept.unlink(missing_ok=True)
             show(profile, self.output, as_json=as_json)
 
         return write

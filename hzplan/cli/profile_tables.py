@@ -14,6 +14,12 @@ from hzplan.formats.links import Links
 from hzplan.formats.profile import Profile, UnitEntry, UseCost
 from hzplan.hierarchy import Mesh
 
+SCATTERED = 0.25
+"""Half the distance between quartiles, over the median, from which on a figure is marked."""
+
+MATTERS = 0.01
+"""Of a forward and backward: what takes less is not marked."""
+
 
 def show(profile: Profile, path: Path, *, as_json: bool) -> None:
     """Print what was measured and what to type next."""
@@ -29,6 +35,7 @@ def show(profile: Profile, path: Path, *, as_json: bool) -> None:
     if profile.collectives:
         out.print(_links(profile))
     _name_slow(profile)
+    _mark_scattered(profile)
     out.print(f"Wrote {path}. Next:\n  {following}", soft_wrap=True, markup=False)
 
 
@@ -42,6 +49,7 @@ def show_links(links: Links, path: Path, *, as_json: bool) -> None:
     if links.collectives:
         out.print(_links(links))
     _name_slow(links)
+    _mark_scattered(links)
     out.print(f"Wrote {path}. Next, on one device:\n  {following}", soft_wrap=True, markup=False)
 
 
@@ -50,6 +58,7 @@ def _links_summary(links: Links, path: Path, following: str) -> dict[str, object
         "links": str(path),
         "mesh": links.cluster.mesh,
         "stragglers": [entry.model_dump() for entry in links.stragglers],
+        "scattered": _scattered(links),
         "next": following,
     }
 
@@ -59,6 +68,38 @@ def _name_slow(measured: Profile | Links) -> None:
     out = console.stdout()
     for entry in measured.stragglers:
         out.print(f"Slow: {entry.describe()}", soft_wrap=True, markup=False, style="yellow")
+
+
+def _mark_scattered(measured: Profile | Links) -> None:
+    """What cannot be trusted, as it came out differently each time."""
+    if found := _scattered(measured):
+        console.stdout().print(
+            f"Not steady: {found[0]}"
+            + (f" and {len(found) - 1} more figures" if len(found) > 1 else "")
+            + f" scatter by more than {SCATTERED:.0%}; measure again when nothing else runs.",
+            soft_wrap=True,
+            markup=False,
+            style="yellow",
+        )
+
+
+def _scattered(measured: Profile | Links) -> list[str]:
+    """Figures whose quartiles are far apart, the worst first, that take long enough to matter."""
+    found: list[tuple[float, str]] = []
+    if isinstance(measured, Profile):
+        total = sum(use.costs[-1].seconds for use in measured.uses)
+        found += [
+            (cost.spread, f"the {use.phase} of {use.unit or '(the model)'} at micro-batch {cost.micro_batch}")
+            for use in measured.uses
+            for cost in use.costs
+            if cost.seconds > MATTERS * total
+        ]
+    found += [
+        (point.spread, f"{curve.operation}, levels {curve.low}–{curve.high}, {console.size(point.bytes)}")
+        for curve in measured.collectives
+        for point in curve.points[-1:]
+    ]
+    return [text for spread, text in sorted(found, reverse=True) if spread > SCATTERED]
 
 
 def _summary(profile: Profile, path: Path, following: str) -> dict[str, object]:
@@ -74,6 +115,7 @@ def _summary(profile: Profile, path: Path, following: str) -> dict[str, object]:
             for index, size in enumerate(profile.micro_batches)
         },
         "stragglers": [entry.model_dump() for entry in profile.stragglers],
+        "scattered": _scattered(profile),
         "next": following,
     }
 

@@ -96,6 +96,8 @@ def command(
     with job.join(here, timeout_s=timeout) as joined:
         ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
+            request.compare_provenance(ready.plan)
+        if here.rank == 0:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
         work = request.train if against is None else request.compare
         work(ready, shown=here.rank == 0, as_json=as_json)
@@ -159,6 +161,29 @@ class _Request:
         peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)
         return _Prepared(plan, workload, self._corpus(workload), peers)
+
+    def compare_provenance(self, plan: Plan) -> None:
+        """Say when the plan's figures were measured with another torch or backend than runs here."""
+        import torch
+        import torch.distributed as dist
+
+        from hzplan.cli import console
+        from hzplan.formats.profile import Profile
+
+        pairs = []
+        backend = str(dist.get_backend()) if dist.is_initialized() else "none"
+        if plan.cluster.backend not in ("none", backend):
+            pairs.append((plan.cluster.backend, backend))
+        try:
+            profile = Profile.load(self.plan.parent / plan.source.profile)
+        except UserError:  # a plan may travel alone
+            profile = None
+        if profile is not None and profile.modelled is None and profile.provenance.torch != torch.__version__:
+            pairs.append((f"torch {profile.provenance.torch}", f"torch {torch.__version__}"))
+        for then, now in pairs:
+            console.remark(
+                f"{self.plan}: profiled with {then}, and this is {now}: predictions may be off; profile again"
+            )
 
     def train(self, ready: _Prepared, *, shown: bool, as_json: bool) -> None:
         """Train under the plan; on every rank of the job."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -51,16 +52,66 @@ def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
     return found
 
 
-def find_units(model: nn.Module) -> tuple[Unit, ...]:
+def find_units(model: nn.Module, blocks: Iterable[str] | None = None) -> tuple[Unit, ...]:
     """Repeated blocks are a unit each; every other module with parameters of its own is one too.
 
     Repeated blocks are the children of a ModuleList, or of a Sequential in which a class with parameters
-    below its own children occurs at least twice; the outermost such container counts.
+    below its own children occurs at least twice; the outermost such container counts. ``blocks``: the names
+    of other modules to take for them (of one inside another the outer one counts).
     """
-    blocks = dict(_blocks(model, ""))
+    return _units(model, dict(_blocks(model, "")) if blocks is None else _named(model, blocks))
+
+
+def blocks_like(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...] | None:
+    """The modules with parameters whose class is named, or whose name matches, as in ``encoder.*.layers.*``.
+
+    None without patterns. UserError for a pattern that nothing matches.
+    """
+    if not patterns:
+        return None
+    found: list[str] = []
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        fitting = [p for p in patterns if p == type(module).__name__ or fnmatchcase(name, p)]
+        if fitting and next(module.parameters(), None) is not None:
+            found.append(name)
+            matched.update(fitting)
+    for pattern in patterns:
+        if pattern not in matched:
+            classes = sorted(
+                {type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None}
+            )
+            raise UserError(
+                f"--unit {pattern}: no module with parameters has this class or name; classes are "
+                + ", ".join(classes)
+            )
+    return tuple(found)
+
+
+def blocks_of(units: Collection[str]) -> tuple[str, ...]:
+    """Of units' names those that may be blocks: with no other unit inside."""
+    return tuple(name for name in units if not any(_inside(other, name) for other in units))
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def _named(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    wanted, there = set(names), dict(model.named_modules())
+    for name in sorted(wanted - there.keys()):
+        raise UserError(f"the plan names unit {name}, which the model does not have; profile and solve again")
+    return {
+        name: module
+        for name, module in there.items()
+        if name in wanted and not any(_inside(name, other) for other in wanted)
+    }
+
+
+def _units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[Unit, ...]:
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = next((block for block in blocks if name == block or name.startswith(f"{block}.")), None)
+        inside = next((block for block in blocks if name == block or _inside(name, block)), None)
         if inside is not None:
             owners.setdefault(inside, blocks[inside])
         elif next(module.parameters(recurse=False), None) is not None:
@@ -93,7 +144,7 @@ def _requires(
     owner_of: dict[int, str],
     owners: dict[str, nn.Module],
 ) -> tuple[str, ...]:
-    around = [other for other in owners if other != name and (not other or name.startswith(f"{other}."))]
+    around = [other for other in owners if _inside(name, other)]
     tied = [owner_of[id(parameter)] for _, parameter in parameters]
     return tuple(dict.fromkeys([name, *around, *tied]))
 

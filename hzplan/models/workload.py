@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hzplan.errors import UserError, one_line
 from hzplan.models.gpt import GPT, PRESETS
+from hzplan.models.units import Unit, blocks_like, find_units
 
 DEFAULT_SEQ_LEN = 128
 """Tokens in a sequence for a factory that does not say, when the user does not either."""
@@ -35,6 +36,7 @@ class Workload:
     weights. ``batch(n, generator)`` is a synthetic micro-batch of n sequences; for language models int64
     [n, seq_len + 1], inputs and, one later, targets. ``loss(model, batch)`` is the mean over its tokens.
     ``seq_len`` is in tokens; ``vocab`` is None where the model does not say how many tokens it knows.
+    ``units``: classes or names of the modules to shard as one, as in ``blocks_like``; found where empty.
     ``in_shapes()``: a context in which a pass without values takes the branches of one with values.
     """
 
@@ -45,6 +47,11 @@ class Workload:
     seq_len: int
     vocab: int | None
     in_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
+    units: tuple[str, ...] = ()
+
+    def units_of(self, model: nn.Module) -> tuple[Unit, ...]:
+        """The units of a model that ``build`` made."""
+        return find_units(model, blocks_like(model, self.units))
 
 
 def load(spec: str, *, seq_len: int | None = None) -> Workload:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hzplan.errors import UserError, one_line
+from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, Device, TierModel
 from hzplan.formats.profile import (
     ClusterEntry,
@@ -23,14 +21,13 @@ from hzplan.formats.profile import (
 )
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
-from hzplan.models.units import Unit, find_units
 from hzplan.models.workload import Workload
-from hzplan.profiler.entries import joined_units, model_entry, unit_entry
-from hzplan.profiler.fake import FakeTurn, FakeTurns, Ledger, Rates, fake_model
+from hzplan.profiler.entries import joined_units, model_entry
+from hzplan.profiler.fake import Rates
 from hzplan.profiler.machine import provenance
 from hzplan.profiler.optimizer import footprint
 from hzplan.profiler.samples import nanoseconds
-from hzplan.schedule import Use
+from hzplan.profiler.shapes import Shapes, in_shapes
 
 LEAST_BYTES, LEAST_ELEMENTS = 1 << 10, 1 << 10
 
@@ -65,18 +62,8 @@ def analyse(
         device.launch_s.value,
     )
     sizes = sorted(set(micro_batches))
-    passes: list[tuple[tuple[Use, ...], list[FakeTurn]]] = []
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    with fake_model(workload.build, torch_dtype) as model:
-        units = find_units(model)
-        if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
-            raise UserError(f"{workload.name}: no parameter is trained, so there is nothing to plan")
-        for number, size in enumerate(sizes):
-            progress(f"forward and backward in shapes, micro-batch {size}", number / len(sizes))
-            passes.append(_pass(workload, model, units, size, rates, mesh.world))
-        entries = tuple(unit_entry(unit) for unit in units)
-        looked_up = {unit.name for unit in units if _looks_up(unit.module)}
-    uses = _uses(sizes, passes, looked_up, workload.name)
+    shapes = in_shapes(workload, dtype, sizes, rates, mesh.world, progress)
+    entries, uses = shapes.entries, _uses(shapes)
     tensors = [tensor.spec for unit in entries for tensor in unit.tensors]
     largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     progress("modelled", 1.0)
@@ -100,52 +87,12 @@ def analyse(
     )
 
 
-def _pass(
-    workload: Workload, model: nn.Module, units: Sequence[Unit], size: int, rates: Rates, world: int
-) -> tuple[tuple[Use, ...], list[FakeTurn]]:
-    """The uses of a forward and backward, and what each would cost."""
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        real = workload.batch(size, torch.Generator().manual_seed(0))
-    batch = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
-    turns = FakeTurns(units, world)
-    there = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(batch) if isinstance(t, Tensor))]
-    ledger = Ledger(rates, there)
-    turns.ledger = ledger
-    try:
-        with workload.in_shapes(), ledger:
-            uses = turns.run(lambda: workload.loss(model, batch), ledger)
-            found = ledger.turns()
-    except Exception as error:  # the user's model, which may raise anything
-        raise UserError(
-            f"{workload.name}: a forward and backward without values failed: {one_line(error)}; where the "
-            "model looks at values, profile it on a device instead"
-        ) from error
-    finally:
-        turns.detach()
-    if not uses:
-        raise UserError(f"{workload.name}: its loss uses no module that has parameters")
-    return uses, found
-
-
-def _looks_up(module: nn.Module) -> bool:
-    """Whether a module's backward surely reads no parameter."""
-    return type(module) is nn.Embedding and module.max_norm is None
-
-
-def _uses(
-    sizes: Sequence[int],
-    passes: Sequence[tuple[tuple[Use, ...], list[FakeTurn]]],
-    looked_up: set[str],
-    name: str,
-) -> tuple[UseEntry, ...]:
-    orders = {uses for uses, _ in passes}
-    if len(orders) > 1:
-        raise UserError(f"{name}: the order in which modules are used depends on the micro-batch size")
+def _uses(shapes: Shapes) -> tuple[UseEntry, ...]:
     return tuple(
         UseEntry(
             unit=use.unit,
             phase=use.phase,
-            reads=use.phase == "forward" or use.unit not in looked_up,
+            reads=shapes.reads(use),
             costs=tuple(
                 UseCost(
                     micro_batch=size,
@@ -155,10 +102,10 @@ def _uses(
                     retained_bytes=turns[index].retained_bytes,
                     peak_bytes=turns[index].peak_bytes,
                 )
-                for size, (_, turns) in zip(sizes, passes, strict=True)
+                for size, turns in shapes.turns.items()
             ),
         )
-        for index, use in enumerate(passes[0][0])
+        for index, use in enumerate(shapes.uses)
     )
 
 

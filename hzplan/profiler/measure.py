@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hzplan.errors import UserError
+from hzplan.formats.base import Strict
 from hzplan.formats.links import Links
 from hzplan.formats.profile import (
     ClusterEntry,
@@ -20,17 +23,22 @@ from hzplan.formats.profile import (
     StragglerEntry,
     UnitEntry,
     UseEntry,
+    signature,
 )
 from hzplan.hierarchy import Mesh
-from hzplan.models.units import Unit, find_units, master_dtype_of
+from hzplan.models.units import Unit, master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.entries import as_dtype, joined_units, model_entry, unit_entry
+from hzplan.profiler.fake import Rates
+from hzplan.profiler.folded import fold, is_too_large
 from hzplan.profiler.interference import measure_interference
+from hzplan.profiler.kept import Kept
 from hzplan.profiler.links import LAST_BYTES, measure_links
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
 from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.shapes import Shapes, in_shapes
 from hzplan.profiler.stragglers import slow_compute, slow_links
 from hzplan.profiler.turns import Turns
 from hzplan.profiler.uses import measure_uses
@@ -43,12 +51,14 @@ MACHINE_S = 1.0
 STAGE_S = 4.0
 TOGETHER_S = 2.0
 
+NO_RATES = Rates(1.0, 1.0, 0.0)
+"""Where shapes are asked for memory and FLOPs only."""
+
 PRODUCT_SIZE, PRODUCTS = 512, 8
 """Of the matrices that stand for a model where there is none, and how many are multiplied at once."""
 
 
-@dataclass(frozen=True)
-class _Model:
+class _Model(Strict):
     """What was measured of a model. ``largest_bytes``: of the largest unit's gradients, which travel."""
 
     entry: ModelEntry
@@ -56,7 +66,6 @@ class _Model:
     uses: tuple[UseEntry, ...]
     optimizer: OptimizerEntry
     largest_bytes: int
-    forward_backward: Callable[[], None]
     stragglers: tuple[StragglerEntry, ...]
 
     def profile(self, links: Links) -> Profile:
@@ -85,6 +94,8 @@ def measure(
     progress: Callable[[str, float], None],
     seed: int = 0,
     memory_bytes: int | None = None,
+    keep: Path | None = None,
+    said: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure a model and the links between ranks; the same profile on every rank.
 
@@ -92,7 +103,10 @@ def measure(
     without a ranks. ``micro_batches``: sequences per forward and backward; ``dtype``: what the model computes
     in, torch's name (bfloat16 is trained with float32 master weights, gradients and optimizer state);
     ``optimizer``: one of ``OPTIMIZERS``; ``progress`` gets what is being measured and the fraction done;
-    ``memory_bytes``: what a rank may use (default: its device's memory, or its share of the host's).
+    ``memory_bytes``: what a rank may use (default: its device's memory, or its share of the host's); of a
+    model whose weights take most of it only distinct units are made. ``keep``: a file for parts that are
+    done, to be removed when the profile is written; the same call goes on where one before was cut short, and
+    ``said`` hears of it.
 
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """
@@ -100,11 +114,34 @@ def measure(
     _check_mesh(ranks, mesh, tier_names)
     batches = _checked(micro_batches, dtype, optimizer)
     parts = Progress(progress, _model_s(batches) + _links_s(mesh))
-    model = _measure_model(ranks, workload, batches, dtype, optimizer, parts, seed)
-    links = _measure_links(
-        ranks, mesh, tier_names, dtype, model.largest_bytes, model.forward_backward, parts, memory_bytes
+    memory = memory_bytes or rank_memory_bytes(ranks)
+    running = _run(ranks, workload, batches, dtype, seed, memory)
+    tensors = [tensor for unit in running.units for tensor in unit.tensors]
+    question = (
+        *(
+            workload.name,
+            signature(tensors),
+            [unit.name for unit in running.units],
+            batches,
+            dtype,
+            optimizer,
+        ),
+        *(str(mesh), tier_names, seed, memory, torch.__version__, ranks.gather(platform.node())),
     )
-    profile = ranks.share(model.profile(links))
+    kept = Kept.open(ranks, keep, question, said)
+    model = kept.part(
+        "model",
+        _Model,
+        lambda: _measure_model(ranks, workload, running, batches, dtype, optimizer, parts),
+    )
+    links = kept.part(
+        "links",
+        Links,
+        lambda: _measure_links(
+            *(ranks, mesh, tier_names, dtype, model.largest_bytes, running.once, parts, memory)
+        ),
+    )
+    profile = model.profile(links)
     parts.finish("measured")
     return profile
 
@@ -118,6 +155,7 @@ def measure_with(
     optimizer: str,
     progress: Callable[[str, float], None],
     seed: int = 0,
+    memory_bytes: int | None = None,
 ) -> Profile:
     """Measure a model in one process, for a cluster whose links were measured before.
 
@@ -127,7 +165,9 @@ def measure_with(
     batches = _checked(micro_batches, dtype, optimizer)
     ranks = Ranks.here()
     parts = Progress(progress, _model_s(batches) + MACHINE_S)
-    model = _measure_model(ranks, workload, batches, dtype, optimizer, parts, seed)
+    memory = memory_bytes or rank_memory_bytes(ranks)
+    running = _run(ranks, workload, batches, dtype, seed, memory)
+    model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
     parts.finish("measured")
@@ -156,7 +196,8 @@ def measure_links_alone(
             torch.mm(matrix, matrix, out=out)
 
     parts = Progress(progress, _links_s(mesh))
-    links = _measure_links(ranks, mesh, tier_names, dtype, LAST_BYTES, compute, parts, None)
+    memory = rank_memory_bytes(ranks)
+    links = _measure_links(ranks, mesh, tier_names, dtype, LAST_BYTES, compute, parts, memory)
     parts.finish("measured")
     return ranks.share(links)
 
@@ -169,33 +210,65 @@ def _links_s(mesh: Mesh) -> float:
     return MACHINE_S + STAGE_S * len(mesh.stages()) + TOGETHER_S * len(mesh.tiers)
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A model that can be run. ``shapes``: what is known of it where it is folded."""
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    turns: Turns
+    steps: Mapping[int, Callable[[], Tensor]]
+    shapes: Shapes | None
+
+    def once(self) -> None:
+        """A forward and backward of the smallest micro-batch."""
+        self.turns.run(self.steps[min(self.steps)])
+
+
+def _run(
+    ranks: Ranks, workload: Workload, batches: Sequence[int], dtype: str, seed: int, memory_bytes: int
+) -> _Running:
+    """A model, ready to be measured; folded where its weights alone would take most of the memory."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    if any(ranks.gather(is_too_large(workload, torch_dtype, memory_bytes))):
+        shapes = in_shapes(workload, dtype, batches, NO_RATES, ranks.size)
+        folded = fold(workload, torch_dtype, ranks.device, seed)
+        turns = Turns(folded.units, ranks.size)
+        losses = _steps(ranks, workload, folded.model, batches, seed)
+        forwards = {size: partial(folded.step, loss, lambda: turns.unit) for size, loss in losses.items()}
+        return _Running(folded.model, folded.units, turns, forwards, shapes)
+    model, units = _build(workload, seed, torch_dtype, ranks.device)
+    steps = _steps(ranks, workload, model, batches, seed)
+    return _Running(model, units, Turns(units, ranks.size), steps, None)
+
+
 def _measure_model(
     ranks: Ranks,
     workload: Workload,
+    running: _Running,
     batches: Sequence[int],
     dtype: str,
     optimizer: str,
     parts: Progress,
-    seed: int,
 ) -> _Model:
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    model, units = _build(workload, seed, torch_dtype, ranks.device)
-    entries = tuple(unit_entry(unit) for unit in units)
+    entries = tuple(unit_entry(unit) for unit in running.units)
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
-    turns = Turns(units, ranks.size)
-    steps = _steps(ranks, workload, model, batches, seed)
-    uses, mine = measure_uses(ranks, turns, units, steps, label=workload.name, progress=parts.at)
-    turns.detach()
+    uses, mine = measure_uses(
+        *(ranks, running.turns, running.units, running.steps),
+        label=workload.name,
+        progress=parts.at,
+        shapes=running.shapes,
+    )
     largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
     return _Model(
-        model_entry(workload, [t.spec for unit in entries for t in unit.tensors], as_dtype(dtype)),
-        joined_units(entries, uses),
-        uses,
-        measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
-        largest * master_dtype_of(torch_dtype).itemsize,
-        partial(_forward_backward, model, steps[batches[0]]),
-        slow_compute(ranks, mine),
+        entry=model_entry(workload, [t.spec for unit in entries for t in unit.tensors], as_dtype(dtype)),
+        units=joined_units(entries, uses),
+        uses=uses,
+        optimizer=measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
+        largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
+        stragglers=slow_compute(ranks, mine),
     )
 
 
@@ -207,14 +280,13 @@ def _measure_links(
     largest_bytes: int,
     compute: Callable[[], None],
     parts: Progress,
-    memory_bytes: int | None,
+    memory_bytes: int,
 ) -> Links:
     """A link's time depends on bytes, whatever they are; what travels is of the dtype of gradients."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
     travelling = master_dtype_of(torch_dtype)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, torch_dtype)
-    memory = memory_bytes or rank_memory_bytes(ranks)
     parts.part("links", STAGE_S * len(mesh.stages()))
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
     parts.part("compute and links together", TOGETHER_S * len(mesh.tiers))
@@ -226,7 +298,7 @@ def _measure_links(
             tier_names=tier_names,
             backend=ranks.backend,
             device=ranks.device.type,
-            memory_bytes=memory,
+            memory_bytes=memory_bytes,
             peak_flops=peak,
             scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
         ),
@@ -265,7 +337,7 @@ def _build(
         model = workload.build().to(device=device, dtype=master_dtype_of(dtype))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    units = find_units(model)
+    units = workload.units_of(model)
     if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
         raise UserError(f"{workload.name}: no parameter is trained, so there is nothing to plan")
     return model, units
@@ -273,7 +345,7 @@ def _build(
 
 def _steps(
     ranks: Ranks, workload: Workload, model: nn.Module, micro_batches: Sequence[int], seed: int
-) -> dict[int, Callable[[], Tensor]]:
+) -> Mapping[int, Callable[[], Tensor]]:
     """What computes the loss of a micro-batch, by its size; each rank on data of its own."""
     generator = torch.Generator().manual_seed(seed * ranks.size + ranks.rank)
     return {
@@ -284,9 +356,3 @@ def _steps(
         )
         for size in micro_batches
     }
-
-
-def _forward_backward(model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    loss().backward()
-    for parameter in model.parameters():
-        parameter.grad = None

@@ -41,6 +41,11 @@ class Turns:
         """The index of the use whose turn it is."""
         return len(self._uses) - 1
 
+    @property
+    def unit(self) -> str | None:
+        """Whose turn it is; None before the first."""
+        return self._uses[-1].unit if self._uses else None
+
     def run(
         self,
         step: Callable[[], Tensor],

@@ -19,6 +19,7 @@ from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.reads import unread_uses
 from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, spread
+from hzplan.profiler.shapes import Shapes
 from hzplan.profiler.turns import Turns
 from hzplan.schedule import Use
 
@@ -54,26 +55,31 @@ def measure_uses(
     *,
     label: str,
     progress: Callable[[float], None],
+    shapes: Shapes | None = None,
 ) -> tuple[tuple[UseEntry, ...], float]:
     """Measure a forward and backward at every micro-batch size; the same uses on every rank.
 
     Also this rank's own median seconds of the largest.
 
     ``steps``: by size, smallest first, what computes a micro-batch's loss; ``label`` names the model in
-    messages. All ranks run at the same time.
+    messages. All ranks run at the same time. ``shapes``: what is known of memory and FLOPs, where the model
+    that runs is a folded one.
 
     Raises UserError when the model cannot run, or does not use its units in the same order every time.
     """
     passes: list[Pass] = []
     for size, step in steps.items():
-        passes.append(_prepare(ranks, turns, size, step, label))
+        passes.append(_prepare(ranks, turns, size, step, label, shapes))
         progress(0.2 * len(passes) / len(steps))
     if len({each.uses for each in passes}) > 1:
         raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} the micro-batch size")
     repeats = _times(ranks, turns, passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
     costs = [_costs(each, mine) for each, mine in zip(passes, repeats, strict=True)]
     first = next(iter(steps.values()))
-    unread = frozenset.intersection(*ranks.gather(unread_uses(turns, units, first)))
+    if shapes is None:
+        unread = frozenset.intersection(*ranks.gather(unread_uses(turns, units, first)))
+    else:
+        unread = frozenset(i for i, use in enumerate(passes[0].uses) if not shapes.reads(use))
     mine = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[-1])
     return tuple(
         UseEntry(
@@ -89,9 +95,17 @@ def measure_uses(
 _NOT_FIXED = "must be fixed for a plan; take branches out that depend on"
 
 
-def _prepare(ranks: Ranks, turns: Turns, micro_batch: int, step: Step, label: str) -> Pass:
+def _prepare(
+    ranks: Ranks, turns: Turns, micro_batch: int, step: Step, label: str, shapes: Shapes | None
+) -> Pass:
     """Everything but time."""
     uses = _warm_up(ranks, turns, step, micro_batch, label)
+    if shapes is not None:
+        if {shapes.uses} != {*ranks.gather(uses)}:
+            raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} values")
+        known = shapes.turns[micro_batch]
+        segments = tuple(Segment(turn.retained_bytes, turn.peak_bytes) for turn in known)
+        return Pass(micro_batch, step, uses, segments, tuple(turn.flops for turn in known))
     with memory_trace(ranks.device) as trace:
         again = turns.run(step, trace)
     by_rank = ranks.gather(trace.segments())

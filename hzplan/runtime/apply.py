@@ -19,7 +19,7 @@ from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
 from hzplan.memory import assign_slots
 from hzplan.models.hooks import attach
-from hzplan.models.units import Unit, find_units
+from hzplan.models.units import Unit, blocks_of, find_units
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
@@ -110,7 +110,7 @@ def parallelize(
 
 def check_model(model: nn.Module, plan: Plan) -> None:
     """UserError when the plan was made for another model; names the first tensor that differs."""
-    tensors = _tensors(find_units(model), plan.model.dtype)
+    tensors = _tensors(find_units(model), plan.model.dtype)  # names and order do not depend on units
     here = {tensor.name for tensor in tensors}
     planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
     for name in sorted(here ^ planned):
@@ -142,7 +142,7 @@ def apply(
             f"the plan is for {choice.mesh.world} ranks (mesh {choice.mesh}), this job has {world}; "
             "start that many, or solve for this world"
         )
-    units = find_units(model)
+    units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
     tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
     _check_masters(units, tensors)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
