@@ -22,11 +22,13 @@ from benchmarks.plans import given
 from benchmarks.regimes import Regime
 from hzplan.cost import CostModel
 from hzplan.formats.base import write_text
+from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.peers import OURS
-from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.calibrate import calibrate
+from hzplan.solver.evaluate import Evaluation, evaluate, replay, tensors_of
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request
 
 FILE = Path(__file__).parent / "accuracy.json"
@@ -89,21 +91,32 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     compared = beside(regime, first, [*map(str, others)], slowest)
     entries = {entry["name"]: entry for entry in compared["contenders"]}
     entries[first.stem] = entries[OURS]
+    calibrated = _calibrated(plans, profiled(regime, folder.parent), entries[first.stem])
     return {
         "control": compared["control"],
         "plans": [
             {
                 "name": name,
                 "predicted_s": entry.step_s,
+                "calibrated_s": calibrated.get(name),
                 "round_s": entries[name]["round_s"],
                 "predicted_waits_s": sum(entry.exposed_comm_s.values()),
                 "waits_s": sum(entries[name]["waits_s"].values()),
+                "waits_by_tier_s": entries[name]["waits_s"],
                 "predicted_bytes": entry.peak_memory_bytes,
                 "peak_bytes": entries[name]["peak_memory_bytes"],
             }
             for name, entry in predicted.items()
         ],
     }
+
+
+def _calibrated(plans: Sequence[Path], profile_path: Path, entry: Mapping[str, Any]) -> dict[str, float]:
+    """What is predicted of the others when the first plan's run has corrected the profile."""
+    first, *others = plans
+    measured = Measured(len(entry["round_s"]), statistics.median(entry["round_s"]), entry["waits_s"])
+    corrected = calibrate(Plan.load(first), Profile.load(profile_path), first, measured).profile
+    return {path.stem: replay(Plan.load(path), corrected, path).step_s for path in others}
 
 
 def _plans(profile_path: Path, global_batch: int, folder: Path, seed: str) -> list[Path]:
@@ -149,12 +162,18 @@ def measured_s(plan: Mapping[str, Any]) -> float:
 
 
 def errors(regimes: Sequence[Mapping[str, Any]], predicted: str, measured: str) -> list[float]:
-    """Relative errors of all plans: positive where too much was predicted."""
+    """Relative errors of all plans of which there is a prediction: positive where too much was predicted."""
     return [
         plan[predicted] / (measured_s(plan) if measured == "round_s" else plan[measured]) - 1
         for regime in regimes
         for plan in regime["plans"]
+        if plan[predicted] is not None
     ]
+
+
+def spread(regimes: Sequence[Mapping[str, Any]]) -> float:
+    """Half-width of DDP's interval against itself, the mean over regimes."""
+    return statistics.fmean((r["control"]["high"] - r["control"]["low"]) / 2 for r in regimes)
 
 
 def ranked(regime: Mapping[str, Any]) -> tuple[int, int]:
@@ -199,11 +218,18 @@ def _markdown(results: Mapping[str, Any]) -> Iterator[str]:
         f"{machine['cpu']}, torch {machine['torch']}, with `{results['command']}`: {PLANS} random plans per "
         "regime in one job, in turns. Regimes marked *held out* are used for no decision. *step*, *memory*: "
         "mean absolute error, and the worst; *pairs*: plans that differ by more than DDP from itself and are "
-        "predicted in the right order; *regret*: of the plan predicted fastest, against the fastest."
+        "predicted in the right order; *regret*: of the plan predicted fastest, against the fastest; "
+        "*calibrated*: the mean error of the other plans' steps when `hzplan calibrate` has seen a run of the "
+        "first; *spread*: half the width of DDP's interval against itself."
     )
     yield ""
-    yield "| regime | | step | worst | memory | worst | waits, share of the step | pairs | regret |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "![predicted over measured](accuracy.svg)"
+    yield ""
+    yield (
+        "| regime | | step | worst | calibrated | spread | memory | worst | waits, share of the step "
+        "| pairs | regret |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for regime in results["regimes"]:
         yield _row(regime["name"], [regime], "held out" if regime["held_out"] else "")
     for held_out in (False, True):
@@ -224,7 +250,8 @@ def _row(name: str, regimes: Sequence[Mapping[str, Any]], mark: str) -> str:
     ]
     right, total = (sum(column) for column in zip(*map(ranked, regimes), strict=True))
     return (
-        f"| {name} | {mark} | {_mean_of(time)} | {max(time, key=abs):+.0%} | {_mean_of(memory)} "
+        f"| {name} | {mark} | {_mean_of(time)} | {max(time, key=abs):+.0%} "
+        f"| {_mean_of(errors(regimes, 'calibrated_s', 'round_s'))} | {spread(regimes):.1%} | {_mean_of(memory)} "
         f"| {max(memory, key=abs):+.0%} | {statistics.fmean(waits):.1%} | {right} of {total} "
         f"| {max(map(regret, regimes)):.1%} |"
     )
