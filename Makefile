@@ -9,7 +9,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-che
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-full soak convergence clean $(VENV)
+.PHONY: help demo test lint bench bench-full accuracy soak convergence clean $(VENV)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ bench: $(STAMP) ## measure plans beside their peers, a quick part (about 15 minu
 
 bench-full: $(STAMP) ## measure all regimes and write docs/benchmarks.md (over an hour)
 	$(PY) -m benchmarks --full --docs docs/benchmarks.md
+
+accuracy: $(STAMP) ## measure predictions on emulated clusters and publish the error (about half an hour)
+	$(PIP_INSTALL) -e '.[bench]'
+	$(PY) -m benchmarks.accuracy --docs docs/accuracy.md --publish cost_models/accuracy.json
 
 soak: $(STAMP) ## train 2,000 steps under random plans in turn, beside one process (several minutes)
 	OMP_NUM_THREADS=1 $(PY) -m tests.distributed.soak

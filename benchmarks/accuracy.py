@@ -19,8 +19,10 @@ import typer
 from benchmarks.__main__ import about
 from benchmarks.measure import MICRO_BATCH, NoResult, beside, profiled
 from benchmarks.plans import given
+from benchmarks.plot import scatter
 from benchmarks.regimes import Regime
 from hzplan.cost import CostModel
+from hzplan.formats.accuracy import Accuracy, AccuracyEntry
 from hzplan.formats.base import write_text
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
@@ -47,11 +49,16 @@ def main(
     work: Annotated[Path, typer.Option(help="Profiles and plans; a profile there is taken.")] = Path(
         "build/benchmarks"
     ),
-    docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Where to write the table, and beside it a figure.")
+    ] = None,
+    publish: Annotated[
+        Path | None, typer.Option(help="Where to write what solve says of the error to expect.")
+    ] = None,
 ) -> None:
     """Measure random plans beside their predictions. Nothing else should run meanwhile.
 
-    Example: python -m benchmarks.accuracy --docs docs/accuracy.md
+    Example: python -m benchmarks.accuracy --docs docs/accuracy.md --publish cost_models/accuracy.json
     """
     results = about()
     if output.exists():
@@ -77,6 +84,27 @@ def main(
         print(text)
     else:
         write_text(docs, text)
+        seconds = {r["name"]: [measured_s(plan) for plan in r["plans"]] for r in results["regimes"]}
+        scatter(results["regimes"], seconds, docs.with_suffix(".svg"))
+    if publish is not None:
+        _published(results).save(publish)
+
+
+def _published(results: Mapping[str, Any]) -> Accuracy:
+    """Of regimes that were held out."""
+    regimes = [regime for regime in results["regimes"] if regime["held_out"]]
+    time, calibrated = (errors(regimes, name, "round_s") for name in ("predicted_s", "calibrated_s"))
+    memory = errors(regimes, "predicted_bytes", "peak_bytes")
+    entry = AccuracyEntry(
+        backend="gloo",
+        where="emulated clusters",
+        plans=len(time),
+        step_mean=round(statistics.fmean(map(abs, time)), 4),
+        step_worst=round(max(map(abs, time)), 4),
+        calibrated_mean=round(statistics.fmean(map(abs, calibrated)), 4),
+        memory_worst=round(max(map(abs, memory)), 4),
+    )
+    return Accuracy(date=results["date"], commit=results["commit"], entries=(entry,))
 
 
 def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
@@ -219,8 +247,8 @@ def _markdown(results: Mapping[str, Any]) -> Iterator[str]:
         "regime in one job, in turns. Regimes marked *held out* are used for no decision. *step*, *memory*: "
         "mean absolute error, and the worst; *pairs*: plans that differ by more than DDP from itself and are "
         "predicted in the right order; *regret*: of the plan predicted fastest, against the fastest; "
-        "*calibrated*: the mean error of the other plans' steps when `hzplan calibrate` has seen a run of the "
-        "first; *spread*: half the width of DDP's interval against itself."
+        "*calibrated*: the mean error of the other plans' steps when `hzplan calibrate` has seen a run of "
+        "the first; *spread*: half the width of DDP's interval against itself."
     )
     yield ""
     yield "![predicted over measured](accuracy.svg)"
@@ -251,7 +279,8 @@ def _row(name: str, regimes: Sequence[Mapping[str, Any]], mark: str) -> str:
     right, total = (sum(column) for column in zip(*map(ranked, regimes), strict=True))
     return (
         f"| {name} | {mark} | {_mean_of(time)} | {max(time, key=abs):+.0%} "
-        f"| {_mean_of(errors(regimes, 'calibrated_s', 'round_s'))} | {spread(regimes):.1%} | {_mean_of(memory)} "
+        f"| {_mean_of(errors(regimes, 'calibrated_s', 'round_s'))} | {spread(regimes):.1%} "
+        f"| {_mean_of(memory)} "
         f"| {max(memory, key=abs):+.0%} | {statistics.fmean(waits):.1%} | {right} of {total} "
         f"| {max(map(regret, regimes)):.1%} |"
     )

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hzplan.cli import console
+from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.formats.profile import Profile
 from hzplan.solver.emit import predict
@@ -69,14 +70,27 @@ class Report:
             f"{console.duration(self.plan.proof.objective_s)} reached, links not shared), "
             f"in {console.duration(self.solved.seconds)}"
         )
-        if self.profile.modelled is None:
-            out.print("expected error: not known yet; hzplan run prints predicted beside measured")
-        else:
-            out.print(
-                f"expected error: not known; seconds are modelled for {self.profile.modelled.cluster}, and "
-                "what its files in cost_models/ assume decides them. Bytes and FLOPs are counted"
-            )
+        out.print(f"expected error: {self._expected_error()}")
         out.print(f"next: hzplan run {self.path}", soft_wrap=True)
+
+    def _expected_error(self) -> str:
+        """What is known of it."""
+        if self.profile.modelled is not None:
+            return (
+                f"not known; seconds are modelled for {self.profile.modelled.cluster}, and what its files in "
+                "cost_models/ assume decides them. Bytes and FLOPs are counted"
+            )
+        backend = self.profile.cluster.backend
+        known = published(backend)
+        if known is None:
+            return f"nothing is published for {backend}; hzplan run prints predicted beside measured"
+        where = f"{known.plans} random plans on {known.where}"
+        if self.profile.calibrated is not None:
+            step, when = f"{known.calibrated_mean:.1%} on average", " after calibration"
+        else:
+            step, when = f"{known.step_mean:.1%} on average, {known.step_worst:.0%} at most", ""
+        memory = f"{known.memory_worst:.1%} at most"
+        return f"step {step}, memory {memory}, as {where} came out{when} (docs/accuracy.md)"
 
     def _comparison(self) -> object:
         where = f"{self.profile.mesh.world} ranks, {self.plan.batch.global_batch} sequences"
