@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -330,6 +330,24 @@ class CostModel:
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
         )
         return Part(cost, gathers)
+
+    def travels(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
+        """A bucket's collectives in a task of a kind on a tier: stages, and bytes of their whole buffer."""
+        mesh, levels = self.mesh, bucket.levels
+        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
+        stages: tuple[Stage | None, ...] = ()
+        if kind is Kind.UNSHARD:
+            stages = (mesh.stage_in_tier(tier, 0, levels.param),)
+        elif bucket.trainable and kind is Kind.SYNC:
+            stages = (mesh.stage_in_tier(tier, levels.param, levels.optim),)
+        elif bucket.trainable and kind is Kind.REGATHER:
+            stages = (mesh.stage_in_tier(tier, levels.optim, mesh.levels),)
+        elif bucket.trainable and kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+            stages = reduce_spans(mesh, tier, levels.grad, final=kind is Kind.FINAL_REDUCE)
+        nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.SYNC) else travelling
+        for stage in stages:
+            if stage is not None:
+                yield stage, nbytes // mesh.shards[stage.low]
 
     def schedule(
         self, *, prefetch: int, accumulation: int, clip: bool, gradient_buffers: int | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from hzplan.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from hzplan.solver.guard import Verdict
+
+TOLERANCES = "check.toml"
+"""Beside the plans: a table ``[tolerance]`` of shares by plan, and perhaps ``default``."""
 
 
 def command(
@@ -22,30 +26,43 @@ def command(
     replay_only: Annotated[
         bool, typer.Option("--replay-only", help="Do not solve again; replay the recorded choices.")
     ] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write a JUnit report for a CI system here.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="Append a Markdown table to this file.")] = None,
+    github: Annotated[
+        bool,
+        typer.Option(
+            "--github", help="Print annotations for GitHub, and add the table to its page of the job."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Solve every plan's question again from its profile; exit 1 when one got slower or larger.
 
-    Nothing is written unless --update is given.
+    A figure may grow by 0.5 %, or by what [tolerance] in PLANS/check.toml says for a plan or as default.
+    No plan is written unless --update is given.
 
     Example: hzplan check plans/
+    Example: hzplan check plans/ --junit report.xml --github
     """
-    from hzplan.cli import console
-    from hzplan.solver.guard import guard
+    from hzplan.cli import check_report, console
+    from hzplan.solver.guard import guard, tolerance_of
 
     if update and replay_only:
         raise UserError("--update needs to solve again; leave --replay-only out")
+    if github and as_json:
+        raise UserError("--github and --json both go to stdout; choose one")
     paths = _plans(plans)
+    tolerances = _tolerances(plans if plans.is_dir() else plans.parent)
     verdicts: list[Verdict] = []
     with console.Bar("check") as bar:
         for number, path in enumerate(paths):
             bar.update(str(path), number / len(paths))
-            verdicts.append(guard(path, replay_only=replay_only))
+            verdicts.append(guard(path, replay_only=replay_only, tolerance=tolerance_of(path, tolerances)))
     if update:
         for verdict in verdicts:
             if verdict.fresh is not None:
                 verdict.fresh.save(verdict.path)
-    print(json.dumps(_as_json(verdicts))) if as_json else _show(verdicts)
+    check_report.report(verdicts, as_json=as_json, junit=junit, summary=summary, github=github)
     failed = [verdict for verdict in verdicts if not verdict.ok]
     beyond = [verdict for verdict in failed if verdict.fresh is None]
     if beyond and update:
@@ -60,6 +77,26 @@ def command(
         )
 
 
+def _tolerances(folder: Path) -> Mapping[str, float]:
+    """By plan; UserError naming file and field."""
+    path = folder / TOLERANCES
+    if not path.exists():
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: not TOML ({error})") from None
+    found = table.pop("tolerance", {})
+    if table or not isinstance(found, dict):
+        raise UserError(f"{path}: it has one table, [tolerance], of shares by plan")
+    for name, share in found.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise UserError(f"{path}: field tolerance.{name}: {share!r} is not a share, as in 0.005")
+        if name != "default" and not (folder / f"{name}.json").exists():
+            raise UserError(f"{path}: field tolerance.{name}: there is no {name}.json beside it")
+    return found
+
+
 def _plans(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(path.glob("*.json"))
@@ -69,37 +106,3 @@ def _plans(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
     return [path]
-
-
-def _as_json(verdicts: list[Verdict]) -> dict[str, Any]:
-    return {
-        "ok": all(verdict.ok for verdict in verdicts),
-        "plans": [
-            {
-                "plan": str(verdict.path),
-                "ok": verdict.ok,
-                "reason": verdict.reason,
-                "objective_s": dict(zip(("golden", "now"), verdict.objective_s, strict=True)),
-                "peak_memory_bytes": dict(zip(("golden", "now"), verdict.peak_memory_bytes, strict=True)),
-            }
-            for verdict in verdicts
-        ],
-    }
-
-
-def _show(verdicts: list[Verdict]) -> None:
-    from hzplan.cli import console
-
-    out = console.stdout()
-    table = console.table("plans", "plan", "objective", "now", "peak", "now", "")
-    for verdict in verdicts:
-        table.add_row(
-            verdict.path.stem,
-            *(console.duration(seconds) for seconds in verdict.objective_s),
-            *(console.size(nbytes) for nbytes in verdict.peak_memory_bytes),
-            "ok" if verdict.ok else "WORSE",
-        )
-    out.print(table)
-    for verdict in verdicts:
-        if not verdict.ok:
-            out.print(f"{verdict.path}: {verdict.reason}", soft_wrap=True)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -39,11 +40,7 @@ def read(path: Path, kind: type[Document], *, form: str, version: int) -> Docume
     data = read_json(path)
     if not isinstance(data, dict) or data.get("format") != form:
         raise UserError(f"{path}: not a {form} file (its field 'format' must be {form!r})")
-    if data.get("version") != version:
-        raise UserError(
-            f"{path}: field 'version' is {data.get('version')!r}, this hzplan reads {version}; "
-            "make the file again with this version"
-        )
+    data = migrated(data, form, version, path)
     try:
         # JSON mode is strict about types yet lets lists become tuples.
         return kind.model_validate_json(json.dumps(data), strict=True)
@@ -51,6 +48,32 @@ def read(path: Path, kind: type[Document], *, form: str, version: int) -> Docume
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "(the whole file)"
         raise UserError(f"{path}: field {field}: {_one_line(first['msg'])}") from None
+
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+MIGRATIONS: Mapping[str, Mapping[int, Migration]] = {}
+"""By format and version: what makes a file's data that of the version after it."""
+
+
+def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[str, Any]:
+    """A file's data as ``version`` has it; UserError when there is no way from its own version."""
+    found = data.get("version")
+    steps = MIGRATIONS.get(form, {})
+    if isinstance(found, int) and not isinstance(found, bool) and found > version:
+        raise UserError(
+            f"{path}: field 'version' is {found}, this hzplan reads {version}; it was made by a newer one: "
+            "install that"
+        )
+    while found != version:
+        if isinstance(found, bool) or not isinstance(found, int) or found not in steps:
+            raise UserError(
+                f"{path}: field 'version' is {found!r}, this hzplan reads {version}; "
+                "make the file again with this version"
+            )
+        data = {**steps[found](data), "version": found + 1}
+        found += 1
+    return data
 
 
 def read_json(path: Path) -> Any:

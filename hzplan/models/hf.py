@@ -5,6 +5,7 @@ Only transformers' own classes are built; what a configuration says of code else
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,34 @@ def seq_len_of(spec: str, config: Any, asked: int | None) -> int:
     if asked is not None and most is not None and asked > most:
         raise UserError(f"--seq-len {asked}: {spec} has {most} positions (its field max_position_embeddings)")
     return asked or min(DEFAULT_SEQ_LEN, most or DEFAULT_SEQ_LEN)
+
+
+NARROW = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim"), 24),
+    "shared_expert_intermediate_size": 24,
+    **dict.fromkeys(("num_attention_heads", "n_head"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 32),
+}
+"""Sizes of a small copy, by the names that configurations have for them."""
+
+
+def narrow_config(config: Any, vocab: int) -> Any:
+    """A copy of a configuration with small sizes and no dropout; what decides which tensors there are stays."""
+    found = copy.deepcopy(config)
+    inner = found.get_text_config()
+    for field, size in {**NARROW, "vocab_size": vocab}.items():
+        if isinstance(getattr(inner, field, None), int):
+            setattr(inner, field, size)
+    for field in vars(inner):
+        if field.endswith(("dropout", "_pdrop")) and isinstance(getattr(inner, field), float):
+            setattr(inner, field, 0.0)
+    for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(inner, field, None) is not None:
+            setattr(inner, field, 0)
+    return found
 
 
 @contextmanager

@@ -146,6 +146,36 @@ def _from_factory(spec: str, seq_len: int | None) -> Workload:
     )
 
 
+NARROW_SEQ_LEN, NARROW_VOCAB, NARROW_HEADS, NARROW_HEAD = 8, 64, 2, 8
+
+
+def narrow(workload: Workload) -> Workload:
+    """A small copy of a built-in model: as many units and tensors, less of everything else.
+
+    Other models are returned as they are.
+    """
+    kind, _, name = workload.name.partition(":")
+    if kind == "gpt":
+        width = NARROW_HEADS * NARROW_HEAD
+        config = replace(
+            PRESETS[name], vocab=NARROW_VOCAB, width=width, heads=NARROW_HEADS, seq_len=NARROW_SEQ_LEN
+        )
+        build: Callable[[], nn.Module] = partial(GPT, config)
+    elif kind == "hf":
+        from hzplan.models.hf import builder, load_config, narrow_config
+
+        build = builder(workload.name, narrow_config(load_config(workload.name, name), NARROW_VOCAB))
+    else:
+        return workload
+    return replace(
+        workload,
+        build=build,
+        batch=partial(_random_tokens, NARROW_VOCAB, NARROW_SEQ_LEN),
+        seq_len=NARROW_SEQ_LEN,
+        vocab=NARROW_VOCAB,
+    )
+
+
 def _import_factory(spec: str) -> Callable[[], object]:
     """The callable that ``spec`` names, imported from the path with the current directory on it."""
     module_name, _, path = spec.partition(":")

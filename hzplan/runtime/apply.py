@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
 from hzplan.runtime.unit import UnitState
+from hzplan.runtime.world import Job, World
 from hzplan.schedule import Schedule, Use, build
 
 NOTE = "while allocating what lasts of unit "
@@ -132,14 +132,15 @@ def apply(
     *,
     params: Iterable[Any] | None = None,
     streams: Streams = Streams.TIERS,
+    world: World | None = None,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
-    """``parallelize`` from a bare choice of levels."""
+    """``parallelize`` from a bare choice of levels. ``world``: who trains, by default this job's ranks."""
     check_elementwise(optimizer_class)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != choice.mesh.world:
+    world = world or Job()
+    if world.size != choice.mesh.world:
         raise UserError(
-            f"the plan is for {choice.mesh.world} ranks (mesh {choice.mesh}), this job has {world}; "
+            f"the plan is for {choice.mesh.world} ranks (mesh {choice.mesh}), this job has {world.size}; "
             "start that many, or solve for this world"
         )
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
@@ -147,17 +148,16 @@ def apply(
     _check_masters(units, tensors)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     schedule = schedule_of(units, choice)
-    rank = dist.get_rank() if world > 1 else 0
     states = []
     for unit in units:
         try:
-            states.append(_state(unit, tensors[unit.name], choice, rank))
+            states.append(_state(unit, tensors[unit.name], choice, world))
         except Exception as error:
             error.add_note(f"{NOTE}{unit.name}")
             raise
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
-    engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, streams)
+    engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, world, streams)
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
     engine.optimizer = optimizer
     engine.detach = attach(units, engine)
@@ -214,12 +214,12 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
                 )
 
 
-def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, rank: int) -> UnitState:
+def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: World) -> UnitState:
     by_name = dict(unit.parameters)
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
     wire = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     buckets = [
-        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, rank, wire)
+        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire)
         for layout in layouts
     ]
     return UnitState(unit.name, buckets, choice.mesh.world)

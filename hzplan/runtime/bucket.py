@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hzplan.cost import reduce_spans
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import BucketLayout
 from hzplan.runtime.collectives import Gather, Reduction
-from hzplan.runtime.groups import Communicators
+from hzplan.runtime.world import Groups, World
 
 
 class Bucket:
@@ -29,11 +28,12 @@ class Bucket:
         layout: BucketLayout,
         parameters: list[nn.Parameter],
         mesh: Mesh,
-        rank: int,
+        world: World,
         wire: torch.dtype | None = None,
     ) -> None:
         """``wire``: what gradients travel in; by default what they are kept in."""
-        self.layout, self.parameters, self.mesh, self.rank = layout, parameters, mesh, rank
+        self.layout, self.parameters, self.mesh = layout, parameters, mesh
+        self.rank, self._world = world.rank, world
         self._wire = wire
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
@@ -61,8 +61,7 @@ class Bucket:
         flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         for parameter, view in zip(self.parameters, self.views(flat), strict=True):
             view.copy_(parameter)
-        if self.mesh.world > 1:
-            dist.broadcast(flat, src=0)
+        self._world.broadcast(flat)
         return flat
 
     @property
@@ -148,7 +147,7 @@ class Bucket:
 
     # The collectives, prepared; None or nothing where there is none. They touch only this bucket's buffers.
 
-    def unshard(self, tier: int, groups: Communicators) -> Gather | None:
+    def unshard(self, tier: int, groups: Groups) -> Gather | None:
         """From the shard (or what the tier outside has gathered) into the slot."""
         if (stage := self.unshard_stage(tier)) is None:
             return None
@@ -157,7 +156,7 @@ class Bucket:
         return Gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
 
     def reductions(
-        self, tier: int, groups: Communicators, scratch: Tensor, *, final: bool
+        self, tier: int, groups: Groups, scratch: Tensor, *, final: bool
     ) -> list[tuple[Reduction, bool]]:
         """Of this micro-batch's gradient down to ℓg, and on the last one of the sum down to L.
 
@@ -182,13 +181,13 @@ class Bucket:
             found.append((made, arrives))
         return found
 
-    def regather(self, tier: int, groups: Communicators) -> Gather | None:
+    def regather(self, tier: int, groups: Groups) -> Gather | None:
         """Of the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.regather_stage(tier)) is None:
             return None
         return self._in_place(self.grad, self.layout.levels.grad, stage, groups, self._wire)
 
-    def sync(self, tier: int, groups: Communicators) -> Gather | None:
+    def sync(self, tier: int, groups: Groups) -> Gather | None:
         """Of updated parameters from ℓo to ℓp, in place."""
         if (stage := self.sync_stage(tier)) is None:
             return None
@@ -199,7 +198,7 @@ class Bucket:
         buffer: Tensor,
         level: int,
         stage: Stage,
-        groups: Communicators,
+        groups: Groups,
         wire: torch.dtype | None = None,
     ) -> Gather:
         return Gather(
@@ -215,7 +214,7 @@ class Bucket:
             levels = self.layout.levels
             self.within(self.param, levels.param, levels.optim).copy_(self.master)
 
-    def gathered(self, groups: Communicators) -> list[Tensor]:
+    def gathered(self, groups: Groups) -> list[Tensor]:
         """New tensors with all values, as exact as they are kept: the master weights' where there are any.
 
         Without master weights the bucket must be whole. It takes the communicators of two streams: no task

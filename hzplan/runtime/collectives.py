@@ -23,22 +23,27 @@ from torch import Tensor
 
 from hzplan.runtime.convert import Conversion, back, front
 from hzplan.runtime.faults import Transfer, wait
+from hzplan.runtime.world import ThreadGroup
 
 # torch renamed both; the older names remain for the older versions that the package admits.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchanges(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+def exchanges(device: torch.device, group: Group | None = None) -> bool:
     """Whether a group's collectives on a device's tensors go point to point: on gloo.
 
     Its own reduce-scatter moves as many bytes as an all-reduce, an exchange and a local sum half of that.
     The backend is asked, not its name in the job's start, which may leave the choice to torch.
     """
+    if isinstance(group, ThreadGroup):
+        return True
     group = group or dist.group.WORLD
     assert group is not None
     return str(group._get_backend(device).name()) == "gloo"
 
+
+Group = dist.ProcessGroup | ThreadGroup
 
 Message = tuple[list[Tensor], int, int]
 """A contiguous view, and whom it comes from or goes to: the rank in the group, and in the world."""
@@ -55,7 +60,7 @@ class Gather:
     """
 
     def __init__(
-        self, whole: Tensor, part: Tensor, group: dist.ProcessGroup, wire: torch.dtype | None = None
+        self, whole: Tensor, part: Tensor, group: Group, wire: torch.dtype | None = None
     ) -> None:
         self._group = group
         self._before: list[Conversion] = []
@@ -123,7 +128,7 @@ class Reduction:
         self,
         part: Tensor,
         whole: Tensor,
-        group: dist.ProcessGroup,
+        group: Group,
         scratch: Tensor,
         wire: torch.dtype | None = None,
     ) -> None:
@@ -143,7 +148,7 @@ class _Native:
     """The backend's own reduce-scatter."""
 
     def __init__(
-        self, part: Tensor, whole: Tensor, group: dist.ProcessGroup, wire: torch.dtype | None
+        self, part: Tensor, whole: Tensor, group: Group, wire: torch.dtype | None
     ) -> None:
         self._part, self._whole, self._group = part, whole, group
         size, place = group.size(), group.rank()
@@ -180,7 +185,7 @@ class _Exchange:
         self,
         part: Tensor,
         whole: Tensor,
-        group: dist.ProcessGroup,
+        group: Group,
         scratch: Tensor,
         wire: torch.dtype | None,
     ) -> None:
@@ -254,18 +259,19 @@ def _convert(conversions: Sequence[Conversion]) -> None:
         conversion.run()
 
 
-def _message(view: Tensor, peer: int, group: dist.ProcessGroup) -> Message:
-    return [view], peer, dist.get_global_rank(group, peer)
+def _message(view: Tensor, peer: int, group: Group) -> Message:
+    in_world = group.ranks[peer] if isinstance(group, ThreadGroup) else dist.get_global_rank(group, peer)
+    return [view], peer, in_world
 
 
 # As ``dist.irecv`` and ``dist.isend``, without what they check in Python each time.
 
 
-def _receive(group: dist.ProcessGroup, message: Message, tag: int) -> Transfer:
+def _receive(group: Group, message: Message, tag: int) -> Transfer:
     views, peer, rank = message
     return Transfer(group.recv(views, peer, tag), rank)
 
 
-def _send(group: dist.ProcessGroup, message: Message, tag: int) -> Transfer:
+def _send(group: Group, message: Message, tag: int) -> Transfer:
     views, peer, rank = message
     return Transfer(group.send(views, peer, tag), rank)

@@ -18,9 +18,9 @@ from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.collectives import Gather, Reduction, exchanges
 from hzplan.runtime.executor import Executor, Streams
-from hzplan.runtime.groups import Communicators
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
+from hzplan.runtime.world import World
 from hzplan.schedule import Kind, Schedule, Task, Use
 
 MOST_GATHERS = 1 << 8
@@ -57,15 +57,16 @@ class Engine:
         staging_slots: Mapping[str, int],
         mesh: Mesh,
         device: torch.device,
+        world: World,
         streams: Streams = Streams.TIERS,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.schedule = schedule
         self._streams = streams
-        self.mesh, self.device = mesh, device
+        self.mesh, self.device, self.world = mesh, device, world
         self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
-        self.groups = Communicators(mesh, _wanted(units, len(mesh.tiers)))
+        self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
         self.executor = Executor(schedule, self.run, self.idle, streams, self._depth)
         self._unit_of = {
@@ -105,7 +106,7 @@ class Engine:
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
-        exchanging = self.mesh.world > 1 and exchanges(device)
+        exchanging = any(exchanges(device, group) for group in self.groups.values())
         self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
         sizes = [
             _received_bytes(self.units.values(), tier) if exchanging else 0

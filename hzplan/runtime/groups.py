@@ -25,7 +25,7 @@ class Communicators:
 
     def __init__(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> None:
         """``wanted`` must be the same on every rank; ranks of the group alone take part in making it."""
-        self._groups: dict[tuple[str, Stage], dist.ProcessGroup] = {}
+        self.groups: dict[tuple[str, Stage], dist.ProcessGroup] = {}
         for kind, stage in sorted(set(wanted)):  # none in a world of one, which needs no job
             rank, world = dist.get_rank(), dist.group.WORLD
             assert world is not None
@@ -38,10 +38,10 @@ class Communicators:
                     timeout=_timeout(mesh, kind, stage, world),
                     group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
                 )
-            self._groups[kind, stage] = self._made[world, kind, members]
+            self.groups[kind, stage] = self._made[world, kind, members]
 
     def __getitem__(self, key: tuple[str, Stage]) -> dist.ProcessGroup:
-        return self._groups[key]
+        return self.groups[key]
 
 
 LATER = 0.1

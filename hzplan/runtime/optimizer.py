@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
 from hzplan.runtime.faults import named
+from hzplan.runtime.world import MAX, MIN
 
 if TYPE_CHECKING:
     from hzplan.runtime.engine import Engine
@@ -169,9 +169,8 @@ class ShardedOptimizer(Optimizer):
         self.engine.wait_gradients()
         owned = [*itertools.chain.from_iterable(self._owned_gradients.values())]
         total = nn.utils.get_total_norm(owned, foreach=True).to(self.engine.device, torch.float64) ** 2
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            with named("clipping: all-reduce of the norm"):
-                dist.all_reduce(total)
+        with named("clipping: all-reduce of the norm"):
+            self.engine.world.all_reduce(total)
         norm = total.sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1.0 and self._pieces:
@@ -194,9 +193,8 @@ class ShardedOptimizer(Optimizer):
         self.engine.executor.drain()
         names = [*reversed(self._owned_gradients)]
         firsts = torch.stack([self._first_nonfinite[name] for name in names])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            with named("looking for gradients that are not finite: all-reduce"):
-                dist.all_reduce(firsts, op=dist.ReduceOp.MIN)
+        with named("looking for gradients that are not finite: all-reduce"):
+            self.engine.world.all_reduce(firsts, MIN)
         first = int(firsts.min())
         return (
             None if first == NEVER else (first, [n for n, f in zip(names, firsts, strict=True) if f == first])
@@ -217,9 +215,8 @@ class ShardedOptimizer(Optimizer):
             dtype=torch.uint8,
             device=self.engine.device,
         )
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            with named("looking for gradients that are not finite: all-reduce"):
-                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        with named("looking for gradients that are not finite: all-reduce"):
+            self.engine.world.all_reduce(found, MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
 
 

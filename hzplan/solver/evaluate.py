@@ -11,7 +11,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import TensorSpec
+from hzplan.layout import Dtype, TensorSpec, bucketise
 from hzplan.memory import Memory, Slots, assign_slots, memory
 from hzplan.schedule import Schedule
 from hzplan.simulate import Timeline, objective_ns, replay_shared, tier_loads_ns
@@ -73,6 +73,27 @@ def evaluate(
         replay_shared(schedule, durations, model.interference, model.late_ns(schedule, micro_batch)),
         memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
     )
+
+
+def sent_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> tuple[int, ...]:
+    """Bytes that a rank sends in a step, by tier, fastest first.
+
+    A gather to, or a reduction from, a buffer of B bytes on n ranks sends (n − 1)/n of B from each: every
+    rank's slice reaches all others (rings and exchanges alike).
+    """
+    model, mesh = CostModel(profile, reduce_dtype), profile.mesh
+    totals = [0.0] * len(mesh.tiers)
+    buckets = {
+        unit: bucketise(zip(specs, found.levels[unit], strict=True), mesh) if specs else ()
+        for unit, specs in tensors_of(profile).items()
+    }
+    for task in found.schedule.tasks:
+        if task.tier < 0:
+            continue
+        for bucket in (bucket for unit in task.units for bucket in buckets[unit]):
+            for stage, nbytes in model.travels(bucket, task.kind, task.tier):
+                totals[task.tier] += nbytes * (1 - 1 / mesh.group_size(stage))
+    return tuple(round(total) for total in totals)
 
 
 def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:

@@ -1,33 +1,53 @@
-"""Guarding plans: replay a recorded plan, solve its question again, and say what got worse."""
+"""Guarding plans: replay a recorded plan, solve its question again, say what changed and what got worse."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hzplan.errors import UserError
-from hzplan.formats.base import fingerprint
+from hzplan.formats.base import fingerprint, to_text
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
+from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, replay
 from hzplan.solver.solve import Request, Solved, solve
 
 TOLERANCE = 0.005
-"""By how much of itself a recorded figure may get worse."""
+"""By how much of itself a recorded figure may get worse, where nothing else is said."""
 
 TIME_LIMIT_S = 300.0
+
+EXACT = 1e-9
+"""Figures that differ by less of themselves are equal."""
+
+Kind = Literal["cost data", "formula", "solver", "choice", "prediction", "text"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is not as recorded. ``fails``: whether that fails the check, or is only worth saying."""
+
+    kind: Kind
+    what: str
+    fails: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One plan: the recorded figures, those of now, and why it fails (empty when it does not).
+    """One plan: the recorded figures, those of now, and what changed.
 
     ``fresh`` is the plan that solving again gives, None where only a replay was made or nothing fits.
     """
 
     path: Path
-    reason: str
+    changes: tuple[Change, ...]
     objective_s: tuple[float, float]
     peak_memory_bytes: tuple[int, int]
     fresh: Plan | None = None
@@ -35,10 +55,15 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """Whether nothing got worse."""
-        return not self.reason
+        return not any(change.fails for change in self.changes)
+
+    @property
+    def reason(self) -> str:
+        """Why it fails; empty when it does not."""
+        return "; ".join(str(change) for change in self.changes if change.fails)
 
 
-def guard(path: Path, *, replay_only: bool = False) -> Verdict:
+def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE) -> Verdict:
     """Check one plan file against its profile. UserError when either cannot be read."""
     plan = Plan.load(path)
     profile_path = path.parent / plan.source.profile
@@ -46,15 +71,10 @@ def guard(path: Path, *, replay_only: bool = False) -> Verdict:
         profile = Profile.load(profile_path)
     except UserError as error:
         raise UserError(f"{path}: field source.profile: {error}") from None
-    replayed = replay(plan, profile, path)
-    now = replayed
+    now = replay(plan, profile, path)
+    same_data = fingerprint(profile) == plan.source.profile_sha256
+    changes = [*_replayed(plan, now, tolerance, same_data=same_data)]
     fresh = None
-    reasons = []
-    if fingerprint(profile) != plan.source.profile_sha256:
-        reasons.append("cost data: the profile is not the one that the plan was solved from")
-    if replayed.memory.peak > plan.source.memory_budget_bytes:
-        reasons.append("prediction: the recorded plan no longer fits its budget")
-    reasons += _worse("prediction: replaying the recorded plan", plan, replayed)
     if not replay_only:
         request = Request(
             plan.source.memory_budget_bytes,
@@ -68,35 +88,75 @@ def guard(path: Path, *, replay_only: bool = False) -> Verdict:
         if isinstance(outcome, Solved):
             now = outcome.best
             fresh = emit(profile, request, outcome, profile_path=profile_path, plan_path=path)
-            reasons += _worse("choice: solving again", plan, now, objective=plan.source.asked_gap == 0)
+            changes += _solved(plan, fresh, now, tolerance)
+            changes += _text(path, plan, fresh, same_data=same_data)
         else:
-            reasons.append("choice: solving again finds no plan within the budget")
+            changes.append(Change("choice", "solving again finds no plan within the budget", True))
     return Verdict(
         path,
-        "; ".join(dict.fromkeys(reasons)),
+        tuple(dict.fromkeys(changes)),
         (plan.proof.objective_s, now.objective_ns / 1e9),
         (plan.predicted.peak_memory_bytes, now.memory.peak),
         fresh,
     )
 
 
-def _worse(what: str, plan: Plan, now: Evaluation, *, objective: bool = True) -> list[str]:
-    """Which recorded figures ``now`` exceeds by more than the tolerance.
+def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool) -> Iterator[Change]:
+    """What the recorded choice costs now; with the same data another figure is another formula's."""
+    if not same_data:
+        yield Change("cost data", "the profile is not the one that the plan was solved from", True)
+    if now.memory.peak > plan.source.memory_budget_bytes:
+        yield Change("prediction", "the recorded plan no longer fits its budget", True)
+    kind: Kind = "formula" if same_data else "prediction"
+    for name, (before, after, unit) in _figures(plan, now).items():
+        if abs(after - before) > EXACT * max(abs(before), abs(after)) and f"{before:.9g}" != f"{after:.9g}":
+            what = f"replaying the recorded plan gives {name} {_compared(before, after, unit)}"
+            yield Change(kind, what, after > before * (1 + tolerance))
 
-    ``objective``: whether the ILP's is one of them. With a gap to spare a plan may be chosen for a shorter
-    predicted step that has a larger one.
-    """
-    pairs = {
-        **({"objective": (plan.proof.objective_s, now.objective_ns / 1e9, "s")} if objective else {}),
-        "step": (plan.predicted.step_s, now.step_s, "s"),
+
+def _solved(plan: Plan, fresh: Plan, now: Evaluation, tolerance: float) -> Iterator[Change]:
+    """What solving again chooses, and what that costs."""
+    if fresh.proof.solver != plan.proof.solver:
+        yield Change("solver", f"{fresh.proof.solver}, recorded {plan.proof.solver}", False)
+    different = choices(plan, fresh)
+    if different:
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        yield Change("choice", f"solving again chooses otherwise: {different[0]}{more}", False)
+    figures = _figures(plan, now)
+    if plan.source.asked_gap > 0:
+        # With a gap to spare a plan may be chosen for a shorter predicted step that has a larger objective.
+        del figures["objective"]
+    for name, (before, after, unit) in figures.items():
+        if after > before * (1 + tolerance):
+            yield Change("choice", f"solving again gives {name} {_compared(before, after, unit)}", True)
+
+
+def _text(path: Path, plan: Plan, fresh: Plan, *, same_data: bool) -> Iterator[Change]:
+    """A proven optimum, from the same data by the same solver, has one text."""
+    recorded, now = path.read_text(encoding="utf-8").splitlines(), to_text(fresh).splitlines()
+    if recorded == now:
+        return
+    lines = len(set(now) ^ set(recorded))
+    proven = plan.proof.status == fresh.proof.status == "optimal" and plan.proof.gap == fresh.proof.gap == 0
+    fails = proven and same_data and plan.proof.solver == fresh.proof.solver
+    why = ", though both are proven optimal by one solver" if fails else ""
+    yield Change("text", f"{lines} lines of the file would change{why}", fails)
+
+
+def _figures(plan: Plan, now: Evaluation) -> dict[str, tuple[float, float, str]]:
+    """By name: recorded, now, unit."""
+    return {
+        "objective": (plan.proof.objective_s, round(now.objective_ns / 1e9, 9), "s"),
+        "step": (plan.predicted.step_s, round(now.step_s, 9), "s"),
         "peak memory": (plan.predicted.peak_memory_bytes, now.memory.peak, "B"),
     }
-    return [
-        f"{what} gives {name} {after:.6g} {unit}, recorded {before:.6g} {unit}{_growth(before, after)}"
-        for name, (before, after, unit) in pairs.items()
-        if after > before * (1 + TOLERANCE)
-    ]
 
 
-def _growth(before: float, after: float) -> str:
-    return f" ({after / before - 1:+.2%})" if before else ""
+def _compared(before: float, after: float, unit: str) -> str:
+    growth = f" ({after / before - 1:+.2%})" if before else ""
+    return f"{after:.6g} {unit}, recorded {before:.6g} {unit}{growth}"
+
+
+def tolerance_of(path: Path, tolerances: Mapping[str, float]) -> float:
+    """A plan's own tolerance by its file's stem, else ``default``'s, else TOLERANCE."""
+    return tolerances.get(path.stem, tolerances.get("default", TOLERANCE))

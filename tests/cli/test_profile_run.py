@@ -158,6 +158,40 @@ def test_profile_measures_and_says_what_to_type_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_units_that_were_asked_for_are_trained(tmp_path: Path) -> None:
+    """From profile to run; and a profile of another torch is said to be one."""
+    arguments = (
+        "--nproc",
+        2,
+        "--micro-batch",
+        1,
+        "--unit",
+        "Attention",
+        "--unit",
+        "layers.*.mlp",
+        "-o",
+        "p.json",
+    )
+    done = hzplan("profile", "gpt:nano", *arguments, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert not (tmp_path / "p.json.partial").exists()
+    profile = Profile.load(tmp_path / "p.json")
+    assert {"layers.0.attention", "layers.1.mlp"} <= {unit.name for unit in profile.units}
+    old = profile.provenance.model_copy(update={"torch": "1.0"})
+    profile.model_copy(update={"provenance": old}).save(tmp_path / "p.json")
+    solved = hzplan("solve", "p.json", "--global-batch", 2, cwd=tmp_path)
+    assert solved.code == 0, solved.stderr
+    assert "expected error: " in solved.stdout
+    done = hzplan("run", "plan.json", "--steps", 5, "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert math.isfinite(json.loads(done.stdout)["loss_last"])
+    assert "plan.json: profiled with torch 1.0, and this is torch" in done.stderr
+    refused = hzplan("profile", "gpt:nano", "--unit", "Nothing", cwd=tmp_path)
+    assert refused.code == 2
+    assert "--unit Nothing: no module with parameters has this class or name; classes are" in refused.stderr
+
+
+@pytest.mark.distributed
 def test_profile_as_json_on_a_given_mesh(tmp_path: Path) -> None:
     arguments = ("--nproc", 2, "--mesh", "1|2", "--micro-batch", "1", "--dtype", "bf16", "--json")
     done = hzplan("profile", "gpt:nano", *arguments, cwd=tmp_path)
@@ -222,7 +256,7 @@ def is_running(process: str) -> bool:
 def test_help_has_an_example_of_every_command(tmp_path: Path) -> None:
     overview = hzplan("--help", cwd=tmp_path)
     assert overview.code == 0
-    for command in ("profile", "solve", "run", "check", "demo"):
+    for command in ("profile", "solve", "run", "calibrate", "check", "diff", "doctor", "demo", "emulate"):
         assert command in overview.stdout
         text = hzplan(command, "--help", cwd=tmp_path).stdout
         assert f"Example: hzplan {command}" in text

@@ -1,0 +1,64 @@
+"""``hzplan verify``: a plan's group structure, on a small copy of its model, against one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hzplan.errors import CheckFailed, UserError
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, as hzplan solve wrote it.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="The model; by default the plan's, which must then be built in."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Train a narrow copy of the model under the plan, and in one process, and compare losses and weights.
+
+    All of the plan's units, tensors and levels are there, with two ranks where its mesh has more; ranks are
+    threads of this process. No GPU and no cluster is needed. A factory's model is taken as it is.
+
+    Example: hzplan verify plan.json
+    """
+    from hzplan.cli import console
+    from hzplan.cli.run import BUILT_IN
+    from hzplan.formats.plan import Plan
+    from hzplan.training.verify import TOLERANCE, verify
+
+    loaded = Plan.load(plan)
+    if model is None and not loaded.model.name.startswith(BUILT_IN):
+        raise UserError(
+            f"{plan}: field model.name: {loaded.model.name} is a Python factory, which is never run because a "
+            f"plan says so; if you trust it: hzplan verify {plan} {loaded.model.name}"
+        )
+    with console.Bar("verify") as bar:
+        found = verify(loaded, model, progress=bar.update)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "ok": found.ok,
+                    "mesh": found.mesh,
+                    "loss_error": found.loss_error,
+                    "weight_error": found.weight_error,
+                    "worst_tensor": found.worst,
+                }
+            )
+        )
+    else:
+        print(
+            f"{plan}: on {found.mesh}, losses differ by {found.loss_error:.1e} and weights by "
+            f"{found.weight_error:.1e} at most (relative, float64; {TOLERANCE:.0e} is allowed)"
+        )
+    if not found.ok:
+        raise CheckFailed(
+            f"{plan}: training under it is not training in one process; farthest apart: {found.worst}"
+        )

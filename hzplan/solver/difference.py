@@ -1,0 +1,97 @@
+"""How two plans differ: what is chosen for each tensor, and what the whole costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hzplan.formats.plan import Plan, Shards
+
+Sides = tuple[object, object]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tensors of a unit whose shards differ, in plan A and in plan B; None: not in that plan.
+
+    With no tensors ``unit`` is a setting of the whole plan, such as the prefetch depth.
+    """
+
+    unit: str
+    tensors: tuple[str, ...]
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        names = self.tensors
+        of = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
+        return f"{self.unit or '(root)'}{of}: {shards_text(self.before)} → {shards_text(self.after)}"
+
+
+def choices(one: Plan, other: Plan) -> list[Choice]:
+    """Settings, then units in their order, with the tensors whose shards changed in the same way together."""
+    return [*_settings(one, other), *_tensors(one, other)]
+
+
+def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
+    pairs: dict[str, Sides] = {
+        "mesh": (one.cluster.mesh, other.cluster.mesh),
+        "micro-batch": (one.batch.micro_batch, other.batch.micro_batch),
+        "accumulation": (one.batch.accumulation, other.batch.accumulation),
+        "prefetch": (one.prefetch, other.prefetch),
+        "gradient buffers": (one.gradient_buffers, other.gradient_buffers),
+        "clip": (one.clip, other.clip),
+        "dtype": (one.model.dtype, other.model.dtype),
+        "reduce dtype": (one.reduce_dtype, other.reduce_dtype),
+        "optimizer": (one.optimizer, other.optimizer),
+    }
+    for name, (before, after) in pairs.items():
+        if before != after:
+            yield Choice(name, (), before, after)
+
+
+def _tensors(one: Plan, other: Plan) -> Iterator[Choice]:
+    before, after = _shards(one), _shards(other)
+    for unit in dict.fromkeys([*(u for u, _ in before), *(u for u, _ in after)]):
+        names = dict.fromkeys(n for u, n in [*before, *after] if u == unit)
+        changed: dict[Sides, list[str]] = {}
+        for name in names:
+            sides = before.get((unit, name)), after.get((unit, name))
+            if sides[0] != sides[1]:
+                changed.setdefault(sides, []).append(name)
+        for (was, now), tensors in changed.items():
+            yield Choice(unit, tuple(tensors), was, now)
+
+
+def _shards(plan: Plan) -> dict[tuple[str, str], Shards]:
+    return {
+        (unit.name, tensor): bucket.shards
+        for unit in plan.units
+        for bucket in unit.buckets
+        for tensor in bucket.tensors
+    }
+
+
+def shards_text(value: object) -> str:
+    """``8, 8, 128`` of shards; else what it is."""
+    if value is None:
+        return "none"
+    return f"{value.param}, {value.grad}, {value.optim}" if isinstance(value, Shards) else str(value)
+
+
+def figures(one: Plan, other: Plan) -> dict[str, tuple[float, float]]:
+    """Predicted seconds of a step and of waits, and bytes by category, in both plans; those that are 0 in
+    both are left out."""
+    found: dict[str, tuple[float, float]] = {
+        "step_s": (one.predicted.step_s, other.predicted.step_s),
+        "objective_s": (one.proof.objective_s, other.proof.objective_s),
+        "bound_s": (one.proof.bound_s, other.proof.bound_s),
+    }
+    waits = one.predicted.exposed_comm_s, other.predicted.exposed_comm_s
+    for name in dict.fromkeys([*waits[0], *waits[1]]):
+        found[f"waits_s.{name}"] = waits[0].get(name, 0.0), waits[1].get(name, 0.0)
+    memory = one.predicted.memory_bytes, other.predicted.memory_bytes
+    for name in dict.fromkeys([*memory[0], *memory[1]]):
+        found[f"bytes.{name}"] = memory[0].get(name, 0), memory[1].get(name, 0)
+    found["bytes.peak"] = one.predicted.peak_memory_bytes, other.predicted.peak_memory_bytes
+    return {name: pair for name, pair in found.items() if any(pair)}

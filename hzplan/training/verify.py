@@ -1,0 +1,209 @@
+"""Does a plan's group structure train like one process? Answered on a small copy of the model, in threads.
+
+The copy has the plan's units, tensors and levels, in a fraction of the width. The mesh has the plan's levels
+too, two ranks where it has more. Ranks are threads that send each other copies; everything else is the
+runtime as it is. In float64, so that a wrong slice is not mistaken for rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.models.units import blocks_of, find_units
+from hzplan.models.workload import Workload, load, narrow
+from hzplan.runtime.apply import Choice, apply, full_parameters
+from hzplan.runtime.executor import Streams
+from hzplan.runtime.world import Post, ThreadWorld
+
+MOST_RANKS = 64
+STEPS = 3
+LEARNING_RATE = 1e-2
+CLIP = 0.5
+"""Low enough to act."""
+TOLERANCE = 1e-9
+DTYPE = "float64"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far a sharded training and one process are apart at most.
+
+    ``loss_error``: relative, over steps and ranks; ``weight_error``: of a tensor, relative to its norm;
+    ``worst``: that tensor.
+    """
+
+    mesh: str
+    loss_error: float
+    weight_error: float
+    worst: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether they are equal but for rounding."""
+        return self.loss_error <= TOLERANCE and self.weight_error <= TOLERANCE
+
+
+def verify(
+    plan: Plan,
+    model: str | None = None,
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = lambda text, fraction: None,
+) -> Verified:
+    """Train a few steps under a plan and in one process, and compare.
+
+    ``model``: what the user names; by default the plan's built-in one. A factory's model is taken as it is.
+    Raises UserError when the model is not the plan's.
+    """
+    name = model or plan.model.name
+    workload = narrow(load(name))
+    mesh = small(plan.mesh)
+    choice = replace(
+        Choice.of(plan), mesh=mesh, dtype=DTYPE, reduce_dtype=None, levels=_levels(plan, plan.mesh, mesh)
+    )
+    torch.manual_seed(seed)
+    initial = workload.build().to(torch.float64)
+    _check_names(initial, plan, name)
+    batches = partial(_batch, workload, mesh.world, choice.accumulation)
+    progress("one process", 0.0)
+    losses, weights = _alone(initial, workload, choice, batches, steps)
+    progress(f"{mesh.world} ranks", 0.3)
+    found, theirs = _together(initial, workload, choice, batches, steps)
+    pairs = [
+        (mine, expected)
+        for rank in range(mesh.world)
+        for mine, expected in zip(found[rank], losses[rank], strict=True)
+    ]
+    loss_error = max(_apart(abs(mine - expected), abs(expected)) for mine, expected in pairs)
+    errors = {
+        tensor: _apart(float((theirs[tensor] - value).norm()), float(value.norm()))
+        for tensor, value in weights.items()
+    }
+    worst = max(errors, key=lambda tensor: errors[tensor])
+    progress("compared", 1.0)
+    return Verified(str(mesh), loss_error, errors[worst], worst)
+
+
+def small(mesh: Mesh) -> Mesh:
+    """The same tiers and levels with two ranks wherever there are more; UserError when that is too many."""
+    found = Mesh(tuple(tuple(min(size, 2) for size in tier) for tier in mesh.tiers))
+    if found.world > MOST_RANKS:
+        raise UserError(f"mesh {mesh} has too many levels to verify: {found.world} ranks even with 2 in each")
+    return found
+
+
+def _levels(plan: Plan, mesh: Mesh, narrowed: Mesh) -> Mapping[str, Levels]:
+    """A level is a place in the hierarchy, so it stays one in a mesh of as many."""
+    assert mesh.levels == narrowed.levels
+    return Choice.of(plan).levels
+
+
+def _check_names(model: nn.Module, plan: Plan, name: str) -> None:
+    units = find_units(model, blocks_of([unit.name for unit in plan.units]))
+    here = {tensor for unit in units for tensor, _ in unit.parameters}
+    planned = {tensor for unit in plan.units for bucket in unit.buckets for tensor in bucket.tensors}
+    for tensor in sorted(here ^ planned):
+        raise UserError(f"{name} is not the plan's model: {tensor} is in one of them only")
+
+
+def _batch(workload: Workload, world: int, accumulation: int, step: int, index: int, rank: int) -> object:
+    """One for every step, micro-batch and rank."""
+    place = (step * accumulation + index) * world + rank
+    return workload.batch(1, torch.Generator().manual_seed(1 + place))
+
+
+Batches = Callable[[int, int, int], object]
+
+
+def _alone(
+    initial: nn.Module, workload: Workload, choice: Choice, batches: Batches, steps: int
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Every rank's loss of every step, and the weights after the last, in one process."""
+    model, world = copy.deepcopy(initial), choice.mesh.world
+    optimizer = _optimizer([p for p in model.parameters() if p.requires_grad])
+    losses: list[list[float]] = [[] for _ in range(world)]
+    for step in range(steps):
+        for rank in range(world):
+            total = 0.0
+            for index in range(choice.accumulation):
+                loss = workload.loss(model, batches(step, index, rank)) / choice.accumulation
+                (loss / world).backward()
+                total += float(loss)
+            losses[rank].append(total)
+        if choice.clip:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+
+def _together(
+    initial: nn.Module, workload: Workload, choice: Choice, batches: Batches, steps: int
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The same of ranks that are threads."""
+    world = choice.mesh.world
+    post = Post(world)
+    losses: list[list[float]] = [[] for _ in range(world)]
+    weights: dict[str, Tensor] = {}
+    errors: list[BaseException] = []
+
+    def train(rank: int, model: nn.Module) -> None:
+        try:
+            made, optimizer = apply(
+                model,
+                choice,
+                torch.optim.AdamW,
+                streams=Streams.NONE,
+                world=ThreadWorld(post, rank),
+                lr=LEARNING_RATE,
+            )
+            for step in range(steps):
+                total = 0.0
+                for index in range(choice.accumulation):
+                    loss = workload.loss(made, batches(step, index, rank)) / choice.accumulation
+                    loss.backward()
+                    total += float(loss)
+                losses[rank].append(total)
+                if choice.clip:
+                    optimizer.clip_grad_norm_(CLIP)
+                optimizer.step()
+            found = full_parameters(optimizer)
+            if rank == 0:
+                weights.update(found)
+            optimizer.engine.close()
+        except BaseException as error:  # said by the thread that waits for all
+            errors.append(error)
+            post.failed.set()
+
+    threads = [
+        threading.Thread(target=train, args=(rank, copy.deepcopy(initial)), daemon=True)
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return losses, weights
+
+
+def _apart(difference: float, size: float) -> float:
+    """Relative; not a number is infinitely far."""
+    apart = difference / max(size, 1e-12)
+    return apart if apart == apart else float("inf")

@@ -1,0 +1,153 @@
+"""Files: schemas as shipped, older versions, and readers that no file can bring down."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hzplan.errors import UserError
+from hzplan.formats import base
+from hzplan.formats.accuracy import Accuracy
+from hzplan.formats.base import to_text
+from hzplan.formats.cluster import ClusterModel, Device
+from hzplan.formats.links import Links
+from hzplan.formats.metrics import read_metrics
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.formats.schema import DOCUMENTS, FOLDER, schema_text
+from tests.cli.command import ROOT
+from tests.plans import make_plan
+
+GOLDEN = ROOT / "plans"
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_the_schema_that_is_shipped_is_that_of_the_code(kind: str) -> None:
+    """Else: python -m hzplan.formats.schema."""
+    assert (FOLDER / f"{kind}.schema.json").read_text(encoding="utf-8") == schema_text(kind)
+    assert json.loads(schema_text(kind))["properties"]["format"]["const"] == f"hzplan.{kind}"
+
+
+def test_older_files_are_brought_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("gpt:nano")
+    old = json.loads(to_text(plan))
+    old["version"] = -1
+    old["depth"] = old.pop("prefetch")  # as if it had been called so two versions ago
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(old))
+    with pytest.raises(UserError, match="field 'version' is -1, this hzplan reads 1; make the file again"):
+        Plan.load(path)
+
+    def renamed(data: dict[str, Any]) -> dict[str, Any]:
+        return {("prefetch" if key == "depth" else key): value for key, value in data.items()}
+
+    monkeypatch.setattr(base, "MIGRATIONS", {"hzplan.plan": {-1: renamed, 0: dict}})
+    assert Plan.load(path) == plan
+    for version, said in ((2, "made by a newer one"), (True, "make the file again"), (None, "make the file")):
+        path.write_text(json.dumps({**old, "version": version}))
+        with pytest.raises(UserError, match=said):
+            Plan.load(path)
+
+
+READERS = {
+    "plan": Plan.load,
+    "profile": Profile.load,
+    "links": Links.load,
+    "metrics": read_metrics,
+    "device": Device.load,
+    "cluster": ClusterModel.load,
+    "accuracy": Accuracy.load,
+}
+
+
+def samples() -> dict[str, bytes]:
+    """A good file for every reader."""
+    profile = Profile.load(GOLDEN / "profiles" / "gpt-tiny-2x2.json")
+    links = Links(
+        provenance=profile.provenance,
+        cluster=profile.cluster,
+        collectives=profile.collectives,
+        interference=profile.interference,
+    )
+    line = {"step": 5, "loss": 1.0, "step_s": 0.1, "exposed_comm_s": {"node": 0.01}, "tokens": 4}
+    entry = {"backend": "gloo", "where": "x", "plans": 1, "step_mean": 0.1, "step_worst": 0.1}
+    entry |= {"calibrated_mean": 0.1, "memory_worst": 0.1}
+    accuracy = {"format": "hzplan.accuracy", "version": 1, "date": "d", "commit": "c", "entries": [entry]}
+    models = ROOT / "cost_models"
+    return {
+        "plan": (GOLDEN / "gpt-tiny-2x2.json").read_bytes(),
+        "profile": to_text(profile).encode(),
+        "links": to_text(links).encode(),
+        "metrics": json.dumps(line | {"peak_memory_bytes": 1}).encode(),
+        "device": (models / "devices" / "h100-sxm.json").read_bytes(),
+        "cluster": (models / "clusters" / "h100-8x400g.json").read_bytes(),
+        "accuracy": json.dumps(accuracy).encode(),
+    }
+
+
+SAMPLES = samples()
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def spoilt(kind: str, chance: random.Random, junk: object) -> bytes:
+    """A good file with one place of its text or of its tree changed."""
+    good = SAMPLES[kind]
+    deed = chance.randrange(6)
+    if deed == 0:
+        return good[: chance.randrange(len(good))]
+    if deed == 1:
+        at = chance.randrange(len(good))
+        return good[:at] + bytes([chance.randrange(256)]) + good[at + 1 :]
+    if deed == 2:
+        return json.dumps(junk).encode()
+    tree = json.loads(good)
+    node, key = _place(tree, chance)
+    if deed == 3:
+        del node[key]
+    elif deed == 4 and isinstance(node, dict):
+        node[str(junk)] = junk
+    else:
+        node[key] = junk
+    return json.dumps(tree).encode()
+
+
+def _place(tree: Any, chance: random.Random) -> tuple[Any, Any]:
+    node = tree
+    while True:
+        key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
+        inner = node[key]
+        if not isinstance(inner, dict | list) or not inner or chance.random() < 0.2:
+            return node, key
+        node = inner
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), junk=JUNK)
+def test_no_file_brings_a_reader_down(kind: str, seed: int, junk: object, tmp_path: Path) -> None:
+    """A good answer, or one line that names the file."""
+    path = tmp_path / "file.json"
+    path.write_bytes(spoilt(kind, random.Random(seed), junk))
+    try:
+        READERS[kind](path)
+    except UserError as error:
+        text = str(error)
+        assert str(path) in text and "\n" not in text and len(text) < 1000
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_good_files_are_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(SAMPLES[kind])
+    assert READERS[kind](path)
