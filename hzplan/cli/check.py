@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,10 @@ def command(
     update: Annotated[bool, typer.Option("--update", help="Write what solving again gives.")] = False,
     replay_only: Annotated[
         bool, typer.Option("--replay-only", help="Do not solve again; replay the recorded choices.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Also train narrow copies of built-in models, as verify does."),
     ] = False,
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit report for a CI system here.")] = None,
     summary: Annotated[Path | None, typer.Option(help="Append a Markdown table to this file.")] = None,
@@ -57,7 +62,8 @@ def command(
     with console.Bar("check") as bar:
         for number, path in enumerate(paths):
             bar.update(str(path), number / len(paths))
-            verdicts.append(guard(path, replay_only=replay_only, tolerance=tolerance_of(path, tolerances)))
+            verdict = guard(path, replay_only=replay_only, tolerance=tolerance_of(path, tolerances))
+            verdicts.append(_verified(verdict) if verify else verdict)
     if update:
         for verdict in verdicts:
             if verdict.fresh is not None:
@@ -95,6 +101,23 @@ def _tolerances(folder: Path) -> Mapping[str, float]:
         if name != "default" and not (folder / f"{name}.json").exists():
             raise UserError(f"{path}: field tolerance.{name}: there is no {name}.json beside it")
     return found
+
+
+def _verified(verdict: Verdict) -> Verdict:
+    """With what training a narrow copy shows; of a factory's model nothing is run."""
+    from hzplan.formats.plan import Plan
+    from hzplan.models.workload import BUILT_IN
+    from hzplan.solver.guard import Change
+    from hzplan.training.verify import verify
+
+    plan = Plan.load(verdict.path)
+    if not plan.model.name.startswith(BUILT_IN):
+        said = Change("training", f"{plan.model.name} is a factory and was not run; use hzplan verify", False)
+    elif (found := verify(plan)).ok:
+        return verdict
+    else:
+        said = Change("training", f"differs from one process, farthest in {found.worst}", True)
+    return replace(verdict, changes=(*verdict.changes, said))
 
 
 def _plans(path: Path) -> list[Path]:

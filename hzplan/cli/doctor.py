@@ -40,7 +40,9 @@ def _answer(look: Callable[[], str]) -> str:
 def _versions() -> str:
     import hzplan
 
-    return f"{hzplan.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    return (
+        f"{hzplan.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    )
 
 
 def _torch() -> str:

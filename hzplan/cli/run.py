@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from hzplan.show.trace import Span
     from hzplan.training.data import Corpus
 
-BUILT_IN = ("gpt:", "moe:", "hf:")
-"""Models that a plan may name; anything else is code, which runs only when the user names it."""
-
 MOST_TIMEOUT_S = 1e6
 
 TRACED_STEPS = 5
@@ -251,6 +248,7 @@ class _Request:
 
     def _plan(self, world: int | None) -> Plan:
         from hzplan.formats.plan import Plan
+        from hzplan.models.workload import BUILT_IN
 
         plan = Plan.load(self.plan)
         if world is not None and world != plan.mesh.world:
@@ -301,6 +299,7 @@ def _check_model(workload: Workload, plan: Plan) -> None:
     import torch
 
     from hzplan.models.units import master_dtype_of
+    from hzplan.models.workload import BUILT_IN
     from hzplan.runtime.apply import check_model
 
     built_in = workload.name.startswith(BUILT_IN)

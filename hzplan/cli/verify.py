@@ -29,15 +29,15 @@ def command(
     Example: hzplan verify plan.json
     """
     from hzplan.cli import console
-    from hzplan.cli.run import BUILT_IN
     from hzplan.formats.plan import Plan
+    from hzplan.models.workload import BUILT_IN
     from hzplan.training.verify import TOLERANCE, verify
 
     loaded = Plan.load(plan)
     if model is None and not loaded.model.name.startswith(BUILT_IN):
         raise UserError(
-            f"{plan}: field model.name: {loaded.model.name} is a Python factory, which is never run because a "
-            f"plan says so; if you trust it: hzplan verify {plan} {loaded.model.name}"
+            f"{plan}: field model.name: {loaded.model.name} is a Python factory, which is never run because "
+            f"a plan says so; if you trust it: hzplan verify {plan} {loaded.model.name}"
         )
     with console.Bar("verify") as bar:
         found = verify(loaded, model, progress=bar.update)

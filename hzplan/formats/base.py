@@ -65,7 +65,7 @@ def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[
             f"{path}: field 'version' is {found}, this hzplan reads {version}; it was made by a newer one: "
             "install that"
         )
-    while found != version:
+    while isinstance(found, bool) or found != version:
         if isinstance(found, bool) or not isinstance(found, int) or found not in steps:
             raise UserError(
                 f"{path}: field 'version' is {found!r}, this hzplan reads {version}; "

@@ -80,7 +80,7 @@ NARROW = {
 
 
 def narrow_config(config: Any, vocab: int) -> Any:
-    """A copy of a configuration with small sizes and no dropout; what decides which tensors there are stays."""
+    """A copy of a configuration with small sizes and no dropout; what decides on tensors stays."""
     found = copy.deepcopy(config)
     inner = found.get_text_config()
     for field, size in {**NARROW, "vocab_size": vocab}.items():

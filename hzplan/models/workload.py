@@ -24,6 +24,9 @@ from hzplan.errors import UserError, one_line
 from hzplan.models.gpt import GPT, PRESETS
 from hzplan.models.units import Unit, blocks_like, find_units
 
+BUILT_IN = ("gpt:", "moe:", "hf:")
+"""Models that a plan may name; anything else is code, which runs only when the user names it."""
+
 DEFAULT_SEQ_LEN = 128
 """Tokens in a sequence for a factory that does not say, when the user does not either."""
 

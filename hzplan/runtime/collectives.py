@@ -59,9 +59,7 @@ class Gather:
     Each rank then receives from one other only; several senders at once were measured to be slower.
     """
 
-    def __init__(
-        self, whole: Tensor, part: Tensor, group: Group, wire: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, whole: Tensor, part: Tensor, group: Group, wire: torch.dtype | None = None) -> None:
         self._group = group
         self._before: list[Conversion] = []
         self._after: list[Conversion] = []
@@ -147,9 +145,7 @@ class Reduction:
 class _Native:
     """The backend's own reduce-scatter."""
 
-    def __init__(
-        self, part: Tensor, whole: Tensor, group: Group, wire: torch.dtype | None
-    ) -> None:
+    def __init__(self, part: Tensor, whole: Tensor, group: Group, wire: torch.dtype | None) -> None:
         self._part, self._whole, self._group = part, whole, group
         size, place = group.size(), group.rank()
         self._own = self._into = whole.view(size, -1)[place]

@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
-
-import torch.distributed as dist
+from typing import NamedTuple, Protocol
 
 from hzplan.errors import StreamError, is_lost_peer, one_line
 from hzplan.runtime.blame import passed_on
@@ -17,10 +15,17 @@ GRACE = timedelta(milliseconds=200)
 """How long the others of an exchange have once one of them has not arrived."""
 
 
+class Work(Protocol):
+    """What torch.distributed and threads give for something under way."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Return when it is over; RuntimeError when it fails."""
+
+
 class Transfer(NamedTuple):
     """A send or receive with one rank (``peer``, in the world), or a collective of a whole group (None)."""
 
-    work: dist.Work | None
+    work: Work | None
     peer: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""The ranks that train together, as the runtime needs them: torch.distributed's, or threads of one process."""
+"""The ranks that train together, as the runtime sees them: torch.distributed's, or threads of a process."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class ThreadWorld:
 
     def all_reduce(self, tensor: Tensor, operation: Any = SUM) -> None:
         """See World. Rank 0 combines in the order of ranks."""
-        combine = {SUM: torch.add, MIN: torch.minimum, MAX: torch.maximum}[operation]
+        by_operation: dict[Any, Any] = {SUM: torch.add, MIN: torch.minimum, MAX: torch.maximum}
+        combine = by_operation[operation]
         if self.rank == 0:
             for peer in range(1, self.size):
                 arrived = torch.empty_like(tensor)

@@ -24,7 +24,7 @@ TIME_LIMIT_S = 300.0
 EXACT = 1e-9
 """Figures that differ by less of themselves are equal."""
 
-Kind = Literal["cost data", "formula", "solver", "choice", "prediction", "text"]
+Kind = Literal["cost data", "formula", "solver", "choice", "prediction", "text", "training"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Change:
     fails: bool
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.what}"
+        return " ".join(f"{self.kind}: {self.what}".split())  # names are the user's, lines are ours
 
 
 @dataclass(frozen=True)

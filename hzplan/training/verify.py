@@ -139,7 +139,7 @@ def _alone(
             for index in range(choice.accumulation):
                 loss = workload.loss(model, batches(step, index, rank)) / choice.accumulation
                 (loss / world).backward()
-                total += float(loss)
+                total += float(loss.detach())
             losses[rank].append(total)
         if choice.clip:
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
@@ -177,7 +177,7 @@ def _together(
                 for index in range(choice.accumulation):
                     loss = workload.loss(made, batches(step, index, rank)) / choice.accumulation
                     loss.backward()
-                    total += float(loss)
+                    total += float(loss.detach())
                 losses[rank].append(total)
                 if choice.clip:
                     optimizer.clip_grad_norm_(CLIP)

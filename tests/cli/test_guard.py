@@ -13,6 +13,7 @@ import pytest
 from hzplan.cost import CostModel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels
 from hzplan.solver import guard as guarding
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, sent_bytes, uniform
@@ -131,7 +132,7 @@ def test_annotations_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFix
     verdict = guarding.Verdict(Path("a:b,c.json"), (change,), (1.0, 2.0), (1, 2))
     report([verdict], as_json=False, junit=None, summary=None, github=True)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::")]
-    assert said == ["::error file=a%3Ab%2Cc.json::choice: a]]><b>|`$(x)`%25%0A::error::no"]
+    assert said == ["::error file=a%3Ab%2Cc.json::choice: a]]><b>|`$(x)`%25 ::error::no"]
 
 
 def test_tolerances_by_plan(tmp_path: Path) -> None:
@@ -193,18 +194,13 @@ def test_bytes_sent_are_the_closed_forms(seed: int) -> None:
     schedule = model.schedule(prefetch=1, accumulation=1, clip=True)
     trained = [t.spec for unit in profile.units for t in unit.tensors if t.trainable]
     size = sum(spec.numel for spec in trained) * 4
-    nothing, everything = profile.mesh.levels * 0, profile.mesh.levels
-    from hzplan.hierarchy import Levels
-
-    replicas = evaluate(
-        model, uniform(profile, Levels(nothing, nothing, nothing)), schedule, profile.micro_batches[0]
-    )
+    levels = profile.mesh.levels
+    replicas = evaluate(model, uniform(profile, Levels(0, 0, 0)), schedule, profile.micro_batches[0])
     total = sum(sent_bytes(replicas, profile))
     assert 2 * size * (world - 1) / world <= total * 1.001 + 1
     assert total <= 2.3 * size + 8192 * len(trained)
-    sharded = evaluate(
-        model, uniform(profile, Levels(everything, everything, everything)), schedule, profile.micro_batches[0]
-    )
+    everything = uniform(profile, Levels(levels, levels, levels))
+    sharded = evaluate(model, everything, schedule, profile.micro_batches[0])
     assert sum(sent_bytes(sharded, profile)) >= size * (world - 1) / world
 
 

@@ -93,7 +93,7 @@ def test_update_says_what_it_cannot_repair(tmp_path: Path) -> None:
     before = path.read_text()
     assert "recorded 0 s" in guard(path, replay_only=True).reason  # and no division by it
     with pytest.raises(CheckFailed, match="not updated"):
-        check.command(path, update=True, junit=None, summary=None)
+        check.command(path, update=True)
     assert path.read_text() == before
 
 

@@ -84,11 +84,13 @@ def test_a_rank_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("out of order")
 
     monkeypatch.setattr(torch.optim.AdamW, "step", broken)
-    with pytest.raises(Exception, match="out of order|another rank has failed"):
+    with pytest.raises(Exception, match=r"out of order|another rank has failed"):
         verify(make_plan("gpt:nano", mesh="2"), steps=1)
 
 
-@pytest.mark.parametrize("name", [name for name in known_configs() if "405b" not in name and "175b" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in known_configs() if "405b" not in name and "175b" not in name]
+)
 def test_narrow_copies_have_the_tensors_of_the_model(name: str) -> None:
     workload = load(f"hf:{name}")
     with torch.device("meta"):
@@ -102,5 +104,5 @@ def test_the_command(tmp_path: Path) -> None:
     make_plan("gpt:nano", mesh="2|2").save(tmp_path / "plan.json")
     done = hzplan("verify", "plan.json", "--json", cwd=tmp_path)
     assert done.code == 0 and '"ok": true' in done.stdout, done.stderr
-    with pytest.raises(UserError, match="is not the plan's model: .* is in one of them only"):
+    with pytest.raises(UserError, match=r"is not the plan's model: .* is in one of them only"):
         verify(make_plan("gpt:nano", mesh="2"), "gpt:tiny")
