@@ -257,18 +257,7 @@ def is_running(process: str) -> bool:
 def test_help_has_an_example_of_every_command(tmp_path: Path) -> None:
     overview = hzplan("--help", cwd=tmp_path)
     assert overview.code == 0
-    for command in (
-        "profile",
-        "solve",
-        "run",
-        "calibrate",
-        "check",
-        "verify",
-        "diff",
-        "doctor",
-        "demo",
-        "emulate",
-    ):
+    for command in COMMANDS:
         assert command in overview.stdout
         text = hzplan(command, "--help", cwd=tmp_path).stdout
         assert f"Example: hzplan {command}" in text
