@@ -1,14 +1,15 @@
 """Correcting a profile by what a run measured.
 
 A run of a plan says how long its steps were and what its compute waited for. Four kinds of seconds in the
-profile decide both: compute's, each tier's, the optimizer's. Each kind gets a factor, such that the simulator
-says of that plan what was measured.
+profile decide both: compute's, each tier's, the optimizer's. Each kind gets the factor that explains best
+what was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import exp, log, log1p, sqrt
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,8 +23,13 @@ LEAST, MOST = 1 / 16, 16.0
 UNSEEN = 0.005
 """A tier whose waits are predicted and measured below this share of the step is left as it is: nothing is
 known of what is hidden."""
-ROUNDS = 4
-HALVINGS = 12
+ROUNDS = 3
+GRID, CUTS = 13, 15
+"""Factors that are tried for a kind, evenly spaced in logarithm; and how often the rest is cut after that."""
+NOISE = 0.05
+"""How exactly a run shows what compute waits for, as a share of the step."""
+WIDTH = 0.2
+"""Half of all factors are thought to lie within e to the power of so much."""
 OPTIMIZER = "optim"
 
 
@@ -90,31 +96,35 @@ class Calibration:
 def calibrate(plan: Plan, profile: Profile, path: Path, measured: Measured) -> Calibration:
     """Fit the factors to a run of a plan, one after the other, a few times around.
 
-    Compute's is the ratio of what is left of the step without waits; a tier's, or the optimizer's, is found
-    by bisection on its waits, which grow with it. ``path``: the plan's, for messages. UserError when the
-    profile is not of the plan's model.
+    Compute's is the ratio of what is left of the step without waits. A tier's, or the optimizer's, is the
+    likeliest one: waits and step are known to ``NOISE`` of the step, and a factor's logarithm is spread
+    around 0 as Cauchy's distribution of width ``WIDTH``, so that one plan's waits, which other things decide
+    too, do not move a tier far that they hardly depend on, and do where there is no other explanation.
+    ``path``: the plan's, for messages. UserError when the profile is not of the plan's model.
     """
     tiers = len(profile.mesh.tiers)
     factors = Factors.none(tiers)
     before = replay(plan, profile, path)
     kinds = [*enumerate(profile.cluster.tier_names), (tiers, OPTIMIZER)]
+    noise = NOISE * measured.step_s
     for _ in range(ROUNDS):
         found = replay(plan, factors.on(profile), path)
         busy = measured.step_s - sum(measured.exposed_s.values())
         predicted = found.step_s - sum(waits_s(found, profile).values())
         factors = replace(factors, compute=_within(factors.compute * busy / predicted if predicted else 1.0))
         for kind, name in kinds:
-            wanted = measured.exposed_s.get(name, 0.0)
             now = waits_s(replay(plan, factors.on(profile), path), profile)[name]
-            if max(wanted, now) >= UNSEEN * measured.step_s:
+            if max(measured.exposed_s.get(name, 0.0), now) < UNSEEN * measured.step_s:
+                continue
 
-                def waits(
-                    factor: float, kind: int = kind, name: str = name, others: Factors = factors
-                ) -> float:
-                    tried = _with(others, kind, factor).on(profile)
-                    return waits_s(replay(plan, tried, path), profile)[name]
+            def unlikely(logarithm: float, kind: int = kind, others: Factors = factors) -> float:
+                tried = replay(plan, _with(others, kind, exp(logarithm)).on(profile), path)
+                waits = waits_s(tried, profile)
+                apart = [tried.step_s - measured.step_s]
+                apart += [waits[name] - measured.exposed_s.get(name, 0.0) for _, name in kinds]
+                return sum((seconds / noise) ** 2 for seconds in apart) + log1p((logarithm / WIDTH) ** 2)
 
-                factors = _with(factors, kind, _bisect(waits, wanted))
+            factors = _with(factors, kind, exp(_least(unlikely)))
     entry = CalibratedEntry(
         steps=measured.steps,
         compute=round(factors.compute, 4),
@@ -138,13 +148,27 @@ def _with(factors: Factors, kind: int, factor: float) -> Factors:
     return replace(factors, tiers=(*factors.tiers[:kind], factor, *factors.tiers[kind + 1 :]))
 
 
-def _bisect(waits: Callable[[float], float], wanted: float) -> float:
-    """The factor at which ``waits`` is as wanted, in equal ratios; an end where it is wanted beyond it."""
-    low, high = LEAST, MOST
-    for _ in range(HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if waits(middle) < wanted else (low, middle)
-    return float((low * high) ** 0.5)
+def _least(unlikely: Callable[[float], float]) -> float:
+    """The logarithm where it is least: the best of a grid, then golden-section search around it."""
+    end = log(MOST)
+    step = 2 * end / (GRID - 1)
+    grid = [-end + step * index for index in range(GRID)]
+    values = [unlikely(point) for point in grid]
+    best = grid[values.index(min(values))]
+    low, high = max(-end, best - step), min(end, best + step)
+    ratio = (sqrt(5) - 1) / 2
+    inner = [high - ratio * (high - low), low + ratio * (high - low)]
+    costs = [unlikely(point) for point in inner]
+    for _ in range(CUTS):
+        if costs[0] < costs[1]:
+            high = inner[1]
+            inner = [high - ratio * (high - low), inner[0]]
+            costs = [unlikely(inner[0]), costs[0]]
+        else:
+            low = inner[0]
+            inner = [inner[1], low + ratio * (high - low)]
+            costs = [costs[1], unlikely(inner[1])]
+    return (low + high) / 2
 
 
 def _within(factor: float) -> float:
