@@ -77,7 +77,6 @@ def _mark_scattered(measured: Profile | Links) -> None:
             f"Not steady: {found[0]}"
             + (f" and {len(found) - 1} more figures" if len(found) > 1 else "")
             + f" scatter by more than {SCATTERED:.0%}; measure again when nothing else runs.",
-            soft_wrap=True,
             markup=False,
             style="yellow",
         )
