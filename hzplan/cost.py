@@ -281,15 +281,11 @@ class CostModel:
         """
         mesh, levels = self.mesh, bucket.levels
         tiers = range(len(mesh.tiers))
-        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
-        spans = [(0, levels.param, bucket.nbytes)]
-        if bucket.trainable:
-            spans += [(levels.optim, mesh.levels, travelling), (levels.param, levels.optim, bucket.nbytes)]
         gathers = tuple(
-            (kind, tier, stage, nbytes // mesh.shards[stage.low])
-            for kind, (low, high, nbytes) in enumerate(spans)
+            (number, tier, stage, nbytes)
+            for number, kind in enumerate((Kind.UNSHARD, Kind.REGATHER, Kind.SYNC))
             for tier in tiers
-            if (stage := mesh.stage_in_tier(tier, low, high)) is not None
+            for stage, nbytes in self.travels(bucket, kind, tier)
         )
         parameters = replace(
             UnitCost.zero(len(tiers)),
@@ -299,33 +295,38 @@ class CostModel:
         if not bucket.trainable:
             return Part(parameters, gathers)
 
-        def reduced(spans: tuple[Stage | None, Stage | None]) -> int:
-            return sum(
-                self.collective_ns("reduce_scatter", stage, travelling // mesh.shards[stage.low])
-                for stage in spans
-                if stage is not None
+        def reduced(kind: Kind) -> tuple[int, ...]:
+            return tuple(
+                sum(self.collective_ns("reduce_scatter", *way) for way in self.travels(bucket, kind, tier))
+                for tier in tiers
             )
 
-        plain = [reduce_spans(mesh, t, levels.grad, final=False) for t in tiers]
-        final = [reduce_spans(mesh, t, levels.grad, final=True) for t in tiers]
         exchange = self.profile.cluster.scattered_by_exchange
         optim_numel = bucket.numel // mesh.shards[levels.optim]
         master_bytes = bucket.master_nbytes // mesh.shards[levels.optim]
         optimizer = self.profile.optimizer
         cost = replace(
             parameters,
-            reduce_ns=tuple(map(reduced, plain)),
-            final_reduce_ns=tuple(map(reduced, final)),
+            reduce_ns=reduced(Kind.REDUCE),
+            final_reduce_ns=reduced(Kind.FINAL_REDUCE),
             update_ns=round(interpolate(self._optimizer_curve, optim_numel) * 1e9),
             master_bytes=master_bytes if bucket.keeps_master else 0,
             grad_bytes=bucket.master_nbytes // mesh.shards[levels.grad],
             optim_bytes=master_bytes * optimizer.state_per_element,
             staging_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
             scratch_bytes=tuple(
-                scratch_bytes(max((_received_bytes(bucket, mesh, s) for s in spans if s), default=0))
+                scratch_bytes(
+                    max(
+                        (
+                            _received_bytes(bucket, mesh, stage)
+                            for stage, _ in self.travels(bucket, Kind.FINAL_REDUCE, tier)
+                        ),
+                        default=0,
+                    )
+                )
                 if exchange
                 else 0
-                for spans in final
+                for tier in tiers
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
         )

@@ -94,7 +94,6 @@ def command(
         ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
             request.compare_provenance(ready.plan)
-        if here.rank == 0:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
         work = request.train if against is None else request.compare
         work(ready, shown=here.rank == 0, as_json=as_json)
@@ -247,8 +246,8 @@ class _Request:
             show(setting, found, as_json=as_json)
 
     def _plan(self, world: int | None) -> Plan:
+        from hzplan.cli.trust import check_named
         from hzplan.formats.plan import Plan
-        from hzplan.models.workload import BUILT_IN
 
         plan = Plan.load(self.plan)
         if world is not None and world != plan.mesh.world:
@@ -256,11 +255,7 @@ class _Request:
                 f"{self.plan}: field cluster.mesh: the plan is for {plan.mesh.world} ranks, this job has "
                 f"{world}; start {plan.mesh.world}, or solve for {world}"
             )
-        if self.model is None and not plan.model.name.startswith(BUILT_IN):
-            raise UserError(
-                f"{self.plan}: field model.name: {plan.model.name} is a Python factory, which is never run "
-                f"because a plan says so; if you trust it: hzplan run {self.plan} {plan.model.name}"
-            )
+        check_named(self.plan, plan, self.model, "run")
         return plan
 
     def _workload(self, plan: Plan) -> Workload:

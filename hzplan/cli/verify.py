@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hzplan.errors import CheckFailed, UserError
+from hzplan.errors import CheckFailed
 
 
 def command(
@@ -29,16 +29,12 @@ def command(
     Example: hzplan verify plan.json
     """
     from hzplan.cli import console
+    from hzplan.cli.trust import check_named
     from hzplan.formats.plan import Plan
-    from hzplan.models.workload import BUILT_IN
     from hzplan.training.verify import TOLERANCE, verify
 
     loaded = Plan.load(plan)
-    if model is None and not loaded.model.name.startswith(BUILT_IN):
-        raise UserError(
-            f"{plan}: field model.name: {loaded.model.name} is a Python factory, which is never run because "
-            f"a plan says so; if you trust it: hzplan verify {plan} {loaded.model.name}"
-        )
+    check_named(plan, loaded, model, "verify")
     with console.Bar("verify") as bar:
         found = verify(loaded, model, progress=bar.update)
     if as_json:

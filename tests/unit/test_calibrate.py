@@ -10,6 +10,8 @@ import pytest
 
 from hzplan.errors import UserError
 from hzplan.formats.metrics import Measured, read_metrics
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
 from hzplan.solver.calibrate import NOISE, Factors, calibrate, waits_s
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import replay
@@ -17,6 +19,16 @@ from hzplan.solver.solve import Request, Solved, solve
 from tests.instances import random_profile
 
 PATH = Path("plan.json")
+
+
+def planned() -> tuple[Profile, Plan]:
+    """A profile and a plan for it."""
+    profile = random_profile(random.Random(3), micro_batches=(1,))
+    request = Request(2**30, profile.mesh.world)
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved)
+    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=PATH)
+    return profile, plan
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -47,11 +59,7 @@ def test_predicts_what_was_measured(seed: int) -> None:
 
 
 def test_nothing_changes_when_nothing_is_wrong() -> None:
-    profile = random_profile(random.Random(3), micro_batches=(1,))
-    request = Request(2**30, profile.mesh.world)
-    solved = solve(profile, request)
-    assert isinstance(solved, Solved)
-    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=PATH)
+    profile, plan = planned()
     same = replay(plan, profile, PATH)
     found = calibrate(plan, profile, PATH, Measured(5, same.step_s, waits_s(same, profile)))
     assert found.after.step_s == pytest.approx(same.step_s, rel=2e-3)
@@ -60,11 +68,7 @@ def test_nothing_changes_when_nothing_is_wrong() -> None:
 
 def test_a_tier_that_hardly_matters_is_not_moved_far() -> None:
     """One odd wait is no reason to think a link four times as slow; a slow link is."""
-    profile = random_profile(random.Random(3), micro_batches=(1,))
-    request = Request(2**30, profile.mesh.world)
-    solved = solve(profile, request)
-    assert isinstance(solved, Solved)
-    plan = emit(profile, request, solved, profile_path=Path("p.json"), plan_path=PATH)
+    profile, plan = planned()
     same = replay(plan, profile, PATH)
     waits, step_s = waits_s(same, profile), same.step_s
     name = max(profile.cluster.tier_names, key=lambda name: waits[name])
