@@ -105,17 +105,20 @@ class UnitCost:
         none = (0,) * tiers
         return cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
 
-    def duration_ns(self, kind: Kind, tier: int) -> int:
-        """The length of this unit's part of a task."""
-        if kind is Kind.UPDATE:
-            return self.update_ns
-        by_tier = {
+    @cached_property
+    def _by_kind(self) -> dict[Kind, tuple[int, ...]]:
+        return {
             Kind.UNSHARD: self.unshard_ns,
             Kind.REDUCE: self.reduce_ns,
             Kind.FINAL_REDUCE: self.final_reduce_ns,
             Kind.REGATHER: self.regather_ns,
             Kind.SYNC: self.sync_ns,
-        }.get(kind)
+            Kind.UPDATE: (self.update_ns,),  # on no tier: its number is -1
+        }
+
+    def duration_ns(self, kind: Kind, tier: int) -> int:
+        """The length of this unit's part of a task."""
+        by_tier = self._by_kind.get(kind)
         return by_tier[tier] if by_tier else 0
 
 

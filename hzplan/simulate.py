@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzplan.cost import Interference
@@ -68,11 +68,18 @@ def objective_ns(
     it takes of compute's speed. The last holds because compute either waits while a tier is at work, which
     costs the period more, or loses that share of its speed, and a tier is at work no shorter than its load.
     """
+    return max(replay(schedule, durations_ns).period_ns, floor_ns(schedule, durations_ns, interference))
+
+
+def floor_ns(
+    schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
+) -> float:
+    """The second and third of what the objective is the largest of, which need no replay."""
     loads = tier_loads_ns(schedule, durations_ns)
     lost = interference.lost if interference else (0.0,) * schedule.tiers
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
     processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
-    return max(replay(schedule, durations_ns).period_ns, processors, *loads)
+    return max(processors, *loads)
 
 
 def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
@@ -109,7 +116,11 @@ STEPS, STEPS_OF_MANY = 4, 6
 
 
 class _Replay:
-    """Streams with the heads of their queues, and the time. Compute is a stream of every rank's own."""
+    """Tasks that wait for so many ends each, those under way, and the time.
+
+    Every rank has a compute stream of its own; what ranks do together waits for all of them. A task of a
+    step has the number step × tasks + index. A stream's order needs no queue: it is edges of the schedule.
+    """
 
     def __init__(
         self,
@@ -124,24 +135,26 @@ class _Replay:
         self.ranks = len(PARTS) if self.late_ns else 1
         self.steps = STEPS_OF_MANY if self.late_ns else STEPS
         self.total = len(schedule.tasks)
-        together = [tasks for name, tasks in schedule.streams.items() if name != COMPUTE_STREAM]
-        compute = schedule.streams[COMPUTE_STREAM]
-        self.queues = [*([compute] * self.ranks), *together]  # a rank's compute has the rank's number
-        self.heads = [0] * len(self.queues)
-        self.remaining: dict[int, float] = {}  # queue -> work left of its running task
-        # By step and task: of every rank, for what they do together all of one value.
-        self.starts: list[dict[int, float]] = [{} for _ in range(self.ranks)]
-        self.ends: list[dict[int, float]] = [{} for _ in range(self.ranks)]
-        self.ended: dict[int, int] = {}  # by how many ranks
+        self.computes = [task.stream == COMPUTE_STREAM for task in schedule.tasks]
+        self.followers: list[list[int]] = [[] for _ in schedule.tasks]
+        self.next_followers: list[list[int]] = [[] for _ in schedule.tasks]
+        for task in schedule.tasks:
+            for before in task.after:
+                self.followers[before].append(task.index)
+            for before in task.after_previous:
+                self.next_followers[before].append(task.index)
+        self.waiting = [self._needed(rank) for rank in range(self.ranks)]
+        self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
+        size = self.steps * self.total
+        self.starts = [[0.0] * size for _ in range(self.ranks)]  # what they do together: the same for all
+        self.ends = [[0.0] * size for _ in range(self.ranks)]
         self.now = 0.0
 
     def run(self) -> Timeline:
-        """Until all queues are through."""
-        length = [self.steps * len(queue) for queue in self.queues]
-        while any(head < end for head, end in zip(self.heads, length, strict=True)):
-            self._start_ready()
-            if self.remaining:
-                self._pass_time()
+        """Until all tasks of all steps are done."""
+        self._start([(rank, 0) for rank in range(self.ranks)])
+        while self.under_way:
+            self._pass_time()
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
         period = (self.starts[0][last] - self.starts[0][first]) / (self.steps - 1 - self.steps // 2)
@@ -149,101 +162,111 @@ class _Replay:
         counted = [last] if self.ranks == 1 else range(first, last, self.total)
         for starts, ends in zip(self.starts, self.ends, strict=True):
             for base in counted:
-                waits = _exposed(
-                    self.schedule,
-                    [starts[base + i] for i in range(self.total)],
-                    [ends[base + i] for i in range(self.total)],
-                    starts[base] + period,
-                )
+                part = slice(base, base + self.total)
+                waits = _exposed(self.schedule, starts[part], ends[part], starts[base] + period)
                 for name, wait in waits.items():
                     exposed[name] = exposed.get(name, 0.0) + wait / self.ranks / len(counted)
         origin = self.starts[0][last]
         return Timeline(
-            tuple(self.starts[0][last + i] - origin for i in range(self.total)),
-            tuple(self.ends[0][last + i] - origin for i in range(self.total)),
+            tuple(start - origin for start in self.starts[0][last:]),
+            tuple(end - origin for end in self.ends[0][last:]),
             period,
             exposed,
         )
 
-    def _task(self, queue: int) -> Task:
-        return self.queues[queue][self.heads[queue] % len(self.queues[queue])]
+    def _needed(self, rank: int) -> list[int]:
+        """How many ends each task of each step waits for.
 
-    def _key(self, queue: int) -> int:
-        return self.heads[queue] // len(self.queues[queue]) * self.total + self._task(queue).index
+        A rank's compute waits for its own compute, what ranks do together for everyone's; that is counted
+        with the first rank.
+        """
 
-    def _ready(self, queue: int) -> bool:
-        """What a rank's compute needs of compute is its own; everything else needs all ranks'."""
-        step = self.heads[queue] // len(self.queues[queue])
-        if step >= self.steps:
-            return False
-        task, own = self._task(queue), queue < self.ranks
-        edges = [(step, u) for u in task.after]
-        if step:
-            edges += [(step - 1, u) for u in task.after_previous]
-        if own:
-            ends = self.ends[queue]
-            return all(at * self.total + u in ends for at, u in edges)
-        return all(self.ended.get(at * self.total + u, 0) == self.ranks for at, u in edges)
+        def count(befores: Sequence[int], own: bool) -> int:
+            return sum(self.ranks if self.computes[u] and not own else 1 for u in befores)
 
-    def _start_ready(self) -> None:
-        """Start what can start; tasks of zero length end at once."""
-        progressed = True
-        while progressed:
-            progressed = False
-            for queue in range(len(self.queues)):
-                if queue not in self.remaining and self._ready(queue):
-                    key = self._key(queue)
-                    for starts in self._of(queue, self.starts):
-                        starts[key] = self.now
-                    if duration := self._duration_ns(queue, key):
-                        self.remaining[queue] = duration
-                    else:
-                        self._end(queue)
-                    progressed = True
+        tasks = self.schedule.tasks
+        first = [count(task.after, self.computes[task.index]) for task in tasks]
+        if rank:
+            first = [needed if own else 0 for needed, own in zip(first, self.computes, strict=True)]
+        wraps = [count(task.after_previous, self.computes[task.index]) for task in tasks]
+        later = [needed + more for needed, more in zip(first, wraps, strict=True)]
+        return first + later * (self.steps - 1)
 
-    def _duration_ns(self, queue: int, key: int) -> float:
-        task = self._task(queue)
-        duration = float(self.durations_ns[task.index])
-        if queue < self.ranks and self.late_ns is not None:
+    def _start(self, ready: list[tuple[int, int]]) -> None:
+        """Start what is ready; tasks of zero length end at once, and what follows them starts."""
+        while ready:
+            rank, key = ready.pop()
+            index = key % self.total
+            duration = self._duration_ns(rank, key)
+            for starts in self._of(rank, index, self.starts):
+                starts[key] = self.now
+            if duration:
+                self.under_way[rank, key] = duration
+            else:
+                self._end(rank, key, ready)
+
+    def _end(self, rank: int, key: int, ready: list[tuple[int, int]]) -> None:
+        """Add to ``ready`` what waited for this last."""
+        step, index = divmod(key, self.total)
+        own = self.computes[index]
+        for ends in self._of(rank, index, self.ends):
+            ends[key] = self.now
+        base = key - index
+        keys = [base + follower for follower in self.followers[index]]
+        if step + 1 < self.steps:
+            keys += [base + self.total + follower for follower in self.next_followers[index]]
+        for follower in keys:
+            if self.computes[follower % self.total]:
+                ranks: Sequence[int] = (rank,) if own else range(self.ranks)
+            else:
+                ranks = (0,)
+            for one in ranks:
+                self.waiting[one][follower] -= 1
+                if not self.waiting[one][follower]:
+                    ready.append((one, follower))
+
+    def _duration_ns(self, rank: int, key: int) -> float:
+        index = key % self.total
+        duration = float(self.durations_ns[index])
+        if self.late_ns is not None and self.computes[index]:
             places = random.Random(key).sample(range(self.ranks), self.ranks)
-            duration = max(0.0, duration + self.late_ns[task.index] * PARTS[places[queue]])
+            duration = max(0.0, duration + self.late_ns[index] * PARTS[places[rank]])
         return duration
 
-    def _end(self, queue: int) -> None:
-        key = self._key(queue)
-        for ends in self._of(queue, self.ends):
-            ends[key] = self.now
-            self.ended[key] = self.ended.get(key, 0) + 1
-        self.heads[queue] += 1
-
-    def _of(self, queue: int, by_rank: list[dict[int, float]]) -> list[dict[int, float]]:
+    def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:
         """A rank's own, or everyone's."""
-        return [by_rank[queue]] if queue < self.ranks else by_rank
+        return [by_rank[rank]] if self.computes[index] else by_rank
 
     def _pass_time(self) -> None:
         """Until the next task ends."""
-        on_tier: dict[int, int] = {}
-        for queue in self.remaining:
-            if queue >= self.ranks:
-                tier = self._task(queue).tier
-                on_tier[tier] = on_tier.get(tier, 0) + 1
-        computing = sum(queue < self.ranks for queue in self.remaining) / self.ranks
-        speed = 1.0 - sum(self.cost.lost[tier] for tier in on_tier if tier >= 0)
-        slowdown = {
-            queue: _slowdown(self._task(queue), on_tier, speed, self.cost, computing)
-            for queue in self.remaining
-        }
-        elapsed = min(work * slowdown[queue] for queue, work in self.remaining.items())
+        tasks, total = self.schedule.tasks, self.total
+        on_tier = [0] * self.schedule.tiers
+        computing = 0.0
+        for _, key in self.under_way:
+            task = tasks[key % total]
+            if task.tier >= 0:
+                on_tier[task.tier] += 1
+            elif task.stream == COMPUTE_STREAM:
+                computing += 1.0 / self.ranks
+        speed = 1.0 - sum(lost for lost, beside in zip(self.cost.lost, on_tier, strict=True) if beside)
+        slowdown = [
+            _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
+        ]
+        elapsed = min(work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
         self.now += elapsed
-        for queue in list(self.remaining):
-            self.remaining[queue] -= elapsed / slowdown[queue]
-            if self.remaining[queue] <= 1e-6:
-                del self.remaining[queue]
-                self._end(queue)
+        ready: list[tuple[int, int]] = []
+        for (one, work), slow in zip(list(self.under_way.items()), slowdown, strict=True):
+            left = work - elapsed / slow
+            if left <= 1e-6:
+                del self.under_way[one]
+                self._end(*one, ready)
+            else:
+                self.under_way[one] = left
+        self._start(ready)
 
 
 def _slowdown(
-    task: Task, on_tier: Mapping[int, int], speed: float, cost: Interference, computing: float
+    task: Task, on_tier: Sequence[int], speed: float, cost: Interference, computing: float
 ) -> float:
     """How many times as long a task takes beside what else is under way.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hzplan.cost import CostModel, UnitCost
@@ -14,24 +15,46 @@ from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import Dtype, TensorSpec, bucketise
 from hzplan.memory import Memory, Slots, assign_slots, memory
 from hzplan.schedule import Schedule
-from hzplan.simulate import Timeline, objective_ns, replay_shared, tier_loads_ns
+from hzplan.simulate import Timeline, floor_ns, objective_ns, replay_shared, tier_loads_ns
 from hzplan.solver.patterns import unit_cost
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``levels``: the triple of every tensor, by unit. ``objective_ns`` is what the ILP minimises;
-    ``predicted`` is the simulator's answer, links shared; ``communication_ns`` the work of all links."""
+    """``levels``: the triple of every tensor, by unit; ``durations_ns``: of the schedule's tasks.
 
+    The timelines are computed when they are asked for.
+    """
+
+    model: CostModel
     levels: Mapping[str, tuple[Levels, ...]]
     micro_batch: int
     schedule: Schedule
     slots: Slots
     units: Mapping[str, UnitCost]
-    objective_ns: float
-    communication_ns: float
-    predicted: Timeline
+    durations_ns: Sequence[int]
     memory: Memory
+
+    @cached_property
+    def floor_ns(self) -> float:
+        """What the objective is at least."""
+        return floor_ns(self.schedule, self.durations_ns, self.model.interference)
+
+    @cached_property
+    def objective_ns(self) -> float:
+        """What the ILP minimises; no more than the step that is predicted."""
+        return objective_ns(self.schedule, self.durations_ns, self.model.interference)
+
+    @cached_property
+    def communication_ns(self) -> int:
+        """The work of all links."""
+        return sum(tier_loads_ns(self.schedule, self.durations_ns))
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """The simulator's answer, links shared."""
+        late = self.model.late_ns(self.schedule, self.micro_batch)
+        return replay_shared(self.schedule, self.durations_ns, self.model.interference, late)
 
     @property
     def step_s(self) -> float:
@@ -52,27 +75,31 @@ def evaluate(
     slots: Slots | None = None,
 ) -> Evaluation:
     """Replay a choice of levels."""
-    tensors = tensors_of(model.profile)
-    slots = slots or assign_slots(schedule, tensors)
-    known: dict[object, UnitCost] = {}  # units with the same tensors and levels cost the same
-    units = {}
-    for unit, specs in tensors.items():
-        key = (tuple((t.shape, t.dtype, t.trainable) for t in specs), levels.get(unit))
-        if key not in known:
-            known[key] = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(schedule.tiers)
-        units[unit] = known[key]
-    durations = model.durations(schedule, units, micro_batch)
+    slots = slots or assign_slots(schedule, tensors_of(model.profile))
+    units = unit_costs(model, levels)
     return Evaluation(
+        model,
         levels,
         micro_batch,
         schedule,
         slots,
         units,
-        objective_ns(schedule, durations, model.interference),
-        sum(tier_loads_ns(schedule, durations)),
-        replay_shared(schedule, durations, model.interference, model.late_ns(schedule, micro_batch)),
+        model.durations(schedule, units, micro_batch),
         memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
     )
+
+
+def unit_costs(model: CostModel, levels: Mapping[str, tuple[Levels, ...]]) -> dict[str, UnitCost]:
+    """What every unit costs."""
+    known: dict[object, UnitCost] = {}  # units with the same tensors and levels cost the same
+    units = {}
+    for unit, specs in tensors_of(model.profile).items():
+        key = (tuple((t.shape, t.dtype, t.trainable) for t in specs), levels.get(unit))
+        if key not in known:
+            tiers = len(model.mesh.tiers)
+            known[key] = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(tiers)
+        units[unit] = known[key]
+    return units
 
 
 def sent_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> tuple[int, ...]:

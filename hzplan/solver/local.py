@@ -73,7 +73,8 @@ def improve(
 
 
 def _shorter(one: Evaluation, other: Evaluation) -> bool:
-    return one.predicted.period_ns < other.predicted.period_ns * (1 - WORTH)
+    goal = other.predicted.period_ns * (1 - WORTH)
+    return one.objective_ns < goal and one.predicted.period_ns < goal  # the objective is a lower bound
 
 
 def _neighbours(levels: Choice, around: Surroundings) -> Iterator[Choice]:

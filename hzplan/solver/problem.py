@@ -1,23 +1,20 @@
-"""The ILP. One function per family of rows; each docstring states the inequality.
+"""The ILP: choose a pattern for every unit. One function per family of rows; each docstring states the rows.
 
-Sets: units u, patterns p ∈ P_u, tasks v of the schedule, tiers t. Variables:
+Sets: units u, patterns p ∈ P_u, tiers t. Variables:
 
     x[u,p] ∈ {0,1}     unit u uses pattern p
-    d[u,k,t] ≥ 0       milliseconds of u's part in tasks of kind k on tier t
-    s[v] ≥ 0           start of task v, in milliseconds after the step's begin
+    b ≥ 0              MiB of a buffer that units share
     T                  the period of the step, in milliseconds: the objective
 
-Memory is in MiB. A step of many micro-batches is represented by its first ones and its last one; the others
-enter through the work they put on every stream. Each such row is a path of the full schedule, so the optimum
-is a lower bound on the objective of the full schedule, and equal to it where no micro-batch is left out.
+The schedule enters as rows for walks through it (``paths``), which are added when they are violated.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import pulp
@@ -25,14 +22,35 @@ from numpy.typing import NDArray
 
 from hzplan.cost import CostModel
 from hzplan.memory import Slots
-from hzplan.schedule import Kind, Schedule, Task
-from hzplan.solver.patterns import Family, duration_keys
+from hzplan.schedule import Schedule
+from hzplan.solver.paths import MS, Cut, Network
+from hzplan.solver.patterns import Family
 
-MS = 1e-6  # nanoseconds to milliseconds
 MIB = 2.0**-20  # bytes to MiB
+SEED = 1
 
 Terms = list[tuple[pulp.LpVariable, float]]
 Coefficients = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """What units share: as large as the largest of them needs, of which ``free_mib`` are there anyway.
+
+    ``sizes``: MiB of every pattern, by unit.
+    """
+
+    name: str
+    sizes: Mapping[str, Coefficients]
+    free_mib: float = 0.0
+
+
+@dataclass(frozen=True)
+class Room:
+    """What patterns take, in MiB: for good, by unit; and in buffers that units share."""
+
+    resident: Mapping[str, Coefficients]
+    shared: Sequence[Buffer]
 
 
 @dataclass(frozen=True)
@@ -41,39 +59,83 @@ class Question:
 
     model: CostModel
     schedule: Schedule  # of the whole step
-    short: Schedule  # of as many micro-batches as have rows of their own
+    short: Schedule  # of as many micro-batches as have nodes of their own
     slots: Slots
     families: Mapping[str, Family]
     micro_batch: int
     budget_bytes: int
 
+    @cached_property
+    def network(self) -> Network:
+        """The schedule, ready for durations."""
+        return Network(self.model, self.short, self.schedule, list(self.families), self.micro_batch)
+
+    @cached_property
+    def durations_ms(self) -> dict[str, Coefficients]:
+        """Milliseconds of every pattern [patterns, keys], by unit; those of like units are one array."""
+        known = {id(family): family.durations_ns * MS for family in self.families.values()}
+        return {unit: known[id(family)] for unit, family in self.families.items()}
+
+    @property
+    def activations_bytes(self) -> int:
+        """The most that activations take."""
+        return self.model.activation_peak_bytes(self.micro_batch)
+
+    @property
+    def room_mib(self) -> float:
+        """What is left of the budget beside activations."""
+        return (self.budget_bytes - self.activations_bytes) * MIB
+
+    @cached_property
+    def room(self) -> Room:
+        """What patterns take.
+
+        Buffers: every unshard and gradient slot, exchange buffers per tier, and the optimizer's temporaries,
+        with clipping what they exceed the activations by. A slot that one unit uses is the unit's own.
+        """
+        families, slots = self.families, self.slots
+        resident = {unit: family.resident * MIB for unit, family in families.items()}
+        shared: list[Buffer] = []
+
+        def share(name: str, users: Mapping[str, NDArray[np.int64]], free: int = 0) -> None:
+            if not any((sizes > free).any() for sizes in users.values()):
+                return
+            if len(users) == 1 and not free:
+                ((unit, sizes),) = users.items()
+                resident[unit] = resident[unit] + sizes * MIB
+            else:
+                shared.append(Buffer(name, {u: sizes * MIB for u, sizes in users.items()}, free * MIB))
+
+        for slot in sorted(set(slots.unshard.values())):
+            users = {u: f.unshard for u, f in families.items() if slots.unshard.get(u) == slot}
+            share(f"unshard_slot_{slot}", users)
+        for slot in sorted(set(slots.staging.values())):
+            users = {u: f.staging for u, f in families.items() if slots.staging.get(u) == slot}
+            share(f"gradient_slot_{slot}", users)
+        for tier in range(self.short.tiers):
+            share(f"exchange_{tier}", {u: family.scratch[:, tier] for u, family in families.items()})
+        free = self.activations_bytes if self.short.clip else 0
+        share("update", {unit: family.temporary for unit, family in families.items()}, free)
+        return Room(resident, shared)
+
 
 @dataclass
 class Problem:
-    """The PuLP problem over some of the patterns, and what it takes to price the others.
-
-    ``columns``: for every row, and for the objective (name ""), the coefficients of a unit's patterns, all of
-    them, offered or not.
-    """
+    """The PuLP problem over some of the patterns."""
 
     question: Question
     offered: Mapping[str, Sequence[int]]
     lp: pulp.LpProblem
+    period: Any = None  # of PuLP, once there is one
     chosen: dict[str, list[pulp.LpVariable]] = field(default_factory=dict)
-    lengths: dict[tuple[str, Kind, int], pulp.LpVariable] = field(default_factory=dict)
-    starts: dict[int, pulp.LpVariable] = field(default_factory=dict)
-    rows: dict[str, pulp.LpConstraint] = field(default_factory=dict)
-    columns: list[tuple[str, str, Coefficients]] = field(default_factory=list)
+    walks: int = 0
 
     def add(self, name: str, terms: Terms, sense: int, rhs: float) -> None:
         """One row: Σ coefficient·variable (≤, =, ≥) rhs."""
-        row = pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, rhs)
-        self.rows[name] = row
-        self.lp.addConstraint(row)
+        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, rhs))
 
-    def patterns(self, row: str, unit: str, coefficients: Coefficients) -> Terms:
+    def patterns(self, unit: str, coefficients: Coefficients) -> Terms:
         """A unit's part of a row: Σ_p coefficient_p · x[u,p] over the patterns offered."""
-        self.columns.append((row, unit, coefficients))
         pairs = zip(self.chosen[unit], self.offered[unit], strict=True)
         return [(x, float(coefficients[p])) for x, p in pairs if coefficients[p]]
 
@@ -84,38 +146,36 @@ class Problem:
             for unit, xs in self.chosen.items()
         }
 
-    def reduced_costs(self) -> dict[str, Coefficients]:
-        """For every pattern, offered or not: by how much a plan with it exceeds the relaxation's optimum.
+    def walk_rows(self, cuts: Sequence[Cut]) -> None:
+        """T − Σ_u Σ_p weights[u]·durations[p] · x[u,p] ≥ constant, for every walk."""
+        network, durations = self.question.network, self.question.durations_ms
+        for cut in cuts:
+            terms: Terms = [(self.period, 1.0)]
+            for unit, row in network.rows.items():
+                if cut.weights[row].any():
+                    terms += self.patterns(unit, -(durations[unit] @ cut.weights[row]))
+            self.add(f"walk {self.walks}", terms, pulp.LpConstraintGE, cut.constant)
+            self.walks += 1
 
-        c_p − Σ_rows dual·coefficient, after the relaxation was solved. Any plan that uses p costs at least
-        the relaxation's optimum plus this (linear programming duality).
-        """
-        families = self.question.families
-        found: dict[str, Coefficients] = {u: np.zeros(len(f.levels)) for u, f in families.items()}
-        for row, unit, coefficients in self.columns:
-            found[unit] += coefficients if not row else -(self.rows[row].pi or 0.0) * coefficients
-        return found
+    def minimise_period(self, cuts: Sequence[Cut]) -> None:
+        """T, within the budget."""
+        self.period = self.lp.add_variable("period", 0)
+        self.lp.setObjective(pulp.LpAffineExpression([(self.period, 1.0)]))
+        self.walk_rows(cuts)
+        self.add("memory at the peak", _memory(self), pulp.LpConstraintLE, self.question.room_mib)
 
 
-def build_fastest(question: Question, offered: Mapping[str, Sequence[int]]) -> Problem:
+def build_fastest(question: Question, offered: Mapping[str, Sequence[int]], cuts: Sequence[Cut]) -> Problem:
     """Minimise the period within the budget."""
     problem = _with_choices(question, offered)
-    period = problem.lp.add_variable("period", 0)
-    problem.lp.setObjective(pulp.LpAffineExpression([(period, 1.0)]))
-    _length_rows(problem)
-    _edge_rows(problem, period)
-    _middle_rows(problem)
-    _capacity_rows(problem, period)
-    total = _memory_terms(problem, "memory at the peak")
-    budget = (question.budget_bytes - question.model.activation_peak_bytes(question.micro_batch)) * MIB
-    problem.add("memory at the peak", total, pulp.LpConstraintLE, budget)
+    problem.minimise_period(cuts)
     return problem
 
 
 def build_smallest(question: Question, offered: Mapping[str, Sequence[int]]) -> Problem:
     """Minimise the peak memory, whatever the time."""
     problem = _with_choices(question, offered)
-    problem.lp.setObjective(pulp.LpAffineExpression(_memory_terms(problem, "")))
+    problem.lp.setObjective(pulp.LpAffineExpression(_memory(problem)))
     return problem
 
 
@@ -126,168 +186,46 @@ def _with_choices(question: Question, offered: Mapping[str, Sequence[int]]) -> P
         problem.chosen[unit] = [
             problem.lp.add_variable(f"x_{number}_{p}", 0, 1, pulp.LpBinary) for p in offered[unit]
         ]
-        row = f"one pattern for {unit}"
-        problem.add(row, problem.patterns(row, unit, np.ones(len(family.levels))), pulp.LpConstraintEQ, 1)
+        terms = problem.patterns(unit, np.ones(len(family.levels)))
+        problem.add(f"one pattern for {unit}", terms, pulp.LpConstraintEQ, 1)
     return problem
 
 
-def _length_rows(problem: Problem) -> None:
-    """d[u,k,t] − Σ_p x[u,p] · milliseconds of pattern p in a task of kind k on tier t = 0.
-
-    A part that no pattern takes time for needs no variable.
-    """
-    short = problem.question.short
-    keys = duration_keys(short.tiers)
-    present = {(unit, task.kind, task.tier) for task in short.tasks for unit in task.units}
-    for unit, family in problem.question.families.items():
-        for column, (kind, tier) in enumerate(keys):
-            times = family.durations_ns[:, column] * MS
-            if (unit, kind, tier) not in present or not times.any():
-                continue
-            length = problem.lp.add_variable(f"d_{len(problem.lengths)}", 0)
-            problem.lengths[unit, kind, tier] = length
-            row = f"length of {kind.value} {tier} {unit}"
-            terms = [(length, 1.0), *problem.patterns(row, unit, -times)]
-            problem.add(row, terms, pulp.LpConstraintEQ, 0)
-
-
-def _length(problem: Problem, task: Task) -> tuple[Terms, float]:
-    """A task's milliseconds as variables and a constant."""
-    if task.kind is Kind.COMPUTE:
-        index = task.position % len(problem.question.short.uses)
-        return [], problem.question.model.compute_ns(index, problem.question.micro_batch) * MS
-    keys = ((unit, task.kind, task.tier) for unit in task.units)
-    return [(problem.lengths[key], 1.0) for key in keys if key in problem.lengths], 0.0
-
-
-def _edge_rows(problem: Problem, period: pulp.LpVariable) -> None:
-    """s[v] ≥ s[u] + d[u] for every edge u → v; s[v] + T ≥ s[u] + d[u] where u is of the step before."""
-    tasks = problem.question.short.tasks
-    for task in tasks:
-        problem.starts[task.index] = problem.lp.add_variable(f"s_{task.index}", 0)
-    for task in tasks:
-        edges = [(u, False) for u in task.after] + [(u, True) for u in task.after_previous]
-        for before, wraps in edges:
-            _after(problem, f"{before} to {task.index}", before, task.index, period if wraps else None)
-
-
-def _after(
-    problem: Problem,
-    name: str,
-    before: int,
-    task: int,
-    period: pulp.LpVariable | None = None,
-    extra: Terms | None = None,
-    extra_ms: float = 0.0,
-) -> None:
-    """s[task] (+ T) − s[before] − d[before] − extra ≥ 0."""
-    lengths, constant = _length(problem, problem.question.short.tasks[before])
-    terms: dict[pulp.LpVariable, float] = defaultdict(float, {problem.starts[task]: 1.0})
-    if period is not None:
-        terms[period] += 1.0
-    terms[problem.starts[before]] -= 1.0
-    for variable, coefficient in [*lengths, *(extra or [])]:
-        terms[variable] -= coefficient
-    problem.add(name, list(terms.items()), pulp.LpConstraintGE, constant + extra_ms)
-
-
-def _middle_rows(problem: Problem) -> None:
-    """For every stream: the last micro-batch's first task starts no earlier than the last task of the one
-    before it that has rows ends, plus the stream's work for each micro-batch left out."""
-    model, schedule = problem.question.model, problem.question.short
-    between = problem.question.schedule.accumulation - schedule.accumulation
-    if between <= 0:
-        return
-    three = model.schedule(
-        prefetch=schedule.prefetch,
-        accumulation=3,
-        clip=schedule.clip,
-        gradient_buffers=schedule.gradient_buffers,
-    )
-    for stream, tasks in schedule.streams.items():
-        placed = [task for task in tasks if task.position >= 0]
-        first = [task for task in placed if schedule.micro_batch(task) == schedule.accumulation - 2]
-        last = [task for task in placed if schedule.micro_batch(task) == schedule.accumulation - 1]
-        if not first or not last:
-            continue
-        load: dict[pulp.LpVariable, float] = defaultdict(float)
-        constant = 0.0
-        for task in three.streams[stream]:
-            if task.position >= 0 and three.micro_batch(task) == 1:
-                terms, fixed = _length(problem, task)
-                constant += fixed
-                for variable, coefficient in terms:
-                    load[variable] += coefficient
-        extra = [(variable, between * coefficient) for variable, coefficient in load.items()]
-        _after(
-            problem,
-            f"middle {stream}",
-            first[-1].index,
-            last[0].index,
-            extra=extra,
-            extra_ms=between * constant,
-        )
-
-
-def _capacity_rows(problem: Problem, period: pulp.LpVariable) -> None:
-    """T ≥ Σ d over all tasks of a tier in the whole step: a tier cannot carry its bytes faster.
-
-    T ≥ compute + Σ_t lost_t · Σ d of tier t: compute waits or is slowed while a tier is at work.
-    """
-    whole = problem.question.schedule
-    loads: list[dict[pulp.LpVariable, float]] = [defaultdict(float) for _ in range(whole.tiers)]
-    compute = 0.0
-    for task in whole.tasks:
-        lengths, constant = _length(problem, task)
-        compute += constant
-        if task.tier >= 0:
-            for variable, coefficient in lengths:
-                loads[task.tier][variable] += coefficient
-    for tier, load in enumerate(loads):
-        terms = [(period, 1.0), *((variable, -coefficient) for variable, coefficient in load.items())]
-        problem.add(f"capacity of tier {tier}", terms, pulp.LpConstraintGE, 0)
-    lost = problem.question.model.interference.lost
-    if any(lost):
-        work: dict[pulp.LpVariable, float] = defaultdict(float)
-        for share, load in zip(lost, loads, strict=True):
-            for variable, coefficient in load.items():
-                work[variable] += share * coefficient
-        terms = [(period, 1.0), *((variable, -coefficient) for variable, coefficient in work.items())]
-        problem.add("capacity of processors", terms, pulp.LpConstraintGE, compute)
-
-
-def _memory_terms(problem: Problem, row: str) -> Terms:
-    """Σ x·resident bytes, and one variable per shared buffer, at least as large as each user of it:
-
-    slot c ≥ Σ_p x[u,p]·bytes_p for every unit u that has slot c; likewise exchange buffers per tier, and
-    the optimizer's temporaries, with clipping what they exceed the activations by. What remains of the peak
-    is constant.
-    """
-    families, slots = problem.question.families, problem.question.slots
-    terms: Terms = []
-    for unit, family in families.items():
-        terms += problem.patterns(row, unit, family.resident * MIB)
-
-    def shared(name: str, users: Mapping[str, NDArray[np.int64]], free: int = 0) -> None:
-        if not any((sizes > free).any() for sizes in users.values()):
-            return
-        buffer = problem.lp.add_variable(name, 0)
-        terms.append((buffer, 1.0))
-        for unit, sizes in users.items():
-            own = f"{name} holds {unit}"
-            held = problem.patterns(own, unit, -sizes * MIB)
-            problem.add(own, [(buffer, 1.0), *held], pulp.LpConstraintGE, -free * MIB)
-
-    for name, assigned, of in (
-        ("unshard_slot", slots.unshard, "unshard"),
-        ("gradient_slot", slots.staging, "staging"),
-    ):
-        for slot in sorted(set(assigned.values())):
-            users = [unit for unit in families if assigned.get(unit) == slot]
-            shared(f"{name}_{slot}", {unit: getattr(families[unit], of) for unit in users})
-    for tier in range(problem.question.short.tiers):
-        shared(f"exchange_{tier}", {unit: family.scratch[:, tier] for unit, family in families.items()})
-    clip, micro_batch = problem.question.short.clip, problem.question.micro_batch
-    free = problem.question.model.activation_peak_bytes(micro_batch) if clip else 0
-    shared("update", {unit: family.temporary for unit, family in families.items()}, free)
+def _memory(problem: Problem) -> Terms:
+    """Σ x·resident bytes + Σ b, and for every shared buffer b and unit u: b ≥ Σ_p x[u,p]·bytes_p − free."""
+    room = problem.question.room
+    terms = [term for unit, sizes in room.resident.items() for term in problem.patterns(unit, sizes)]
+    for buffer in room.shared:
+        variable = problem.lp.add_variable(buffer.name, 0)
+        terms.append((variable, 1.0))
+        for unit, sizes in buffer.sizes.items():
+            held = problem.patterns(unit, -sizes)
+            row = f"{buffer.name} holds {unit}"
+            problem.add(row, [(variable, 1.0), *held], pulp.LpConstraintGE, -buffer.free_mib)
     return terms
+
+
+def optimise(
+    problem: Problem, gap: float, seconds: float, enough: float = -1e30
+) -> Literal["solution", "infeasible", "nothing"]:
+    """Run HiGHS on one thread with a fixed seed. A solution found by the time limit counts as one.
+
+    ``enough``: the objective at which to stop, whatever else there is.
+    """
+    solver = pulp.HiGHS(
+        msg=False,
+        threads=1,
+        gapRel=gap,
+        gapAbs=0.0,
+        timeLimit=seconds,
+        random_seed=SEED,
+        mip_feasibility_tolerance=1e-9,
+        primal_feasibility_tolerance=1e-9,
+        objective_target=enough,
+    )
+    problem.lp.solve(solver)
+    if problem.lp.status == pulp.LpStatusInfeasible:
+        return "infeasible"
+    # PuLP calls a time-out optimal, also one without a solution; HiGHS says whether there is one.
+    has_solution = problem.lp.solverModel.getInfo().primal_solution_status == 2
+    return "solution" if has_solution else "nothing"

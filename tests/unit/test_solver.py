@@ -55,7 +55,7 @@ def test_equals_trying_everything(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1000, 1012))
 def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hzplan.solver.solve.MAX_POSITIONS", 1)
+    monkeypatch.setattr("hzplan.solver.search.MAX_POSITIONS", 1)
     rng = random.Random(seed)
     profile = random_profile(rng, micro_batches=(1,))
     request = Request(2**30, profile.mesh.world * 5, gap=0.0, depths=(1, 2), time_limit_s=600)

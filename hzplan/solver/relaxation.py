@@ -1,0 +1,182 @@
+"""The linear relaxation over all patterns, by rows and columns made when they are needed.
+
+    min T                    (or the memory, for the least that fits)
+    Σ_p x[u,p] = 1           for every unit u
+    T ≥ every walk           (``paths``)
+    memory ≥ Σ bytes·x + Σ buffers,  buffer ≥ bytes of every unit that uses it (``problem.room``)
+    memory ≤ budget + over   where ``over`` costs far more than it can save
+
+With r_p the reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs
+at least z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit: so every round gives a bound, and
+every pattern's ``excess`` over it, whether or not all rows and columns were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from hzplan.solver.paths import Cut
+from hzplan.solver.problem import Question, Room
+
+Coefficients = NDArray[np.floating[Any]]
+
+TOLERANCE = 1e-7
+OVER_MS = 1e3
+"""What a MiB over the budget costs, in milliseconds."""
+INFINITY = float("inf")
+
+
+class Relaxation:
+    """A linear program that grows. ``offered``: the patterns in it, by unit."""
+
+    def __init__(self, question: Question, *, least_memory: bool = False) -> None:
+        self.question, self.least_memory = question, least_memory
+        self.units = list(question.families)
+        self.room: Room = question.room
+        self.lp = highspy.Highs()
+        self.lp.setOptionValue("output_flag", False)
+        self.lp.setOptionValue("threads", 1)
+        self.lp.setOptionValue("presolve", "off")
+        self.lp.setOptionValue("primal_feasibility_tolerance", 1e-9)
+        self.lp.setOptionValue("dual_feasibility_tolerance", 1e-9)
+        self.rows = 0
+        self.columns = 0
+        self.cuts: list[tuple[int, Cut]] = []
+        self.offered: dict[str, list[int]] = {unit: [] for unit in self.units}
+        self._places: dict[str, list[int]] = {unit: [] for unit in self.units}
+        timed = 0.0 if least_memory else 1.0
+        self.period = self._column(timed, 0.0, INFINITY)
+        budget = INFINITY if least_memory else question.room_mib
+        self.memory = self._column(1.0 - timed, -INFINITY, budget)
+        self.over = self._column(OVER_MS, 0.0, 0.0 if least_memory else INFINITY)
+        self.one = {unit: self._row(1.0, 1.0, {}) for unit in self.units}
+        self.buffers = [self._column(0.0, 0.0, INFINITY) for _ in self.room.shared]
+        buffers = dict.fromkeys(self.buffers, -1.0)
+        self.total = self._row(0.0, INFINITY, {self.memory: 1.0, self.over: 1.0, **buffers})
+        self.holds = [
+            {unit: self._row(-buffer.free_mib, INFINITY, {column: 1.0}) for unit in buffer.sizes}
+            for column, buffer in zip(self.buffers, self.room.shared, strict=True)
+        ]
+        # Of each unit: the rows that its patterns have bytes in, and the bytes.
+        self._bytes: dict[str, list[tuple[int, Coefficients]]] = {
+            unit: [(self.total, self.room.resident[unit])] for unit in self.units
+        }
+        for rows, buffer in zip(self.holds, self.room.shared, strict=True):
+            for unit, row in rows.items():
+                self._bytes[unit].append((row, buffer.sizes[unit]))
+
+    def _column(
+        self, cost: float, low: float, high: float, entries: Mapping[int, float] | None = None
+    ) -> int:
+        entries = {row: value for row, value in (entries or {}).items() if value}
+        self.lp.addCol(
+            cost,
+            low,
+            high,
+            len(entries),
+            np.fromiter(entries, np.int32, len(entries)),
+            np.fromiter(entries.values(), np.float64, len(entries)),
+        )
+        self.columns += 1
+        return self.columns - 1
+
+    def _row(self, low: float, high: float, entries: Mapping[int, float]) -> int:
+        entries = {column: value for column, value in entries.items() if value}
+        self.lp.addRow(
+            low,
+            high,
+            len(entries),
+            np.fromiter(entries, np.int32, len(entries)),
+            np.fromiter(entries.values(), np.float64, len(entries)),
+        )
+        self.rows += 1
+        return self.rows - 1
+
+    def offer(self, unit: str, patterns: Mapping[int, None] | list[int]) -> bool:
+        """Add patterns of a unit; whether any was new."""
+        new = [pattern for pattern in patterns if pattern not in self.offered[unit]]
+        if not new:
+            return False
+        durations = self.question.durations_ms[unit][new]
+        row = self.question.network.rows[unit]
+        values = [(place, -(durations @ cut.weights[row])) for place, cut in self.cuts]
+        for number, pattern in enumerate(new):
+            entries = {self.one[unit]: 1.0}
+            entries |= {place: -float(sizes[pattern]) for place, sizes in self._bytes[unit]}
+            entries |= {place: float(of[number]) for place, of in values}
+            self._places[unit].append(self._column(0.0, 0.0, INFINITY, entries))
+            self.offered[unit].append(pattern)
+        return True
+
+    def cut(self, cuts: list[Cut]) -> None:
+        """Add walks."""
+        for cut in cuts:
+            entries = {self.period: 1.0}
+            for unit in self.units:
+                values = (
+                    self.question.durations_ms[unit][self.offered[unit]]
+                    @ cut.weights[self.question.network.rows[unit]]
+                )
+                entries |= dict(zip(self._places[unit], (-values).tolist(), strict=True))
+            self.cuts.append((self._row(cut.constant, INFINITY, entries), cut))
+
+    def solve(self) -> bool:
+        """Optimise from where the last round ended; False when HiGHS gives up."""
+        self.lp.run()
+        if self.lp.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return False
+        solution = self.lp.getSolution()
+        self.values = np.array(solution.col_value)
+        self.duals = np.array(solution.row_dual)
+        self.value = float(self.lp.getInfo().objective_function_value)
+        return True
+
+    @property
+    def excess_mib(self) -> float:
+        """By how much the patterns offered exceed the budget at least."""
+        return float(self.values[self.over])
+
+    def shares(self, unit: str) -> dict[int, float]:
+        """How much of each pattern a unit takes in the last solution."""
+        solved = [place for place in self._places[unit] if place < len(self.values)]
+        values = self.values[solved]
+        return {
+            pattern: float(value)
+            for pattern, value in zip(self.offered[unit], values, strict=False)
+            if value > TOLERANCE
+        }
+
+    def durations(self) -> Coefficients:
+        """Milliseconds [units, keys] at the shares."""
+        found = np.zeros(self.question.network.shape)
+        for unit in self.units:
+            shares = self.shares(unit)
+            found[self.question.network.rows[unit]] = sum(
+                share * self.question.durations_ms[unit][pattern] for pattern, share in shares.items()
+            )
+        return found
+
+    def reduced_costs(self) -> dict[str, Coefficients]:
+        """Of every pattern, offered or not."""
+        price = np.zeros(self.question.network.shape)
+        for place, cut in self.cuts:
+            if self.duals[place]:
+                price += self.duals[place] * cut.weights
+        found = {}
+        for unit in self.units:
+            reduced = self.question.durations_ms[unit] @ price[self.question.network.rows[unit]]
+            found[unit] = reduced - self.duals[self.one[unit]] + self.memory_ms(unit)
+        return found
+
+    def memory_ms(self, unit: str) -> Coefficients:
+        """What the memory of a unit's patterns costs at the duals."""
+        found = np.zeros(len(self.question.families[unit].levels))
+        for place, sizes in self._bytes[unit]:
+            if self.duals[place]:
+                found += self.duals[place] * sizes
+        return found
