@@ -76,6 +76,10 @@ class Question:
         known = {id(family): family.durations_ns * MS for family in self.families.values()}
         return {unit: known[id(family)] for unit, family in self.families.items()}
 
+    def durations_of(self, choice: Mapping[str, int]) -> Coefficients:
+        """Milliseconds [units, keys] of a choice."""
+        return np.array([self.durations_ms[unit][choice[unit]] for unit in self.families])
+
     @property
     def activations_bytes(self) -> int:
         """The most that activations take."""

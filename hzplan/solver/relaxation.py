@@ -24,6 +24,8 @@ from hzplan.solver.paths import Cut
 from hzplan.solver.problem import Question, Room
 
 Coefficients = NDArray[np.floating[Any]]
+Limits = Mapping[int, tuple[float, float]]
+"""By the number of a shared buffer: between which sizes, in MiB, its own lies."""
 
 TOLERANCE = 1e-7
 OVER_MS = 1e3
@@ -62,6 +64,7 @@ class Relaxation:
             {unit: self._row(-buffer.free_mib, INFINITY, {column: 1.0}) for unit in buffer.sizes}
             for column, buffer in zip(self.buffers, self.room.shared, strict=True)
         ]
+        self.allowed = {unit: np.ones(len(f.levels), dtype=bool) for unit, f in question.families.items()}
         # Of each unit: the rows that its patterns have bytes in, and the bytes.
         self._bytes: dict[str, list[tuple[int, Coefficients]]] = {
             unit: [(self.total, self.room.resident[unit])] for unit in self.units
@@ -125,6 +128,41 @@ class Relaxation:
                 entries |= dict(zip(self._places[unit], (-values).tolist(), strict=True))
             self.cuts.append((self._row(cut.constant, INFINITY, entries), cut))
 
+    def restrict(self, limits: Limits) -> bool:
+        """Allow only patterns within the limits of what they take in shared buffers, which are at least as
+        large as their lower limits. False when a unit has none."""
+        self.allowed = {
+            unit: np.ones(len(f.levels), dtype=bool) for unit, f in self.question.families.items()
+        }
+        for number, (column, buffer) in enumerate(zip(self.buffers, self.room.shared, strict=True)):
+            low, high = limits.get(number, (0.0, INFINITY))
+            self.lp.changeColBounds(column, max(0.0, low - buffer.free_mib), INFINITY)
+            for unit, sizes in buffer.sizes.items():
+                self.allowed[unit] &= sizes <= high
+        for unit, allowed in self.allowed.items():
+            if not allowed.any():
+                return False
+            if not allowed[self.offered[unit]].any():
+                lean = np.where(allowed, self.room.resident[unit], INFINITY)
+                self.offer(unit, [int(np.argmin(lean))])
+            for pattern, place in zip(self.offered[unit], self._places[unit], strict=True):
+                self.lp.changeColBounds(place, 0.0, INFINITY if allowed[pattern] else 0.0)
+        return True
+
+    def torn(self) -> tuple[int, float, float] | None:
+        """The buffer that is smallest beside what its users take in part, by MiB: its number, the largest
+        size of a pattern that it holds whole, and the smallest that it does not. None where all are whole.
+        """
+        worst, found = TOLERANCE, None
+        for number, (column, buffer) in enumerate(zip(self.buffers, self.room.shared, strict=True)):
+            held = float(self.values[column]) + buffer.free_mib + TOLERANCE
+            taken = [float(buffer.sizes[u][p]) for u in buffer.sizes for p in self.shares(u)]
+            if max(taken) - held > worst:
+                below = [size for size in taken if size <= held]
+                worst = max(taken) - held
+                found = number, max(below, default=0.0), min(size for size in taken if size > held)
+        return found
+
     def solve(self) -> bool:
         """Optimise from where the last round ended; False when HiGHS gives up."""
         self.lp.run()
@@ -162,7 +200,7 @@ class Relaxation:
         return found
 
     def reduced_costs(self) -> dict[str, Coefficients]:
-        """Of every pattern, offered or not."""
+        """Of every pattern, offered or not; infinite where it is not allowed."""
         price = np.zeros(self.question.network.shape)
         for place, cut in self.cuts:
             if self.duals[place]:
@@ -170,7 +208,8 @@ class Relaxation:
         found = {}
         for unit in self.units:
             reduced = self.question.durations_ms[unit] @ price[self.question.network.rows[unit]]
-            found[unit] = reduced - self.duals[self.one[unit]] + self.memory_ms(unit)
+            reduced = reduced - self.duals[self.one[unit]] + self.memory_ms(unit)
+            found[unit] = np.where(self.allowed[unit], reduced, INFINITY)
         return found
 
     def memory_ms(self, unit: str) -> Coefficients:

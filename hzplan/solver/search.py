@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,17 +18,17 @@ from hzplan.layout import Dtype
 from hzplan.memory import assign_slots, memory
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
-from hzplan.solver.paths import MS, Cut
+from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family
 from hzplan.solver.problem import Coefficients, Question, build_fastest, build_smallest, optimise
-from hzplan.solver.relaxation import INFINITY, TOLERANCE, Relaxation
+from hzplan.solver.relaxation import INFINITY, TOLERANCE, Limits, Relaxation
+from hzplan.solver.rounding import rounded
 
 PREFETCH_DEPTHS = (1, 2, 3)
 FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_POSITIONS = 2048  # uses with nodes of their own; what a longer step leaves out costs tightness, not truth
-MAX_ROUNDS = 60
-ROUNDED_EVERY = 4
-"""Rounds of the relaxation between two plans made from it."""
+ROUNDS = 8  # of a relaxation before another search has its turn
+MAX_NODES = 60  # turns of one search
 OFFERED_AT_ONCE = 2
 """Patterns of a unit that a round adds."""
 PRICES = tuple(10.0**power for power in range(-3, 4))
@@ -88,9 +88,13 @@ class Search:
         slots = assign_slots(schedule, tensors_of(model.profile))
         self.request, self.families = request, families
         self.question = Question(model, schedule, short, slots, families, micro_batch, request.memory_bytes)
-        self.relaxed_ms = self.bound_ms = 0.0
+        self.lp = Relaxation(self.question)
+        self.leaves: list[tuple[float, int, Limits]] = [(0.0, 0, {})]
+        self.nodes = 0
+        self.closed_ms = INFINITY  # the least bound of what was not taken further
+        self.relaxed_ms = self.proven_ms = 0.0  # by the first relaxation; by ILPs
         self.excess: dict[str, Coefficients] = {}
-        self.cuts: list[Cut] = []
+        self.rounded: Coefficients | None = None
 
     def __str__(self) -> str:
         schedule = self.question.schedule
@@ -108,57 +112,98 @@ class Search:
         q = self.question
         return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots)
 
+    @property
+    def bound_ms(self) -> float:
+        """What every plan of this search costs at least."""
+        return max(self.proven_ms, min(self.closed_ms, self.leaves[0][0] if self.leaves else INFINITY))
+
     def worth(self, found: Candidates) -> bool:
         """Whether this search may still have a plan that is better by more than the gap."""
-        return self.bound_ms * (1 + self.request.gap) < found.least_ms - TOLERANCE
+        return self._worth(self.bound_ms, found)
 
-    def relax(self, found: Candidates, deadline: float, known: Mapping[int, set[int]]) -> bool:
-        """Bound this search, and add plans rounded from the relaxation; False when no choice fits.
+    def _worth(self, bound_ms: float, found: Candidates) -> bool:
+        return bound_ms * (1 + self.request.gap) < found.least_ms - TOLERANCE
 
+    @property
+    def open(self) -> bool:
+        """Whether there is a relaxation left to go on with."""
+        return bool(self.leaves) and self.nodes < MAX_NODES and self.leaves[0][0] <= self.bound_ms
+
+    def expand(self, found: Candidates, known: Mapping[int, set[int]]) -> None:
+        """Go on with the relaxation of the least bound for some rounds; add plans rounded from it.
+
+        A relaxation tears what units share: a buffer that holds a third of every unit is a third as large.
+        So it is solved again with the buffer no larger than what it holds whole, and with it larger.
         ``known``: patterns that other searches found useful, by the family's id.
         """
-        lp = Relaxation(self.question)
-        network = self.question.network
-        lp.cut(network.capacities)
-        for unit, patterns in self._beginning(known).items():
-            lp.offer(unit, patterns)
-        self.cuts = [cut for _, cut in lp.cuts]
-        for number in range(1, MAX_ROUNDS + 1):
-            if not lp.solve():
-                break
-            reduced = lp.reduced_costs()
-            self._bound(lp.value, reduced)
-            grown = [
-                lp.offer(unit, [int(p) for p in np.argsort(costs)[:OFFERED_AT_ONCE] if costs[p] < -TOLERANCE])
-                for unit, costs in reduced.items()
-            ]
-            durations = lp.durations()
-            period = float(lp.values[lp.period])
-            walks = [cut for cut in network.walks(durations) if cut.at(durations) > period * (1 + 1e-7)]
-            over = time.monotonic() > deadline
-            done = not walks and not any(grown)
-            if done or over or number % ROUNDED_EVERY == 0:
-                self._round(lp, found)
-            if done or over or not self.worth(found):
-                break
-            lp.cut(walks)
-            self.cuts += walks
-        for unit in self.families:
-            known[id(self.families[unit])].update(lp.shares(unit))
-        if lp.excess_mib > TOLERANCE:  # perhaps what is offered does not fit, perhaps nothing does
-            if self.smallest.memory.peak > self.request.memory_bytes:
-                return False
-            found.all.append(self.smallest)
-        return True
+        bound, _, limits = heapq.heappop(self.leaves)
+        if not self.nodes:
+            self.lp.cut(self.question.network.capacities)
+            for unit, patterns in self._beginning(known).items():
+                self.lp.offer(unit, patterns)
+        if not self.lp.restrict(limits):
+            return
+        found_bound, converged = self._rounds(found, root=not limits)
+        bound = max(bound, found_bound)
+        torn = self.lp.torn() if converged else None
+        if not converged:
+            self._push(bound, limits)
+        elif torn is None or not self._worth(bound, found):
+            self.closed_ms = min(self.closed_ms, bound)
+        else:
+            buffer, below, above = torn
+            low, high = limits.get(buffer, (0.0, INFINITY))
+            for part in ((low, below), (above, high)):
+                self._push(bound, {**limits, buffer: part})
+        for unit, family in self.families.items():
+            known[id(family)].update(self.lp.shares(unit))
 
-    def _bound(self, value: float, reduced: Mapping[str, Coefficients]) -> None:
-        """Take over a round's bound if it is the best so far; see ``relaxation``."""
-        floors = {unit: min(0.0, float(costs.min())) for unit, costs in reduced.items()}
-        bound = value + sum(floors.values())
-        if bound > self.relaxed_ms or not self.excess:
-            self.relaxed_ms = max(0.0, bound)
-            self.excess = {unit: np.maximum(costs - floors[unit], 0.0) for unit, costs in reduced.items()}
-            self.bound_ms = max(self.bound_ms, self.relaxed_ms)
+    def _push(self, bound: float, limits: Limits) -> None:
+        self.nodes += 1
+        heapq.heappush(self.leaves, (bound, self.nodes, limits))
+
+    def _rounds(self, found: Candidates, *, root: bool) -> tuple[float, bool]:
+        """Some rounds of rows and columns where they are needed: a bound in milliseconds, and whether no
+        more are needed."""
+        lp, network, best = self.lp, self.question.network, 0.0
+        for number in range(1, ROUNDS + 1):
+            if not lp.solve():
+                return best, True
+            reduced = lp.reduced_costs()
+            floors = {unit: min(0.0, float(costs.min())) for unit, costs in reduced.items()}
+            bound = lp.value + sum(floors.values())
+            if root and (bound > self.relaxed_ms or not self.excess):  # see ``relaxation``
+                self.relaxed_ms = max(0.0, bound)
+                self.excess = {u: np.maximum(costs - floors[u], 0.0) for u, costs in reduced.items()}
+            best = max(best, bound)
+            period = float(lp.values[lp.period]) * (1 + 1e-7)
+            durations = lp.durations()
+            walks = network.walks(durations)
+            if self.rounded is not None:  # walks between here and a plan cut deeper
+                walks += network.walks((durations + self.rounded) / 2)
+            walks = [walk for walk in walks if walk.at(durations) > period]
+            better = {
+                unit: [int(p) for p in np.argsort(costs)[:OFFERED_AT_ONCE] if costs[p] < -TOLERANCE]
+                for unit, costs in reduced.items()
+            }
+            converged = not walks and not any(better.values())
+            done = converged or not self._worth(best, found)
+            if done or number in (1, ROUNDS):
+                self._add(rounded(lp), found)
+            if done:
+                return best, converged
+            grown = [lp.offer(unit, patterns) for unit, patterns in better.items()]
+            if not any(grown) and not walks:
+                return best, True
+            lp.cut(walks)
+        return best, False
+
+    def _add(self, choice: Mapping[str, int] | None, found: Candidates) -> None:
+        if choice is not None:
+            self.rounded = self.question.durations_of(choice)
+            evaluated = self.evaluate(choice)
+            if evaluated.memory.peak <= self.request.memory_bytes:
+                found.all.append(evaluated)
 
     def _beginning(self, known: Mapping[int, set[int]]) -> dict[str, list[int]]:
         """For every unit the best patterns at some prices of memory, and what other searches used."""
@@ -174,51 +219,10 @@ class Search:
                 found[id(family)] = sorted({*picks, *known.get(id(family), ())})
         return {unit: found[id(family)] for unit, family in self.families.items()}
 
-    def _round(self, lp: Relaxation, found: Candidates) -> None:
-        """Add the plan that follows the shares of every pattern from unit to unit, if it can be made to fit.
-
-        What is too much takes the leanest pattern that its unit has a share of; then what fits takes the
-        heaviest, which is the faster one, because all that have a share cost the same at the prices.
-        """
-        shares = {unit: lp.shares(unit) for unit in self.families}
-        choice: dict[str, int] = {}
-        carried: dict[int, Counter[int]] = defaultdict(Counter)
-        for unit, of in shares.items():
-            carry = carried[id(self.families[unit])]
-            carry.update(of)
-            choice[unit] = max(of, key=lambda pattern: carry[pattern])
-            carry[choice[unit]] -= 1
-        weights = {unit: lp.memory_ms(unit) for unit in shares}
-        by_weight = {unit: sorted(of, key=weights[unit].__getitem__) for unit, of in shares.items()}
-        lean = {unit: of[0] for unit, of in by_weight.items()}
-        gains = {u: float(of[choice[u]] - of[lean[u]]) for u, of in weights.items()}
-        for unit in sorted(gains, key=lambda unit: -gains[unit]):
-            if self._fits(choice):
-                break
-            choice[unit] = lean[unit]
-        if not self._fits(choice):
-            return
-        for unit, patterns in by_weight.items():
-            for pattern in reversed(patterns[patterns.index(choice[unit]) + 1 :]):
-                if self._fits({**choice, unit: pattern}):
-                    choice[unit] = pattern
-                    break
-        evaluated = self.evaluate(choice)
-        if evaluated.memory.peak <= self.request.memory_bytes:
-            found.all.append(evaluated)
-
     def _weight(self, unit: str) -> Coefficients:
         """The bytes of a unit's patterns, whatever is shared."""
         family = self.families[unit]
         return np.asarray(family.resident + family.unshard + family.staging, dtype=float)
-
-    def _fits(self, choice: Mapping[str, int]) -> bool:
-        room = self.question.room
-        total = sum(float(room.resident[unit][pattern]) for unit, pattern in choice.items())
-        for buffer in room.shared:
-            largest = max(float(sizes[choice[unit]]) for unit, sizes in buffer.sizes.items())
-            total += max(0.0, largest - buffer.free_mib)
-        return total <= self.question.room_mib
 
     @cached_property
     def smallest(self) -> Evaluation:
@@ -275,7 +279,7 @@ class Search:
         while True:
             offered = _cheapest(self.excess, self._reach(found), limit)
             if not all(offered.values()):  # nothing better than what was found
-                self.bound_ms = max(self.bound_ms, found.least_ms)
+                self.proven_ms = max(self.proven_ms, found.least_ms)
                 return
             question = self._solve(question, offered, found, deadline)
             goal = found.least_ms / (1 + self.request.gap)
@@ -289,7 +293,7 @@ class Search:
         self, question: Question, offered: Mapping[str, list[int]], found: Candidates, deadline: float
     ) -> Question:
         """The ILP over what is offered, with more walks as long as its answer violates some."""
-        problem, gap = build_fastest(question, offered, self.cuts), self.request.gap
+        problem, gap = build_fastest(question, offered, [cut for _, cut in self.lp.cuts]), self.request.gap
         while True:
             better = found.least_ms / (1 + gap / 2)  # what is worth finding
             problem.period.upBound = better if better < INFINITY else None
@@ -304,16 +308,15 @@ class Search:
             over = evaluated.memory.peak - self.request.memory_bytes
             if over > 0:  # floating point let some bytes through: ask for those less
                 question = replace(question, budget_bytes=question.budget_bytes - over)
-                problem = build_fastest(question, offered, self.cuts)
+                problem = build_fastest(question, offered, [cut for _, cut in self.lp.cuts])
                 continue
             found.all.append(evaluated)
-            durations = np.array([self.question.durations_ms[unit][choice[unit]] for unit in self.families])
-            period = problem.period.value() * (1 + 1e-9)
-            walks = [c for c in self.question.network.walks(durations) if c.at(durations) > period]
+            durations, period = question.durations_of(choice), problem.period.value() * (1 + 1e-9)
+            walks = [walk for walk in question.network.walks(durations) if walk.at(durations) > period]
             if not walks or not self.worth(found) or time.monotonic() >= deadline:
                 return question
             problem.walk_rows(walks)
-            self.cuts += walks
+            self.lp.cut(walks)
 
     def _reach(self, found: Candidates) -> float:
         """The excess beyond which a pattern cannot be part of a better plan."""
@@ -326,7 +329,7 @@ class Search:
             left_out = np.delete(excess, offered[unit])
             if len(left_out):
                 bound = min(bound, self.relaxed_ms + float(left_out.min()))
-        self.bound_ms = max(self.bound_ms, bound)
+        self.proven_ms = max(self.proven_ms, bound)
 
 
 def _cheapest(excess: Mapping[str, Coefficients], reach: float, limit: int) -> dict[str, list[int]]:

@@ -69,17 +69,22 @@ def solve(profile: Profile, request: Request, progress: Progress = lambda text, 
     searches = _searches(profile, request)
     found = Candidates()
     useful: dict[int, set[int]] = defaultdict(set)
-    feasible = []
-    for number, search in enumerate(searches):
-        progress(f"relaxing {search}", 0.5 * number / len(searches))
-        if search.relax(found, deadline, useful):
-            feasible.append(search)
-    if not feasible:
-        smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
-        return Infeasible(smallest, time.monotonic() - started)
-    feasible.sort(key=lambda search: search.bound_ms)
+    while time.monotonic() < deadline:
+        unproven = [search for search in searches if search.open and search.worth(found)]
+        if not unproven:
+            break
+        progress(_standing(found, searches), 0.5 * (1 - len(unproven) / len(searches)))
+        min(unproven, key=lambda search: search.bound_ms).expand(found, useful)
+    feasible = searches
+    if not found.all:  # perhaps only an exact choice fits, perhaps none does
+        feasible = [search for search in searches if search.smallest.memory.peak <= request.memory_bytes]
+        if not feasible:
+            smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
+            return Infeasible(smallest, time.monotonic() - started)
+        found.all += [search.smallest for search in feasible]
+    feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
-        progress(f"solving {search}", 0.5 + 0.4 * number / len(feasible))
+        progress(f"{_standing(found, feasible)}, ILP of {search}", 0.5 + 0.4 * number / len(feasible))
         left = deadline - time.monotonic()
         if left > 0 and search.worth(found):
             search.run(found, left / (len(feasible) - number))
@@ -97,6 +102,14 @@ def solve(profile: Profile, request: Request, progress: Progress = lambda text, 
     gap = (best.objective_ns - bound) / bound if bound else 0.0
     proven = gap <= request.gap + TOLERANCE  # floating point of the solver
     return Solved("optimal" if proven else "feasible", best, bound, gap, seconds)
+
+
+def _standing(found: Candidates, searches: Sequence[Search]) -> str:
+    """For people who wait."""
+    bound = min(search.bound_ms for search in searches)
+    if not found.all or not bound:
+        return f"bound {bound:,.1f} ms"
+    return f"best {found.least_ms:,.1f} ms, bound {bound:,.1f} ms, gap {found.least_ms / bound - 1:.2%}"
 
 
 def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -> None:
