@@ -357,16 +357,23 @@ class CostModel:
         self, *, prefetch: int, accumulation: int, clip: bool, gradient_buffers: int | None = None
     ) -> Schedule:
         """The profile's uses as a step."""
-        return build(
-            [use.use for use in self.profile.uses],
-            {unit.name: unit.requires for unit in self.profile.units},
-            [unit.name for unit in self.profile.units if any(t.trainable for t in unit.tensors)],
-            tiers=len(self.mesh.tiers),
-            prefetch=prefetch,
-            accumulation=accumulation,
-            clip=clip,
-            gradient_buffers=gradient_buffers,
-        )
+        key = prefetch, accumulation, clip, gradient_buffers
+        if key not in self._schedules:
+            self._schedules[key] = build(
+                [use.use for use in self.profile.uses],
+                {unit.name: unit.requires for unit in self.profile.units},
+                [unit.name for unit in self.profile.units if any(t.trainable for t in unit.tensors)],
+                tiers=len(self.mesh.tiers),
+                prefetch=prefetch,
+                accumulation=accumulation,
+                clip=clip,
+                gradient_buffers=gradient_buffers,
+            )
+        return self._schedules[key]
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[int, int, bool, int | None], Schedule]:
+        return {}
 
     def paces(self, depths: Iterable[int]) -> list[tuple[int, int]]:
         """The pairs (prefetch, gradient buffers) worth trying.

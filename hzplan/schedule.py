@@ -192,6 +192,10 @@ class _Builder:
         self.tiers, self.prefetch, self.accumulation, self.clip = tiers, prefetch, accumulation, clip
         self.positions = len(uses) * accumulation
         self.runs = _runs(uses, requires, prefetch, accumulation)
+        self.runs_at: dict[int, list[str]] = {}  # position -> the units to be unsharded for it
+        for unit, runs in self.runs.items():
+            for first, _ in runs:
+                self.runs_at.setdefault(first, []).append(unit)
         self.reduced_at = _last_backward(uses, requires, trainable)
         self.gradient_buffers = min(gradient_buffers, max(1, len(self.reduced_at)))
         self.tasks: list[Task] = []
@@ -243,7 +247,7 @@ class _Builder:
 
     def unshard(self, position: int, *, after: int) -> None:
         """From the outermost tier inwards."""
-        units = tuple(unit for unit, runs in self.runs.items() if any(first == position for first, _ in runs))
+        units = tuple(self.runs_at.get(position, ()))
         if not units:
             return
         previous = after
@@ -325,14 +329,15 @@ class _Builder:
             needs.setdefault(self.first_unshard[unit], set()).add(synced)
         if self.options_read is not None and self.updated:
             needs.setdefault(self.options_read, set()).add(self.tail[OPTIM_STREAM])
-        return tuple(
-            replace(
-                task,
-                after_previous=_sorted(order.get(task.index, set()) | needs.get(task.index, set())),
-                needs_previous=_sorted(needs.get(task.index, set())),
+        tasks = list(self.tasks)
+        for index in order.keys() | needs.keys():
+            own = needs.get(index, set())
+            tasks[index] = replace(
+                tasks[index],
+                after_previous=_sorted(order.get(index, set()) | own),
+                needs_previous=_sorted(own),
             )
-            for task in self.tasks
-        )
+        return tuple(tasks)
 
     def unshard_lives(self) -> dict[str, tuple[Interval, ...]]:
         accumulation = min(self.accumulation, 3)

@@ -29,6 +29,8 @@ FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_POSITIONS = 2048  # uses with nodes of their own; what a longer step leaves out costs tightness, not truth
 ROUNDS = 8  # of a relaxation before another search has its turn
 MAX_NODES = 60  # turns of one search
+TAIL = 0.1
+"""A turn that raises a bound by less than this share of the gap asked for is the relaxation's last."""
 OFFERED_AT_ONCE = 2
 """Patterns of a unit that a round adds."""
 PRICES = tuple(10.0**power for power in range(-3, 4))
@@ -143,8 +145,9 @@ class Search:
                 self.lp.offer(unit, patterns)
         if not self.lp.restrict(limits):
             return
-        found_bound, converged = self._rounds(found, root=not limits)
-        bound = max(bound, found_bound)
+        reached, converged = self._rounds(found, root=not limits)
+        converged |= reached - bound < TAIL * self.request.gap * bound
+        bound = max(bound, reached)
         torn = self.lp.torn() if converged else None
         if not converged:
             self._push(bound, limits)
