@@ -6,6 +6,7 @@ allocated. Standard library only.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -169,12 +170,34 @@ def slot_sizes(slots: Mapping[K, int], sizes_bytes: Mapping[K, int]) -> list[int
 
 
 def _greedy(order: Iterable[K], lives: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
+    """The first slot that is free, for every buffer. ``busy``: each slot's intervals, sorted, disjoint."""
     slots: dict[K, int] = {}
+    busy: list[list[Interval]] = []
     for key in order:
-        taken = {slot for other, slot in slots.items() if _meet(lives[key], lives[other])}
-        slots[key] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        own = _merged(lives[key])
+        slot = next((slot for slot, others in enumerate(busy) if not _meet(own, others)), len(busy))
+        if slot == len(busy):
+            busy.append([])
+        for interval in own:
+            insort(busy[slot], interval)
+        slots[key] = slot
     return slots
 
 
-def _meet(first: Sequence[Interval], second: Sequence[Interval]) -> bool:
-    return any(a <= d and c <= b for a, b in first for c, d in second)
+def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for low, high in sorted(intervals):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return found
+
+
+def _meet(own: Sequence[Interval], others: Sequence[Interval]) -> bool:
+    """Whether any two overlap; both are sorted and disjoint in themselves."""
+    for low, high in own:
+        before = bisect_right(others, high, key=lambda other: other[0])
+        if before and others[before - 1][1] >= low:
+            return True
+    return False

@@ -80,7 +80,7 @@ class Question:
         """Milliseconds [units, keys] of a choice."""
         return np.array([self.durations_ms[unit][choice[unit]] for unit in self.families])
 
-    @property
+    @cached_property
     def activations_bytes(self) -> int:
         """The most that activations take."""
         return self.model.activation_peak_bytes(self.micro_batch)

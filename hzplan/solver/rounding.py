@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+
+import numpy as np
 
 from hzplan.solver.problem import Question
 from hzplan.solver.relaxation import Relaxation
@@ -29,25 +30,48 @@ def rounded(lp: Relaxation) -> Choice | None:
     weights = {unit: lp.memory_ms(unit) for unit in shares}
     by_weight = {unit: sorted(of, key=weights[unit].__getitem__) for unit, of in shares.items()}
     gains = {unit: float(of[choice[unit]] - of[by_weight[unit][0]]) for unit, of in weights.items()}
+    filled = _Filled(question, choice)
     for unit in sorted(gains, key=lambda unit: -gains[unit]):
-        if fits(question, choice):
+        if filled.fits():
             break
-        choice[unit] = by_weight[unit][0]
-    if not fits(question, choice):
+        filled.change(unit, by_weight[unit][0])
+    if not filled.fits():
         return None
     for unit, patterns in by_weight.items():
-        for pattern in reversed(patterns[patterns.index(choice[unit]) + 1 :]):
-            if fits(question, {**choice, unit: pattern}):
-                choice[unit] = pattern
+        kept = filled.choice[unit]
+        for pattern in reversed(patterns[patterns.index(kept) + 1 :]):
+            filled.change(unit, pattern)
+            if filled.fits():
                 break
-    return choice
+            filled.change(unit, kept)
+    return filled.choice
 
 
-def fits(question: Question, choice: Mapping[str, int]) -> bool:
-    """Whether a choice is within the budget."""
-    room = question.room
-    total = sum(float(room.resident[unit][pattern]) for unit, pattern in choice.items())
-    for buffer in room.shared:
-        largest = max(float(sizes[choice[unit]]) for unit, sizes in buffer.sizes.items())
-        total += max(0.0, largest - buffer.free_mib)
-    return total <= question.room_mib
+class _Filled:
+    """A choice and the memory that it takes, unit by unit."""
+
+    def __init__(self, question: Question, choice: Choice) -> None:
+        self.room, self.budget_mib = question.room, question.room_mib
+        self.choice = choice
+        self.place = {unit: number for number, unit in enumerate(choice)}
+        self.resident = sum(float(self.room.resident[unit][p]) for unit, p in choice.items())
+        self.held = [np.zeros(len(choice)) for _ in self.room.shared]
+        for held, buffer in zip(self.held, self.room.shared, strict=True):
+            for unit, sizes in buffer.sizes.items():
+                held[self.place[unit]] = sizes[choice[unit]]
+
+    def fits(self) -> bool:
+        """Whether it is within the budget."""
+        total = self.resident
+        for held, buffer in zip(self.held, self.room.shared, strict=True):
+            total += max(0.0, float(held.max()) - buffer.free_mib)
+        return total <= self.budget_mib
+
+    def change(self, unit: str, pattern: int) -> None:
+        """Another pattern for a unit."""
+        resident = self.room.resident[unit]
+        self.resident += float(resident[pattern]) - float(resident[self.choice[unit]])
+        for held, buffer in zip(self.held, self.room.shared, strict=True):
+            if unit in buffer.sizes:
+                held[self.place[unit]] = buffer.sizes[unit][pattern]
+        self.choice[unit] = pattern

@@ -148,7 +148,8 @@ class Search:
         reached, converged = self._rounds(found, root=not limits)
         converged |= reached - bound < TAIL * self.request.gap * bound
         bound = max(bound, reached)
-        torn = self.lp.torn() if converged else None
+        fits = self.lp.excess_mib <= TOLERANCE  # if shares of patterns do not, no patterns do
+        torn = self.lp.torn() if converged and fits else None
         if not converged:
             self._push(bound, limits)
         elif torn is None or not self._worth(bound, found):
