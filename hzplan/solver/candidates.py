@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.evaluate import Evaluation, fastest_of, within
 from hzplan.solver.paths import MS
 from hzplan.solver.relaxation import TOLERANCE
 
@@ -32,17 +30,6 @@ class Candidates:
                 least = min(least, one.objective_ns)
         return least
 
-    @staticmethod
-    def fastest(some: Sequence[Evaluation]) -> Evaluation:
-        """The one predicted fastest; those that cannot be, by a lower bound, are not simulated."""
-        ordered = sorted(some, key=lambda one: one.floor_ns)
-        best = ordered[0]
-        for one in ordered[1:]:
-            limit = best.predicted.period_ns
-            if _within(one, limit) and one.predicted.period_ns < limit:
-                best = one
-        return best
-
     def choose(self, bound_ns: float, gap: float) -> Evaluation:
         """The plan that keeps the links least busy, of those that the simulator calls as good as fastest.
 
@@ -55,16 +42,11 @@ class Candidates:
         """
         enough = max(self.least_ns, bound_ns)
         near = [f for f in self.all if gap > 0 or f.objective_ns <= enough]
-        fastest = self.fastest(near).predicted.period_ns * (1 + NEAR)
+        fastest = fastest_of(near).predicted.period_ns * (1 + NEAR)
         proven = bound_ns * (1 + gap + TOLERANCE)
         plain = sorted(near, key=_plainness)
-        plain = [f for f in plain if _within(f, proven)] + plain
-        return next(f for f in plain if _within(f, fastest) and f.predicted.period_ns <= fastest)
-
-
-def _within(one: Evaluation, limit_ns: float) -> bool:
-    """Whether the objective is; asked first of what it is at least."""
-    return one.floor_ns <= limit_ns and one.objective_ns <= limit_ns
+        plain = [f for f in plain if within(f, proven)] + plain
+        return next(f for f in plain if within(f, fastest) and f.predicted.period_ns <= fastest)
 
 
 def _plainness(evaluation: Evaluation) -> tuple[float, ...]:

@@ -102,6 +102,22 @@ def unit_costs(model: CostModel, levels: Mapping[str, tuple[Levels, ...]]) -> di
     return units
 
 
+def within(one: Evaluation, limit_ns: float) -> bool:
+    """Whether the objective is; asked first of what it is at least."""
+    return one.floor_ns <= limit_ns and one.objective_ns <= limit_ns
+
+
+def fastest_of(some: Sequence[Evaluation]) -> Evaluation:
+    """The one predicted fastest; those that cannot be, by a lower bound, are not simulated."""
+    ordered = sorted(some, key=lambda one: one.floor_ns)
+    best = ordered[0]
+    for one in ordered[1:]:
+        limit = best.predicted.period_ns
+        if within(one, limit) and one.predicted.period_ns < limit:
+            best = one
+    return best
+
+
 def sent_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> tuple[int, ...]:
     """Bytes that a rank sends in a step, by tier, fastest first.
 
@@ -198,5 +214,5 @@ def baselines(
 def _best(tried: Sequence[Evaluation], memory_bytes: int) -> Evaluation:
     fitting = [evaluation for evaluation in tried if evaluation.memory.peak <= memory_bytes]
     if fitting:
-        return min(fitting, key=lambda evaluation: evaluation.predicted.period_ns)
+        return fastest_of(fitting)
     return min(tried, key=lambda evaluation: evaluation.memory.peak)

@@ -15,7 +15,7 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES
 from hzplan.solver.candidates import NEAR, Candidates
-from hzplan.solver.evaluate import Evaluation, tensors_of, uniform, unit_costs
+from hzplan.solver.evaluate import Evaluation, fastest_of, tensors_of, uniform, unit_costs
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family, enumerate_patterns
@@ -117,7 +117,7 @@ def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -
     communication."""
     model = searches[0].question.model
     plain = {triple: unit_costs(model, uniform(model.profile, triple)) for triple in model.mesh.triples()}
-    fastest = Candidates.fastest(found.all).predicted.period_ns if found.all else INFINITY
+    fastest = fastest_of(found.all).predicted.period_ns if found.all else INFINITY
     for known in sorted(chain(*(search.floors(plain) for search in searches)), key=lambda one: one[:2]):
         if known.floor_ns > fastest * (1 + NEAR):
             continue
@@ -157,7 +157,7 @@ def _improved(
         return one.memory.peak <= request.memory_bytes
 
     plain = [one for one in found.all if len(triples(one)) == 1]
-    starts = [Candidates.fastest(some) for some in (found.all, plain) if some]
+    starts = [fastest_of(some) for some in (found.all, plain) if some]
     improved = []
     for start in starts:
         paces = [search for search in searches if search.question.micro_batch == start.micro_batch]
