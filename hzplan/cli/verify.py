@@ -19,12 +19,16 @@ def command(
             metavar="MODEL", help="The model; by default the plan's, which must then be built in."
         ),
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Keep all layers and micro-batches, also where they repeat.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Train a narrow copy of the model under the plan, and in one process, and compare losses and weights.
 
-    All of the plan's units, tensors and levels are there, with two ranks where its mesh has more; ranks are
-    threads of this process. No GPU and no cluster is needed. A factory's model is taken as it is.
+    Every level of the plan's mesh is there, with two ranks where it has more, and every pair of neighbouring
+    layers whose levels differ from others'. Ranks are threads of this process. No GPU and no cluster is
+    needed. A factory's model is taken as it is.
 
     Example: hzplan verify plan.json
     """
@@ -36,7 +40,7 @@ def command(
     loaded = Plan.load(plan)
     check_named(plan, loaded, model, "verify")
     with console.Bar("verify") as bar:
-        found = verify(loaded, model, progress=bar.update)
+        found = verify(loaded, model, whole=whole, progress=bar.update)
     if as_json:
         print(
             json.dumps(

@@ -82,6 +82,7 @@ NARROW = {
 def narrow_config(config: Any, vocab: int) -> Any:
     """A copy of a configuration with small sizes and no dropout; what decides on tensors stays."""
     found = copy.deepcopy(config)
+    found._experts_implementation = "eager"  # the default's kernel knows no float64
     inner = found.get_text_config()
     for field, size in {**NARROW, "vocab_size": vocab}.items():
         if isinstance(getattr(inner, field, None), int):

@@ -1,7 +1,8 @@
 """Does a plan's group structure train like one process? Answered on a small copy of the model, in threads.
 
-The copy has the plan's units, tensors and levels, in a fraction of the width. The mesh has the plan's levels
-too, two ranks where it has more. Ranks are threads that send each other copies; everything else is the
+The copy has the plan's tensors and levels in a fraction of the width; of many layers with the same levels as
+their neighbours two are there (``models.thin``), and three of more micro-batches. The mesh has the plan's
+levels too, two ranks where it has more. Ranks are threads that send each other copies; everything else is the
 runtime as it is. In float64, so that a wrong slice is not mistaken for rounding.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,14 +20,16 @@ from torch import Tensor, nn
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels, Mesh
+from hzplan.models.thin import thin
 from hzplan.models.units import blocks_of, find_units
-from hzplan.models.workload import Workload, load, narrow
+from hzplan.models.workload import BUILT_IN, Workload, load, narrow
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.world import Post, ThreadWorld
 
 MOST_RANKS = 64
-STEPS = 3
+STEPS = 2  # the second begins with what the first has updated
+MICRO_BATCHES = 3  # the schedule of more repeats the middle one
 LEARNING_RATE = 1e-2
 CLIP = 0.5
 """Low enough to act."""
@@ -59,22 +62,26 @@ def verify(
     *,
     steps: int = STEPS,
     seed: int = 0,
+    whole: bool = False,
     progress: Callable[[str, float], None] = lambda text, fraction: None,
 ) -> Verified:
     """Train a few steps under a plan and in one process, and compare.
 
     ``model``: what the user names; by default the plan's built-in one. A factory's model is taken as it is.
-    Raises UserError when the model is not the plan's.
+    ``whole``: with all layers and micro-batches. Raises UserError when the model is not the plan's.
     """
     name = model or plan.model.name
     workload = narrow(load(name))
     mesh = small(plan.mesh)
-    choice = replace(
-        Choice.of(plan), mesh=mesh, dtype=DTYPE, reduce_dtype=None, levels=_levels(plan, plan.mesh, mesh)
-    )
+    # A level is a place in the hierarchy, so it stays one in a mesh of as many.
+    choice = replace(Choice.of(plan), mesh=mesh, dtype=DTYPE, reduce_dtype=None)
     torch.manual_seed(seed)
     initial = workload.build().to(torch.float64)
     _check_names(initial, plan, name)
+    if not whole:
+        choice = replace(choice, accumulation=min(choice.accumulation, MICRO_BATCHES))
+        if name.startswith(BUILT_IN):
+            choice = _thinned(initial, plan, choice)
     batches = partial(_batch, workload, mesh.world, choice.accumulation)
     progress("one process", 0.0)
     losses, weights = _alone(initial, workload, choice, batches, steps)
@@ -103,10 +110,26 @@ def small(mesh: Mesh) -> Mesh:
     return found
 
 
-def _levels(plan: Plan, mesh: Mesh, narrowed: Mesh) -> Mapping[str, Levels]:
-    """A level is a place in the hierarchy, so it stays one in a mesh of as many."""
-    assert mesh.levels == narrowed.levels
-    return Choice.of(plan).levels
+def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
+    """Fewer layers, and the choice for those."""
+    units = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
+
+    def kind(layer: str) -> tuple[tuple[str, Levels], ...]:
+        inside = f"{layer}."
+        names = [t for tensors in units.values() for t in tensors if t.startswith(inside)]
+        return tuple((name.removeprefix(inside), choice.levels[name]) for name in sorted(names))
+
+    renamed = thin(model, units, kind)
+    return replace(
+        choice,
+        levels={new: of for name, of in choice.levels.items() if (new := renamed(name)) is not None},
+        uses=tuple(replace(use, unit=new) for use in choice.uses if (new := renamed(use.unit)) is not None),
+        requires={
+            new: tuple(filter(None, map(renamed, others)))
+            for unit, others in choice.requires.items()
+            if (new := renamed(unit)) is not None
+        },
+    )
 
 
 def _check_names(model: nn.Module, plan: Plan, name: str) -> None:
