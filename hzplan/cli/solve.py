@@ -45,7 +45,7 @@ def command(
     from hzplan.cli.paths import check_writable
     from hzplan.cli.quantities import parse_bytes, parse_dtype
     from hzplan.formats.profile import Profile
-    from hzplan.solver.solve import Failed, Request, solve
+    from hzplan.solver.solve import Failed, Request, Standing, solve
     from hzplan.solver.solve import Infeasible as NothingFits
 
     if not 0 <= gap < float("inf") or not 0 < time_limit < float("inf"):
@@ -62,7 +62,11 @@ def command(
         budget, global_batch, gap=gap, time_limit_s=time_limit, clip=clip, reduce_dtype=travelling
     )
     with console.Bar("solve") as bar:
-        outcome = solve(loaded, request, bar.update)
+
+        def show(standing: Standing) -> None:
+            bar.update(str(standing), min(1.0, standing.seconds / time_limit))
+
+        outcome = solve(loaded, request, show)
     if isinstance(outcome, NothingFits):
         least = outcome.smallest.memory.peak
         if as_json:

@@ -91,7 +91,9 @@ class Search:
         self.request, self.families = request, families
         self.question = Question(model, schedule, short, slots, families, micro_batch, request.memory_bytes)
         self.lp = Relaxation(self.question)
-        self.leaves: list[tuple[float, int, Limits]] = [(0.0, 0, {})]
+        uses = range(len(model.profile.uses))
+        computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
+        self.leaves: list[tuple[float, int, Limits]] = [(computes_ms, 0, {})]
         self.nodes = 0
         self.closed_ms = INFINITY  # the least bound of what was not taken further
         self.relaxed_ms = self.proven_ms = 0.0  # by the first relaxation; by ILPs

@@ -24,7 +24,17 @@ from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
 
 MAX_ACCUMULATION = 1024  # forward passes in a step
 
-__all__ = ["NEAR", "PREFETCH_DEPTHS", "Failed", "Infeasible", "Outcome", "Request", "Solved", "solve"]
+__all__ = [
+    "NEAR",
+    "PREFETCH_DEPTHS",
+    "Failed",
+    "Infeasible",
+    "Outcome",
+    "Request",
+    "Solved",
+    "Standing",
+    "solve",
+]
 
 
 @dataclass(frozen=True)
@@ -55,61 +65,99 @@ class Failed:
 
 
 Outcome = Solved | Infeasible | Failed
-Progress = Callable[[str, float], None]
 
 
-def solve(profile: Profile, request: Request, progress: Progress = lambda text, fraction: None) -> Outcome:
+@dataclass(frozen=True)
+class Standing:
+    """How a search stands: seconds since its begin, what is being done, and in milliseconds the best
+    objective and the bound (infinite, and 0, where there is none)."""
+
+    seconds: float
+    doing: str
+    best_ms: float
+    bound_ms: float
+
+    @property
+    def gap(self) -> float:
+        """Of the best plan to the bound."""
+        return self.best_ms / self.bound_ms - 1 if self.bound_ms else INFINITY
+
+    def __str__(self) -> str:
+        if self.best_ms == INFINITY:
+            return f"{self.doing}, bound {self.bound_ms:,.1f} ms"
+        return f"{self.doing}, best {self.best_ms:,.1f} ms, gap {self.gap:.2%}"
+
+
+Watch = Callable[[Standing], None]
+
+
+def solve(profile: Profile, request: Request, watch: Watch = lambda standing: None) -> Outcome:
     """Choose levels per tensor, prefetch depth and micro-batch size: the fastest step within the memory.
 
-    Deterministic for one solver version while the time limit does not bind. UserError when no measured
-    micro-batch size divides the global batch.
+    Deterministic for one solver version while the time limit does not bind. KeyboardInterrupt ends the search
+    with the best plan found and its gap, if there is one. UserError when no measured micro-batch size divides
+    the global batch.
     """
     started = time.monotonic()
     deadline = started + request.time_limit_s
     searches = _searches(profile, request)
     found = Candidates()
+
+    def tell(doing: str) -> None:
+        bound = min(found.least_ms, *(search.bound_ms for search in searches))
+        watch(Standing(time.monotonic() - started, doing, found.least_ms, bound))
+
+    try:
+        feasible = _explored(searches, found, request, deadline, tell)
+        if not found.all and time.monotonic() > deadline:
+            reason = "the time limit ended the search before a plan was found; raise --time-limit"
+            return Failed(reason, time.monotonic() - started)
+        if not found.all:
+            smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
+            return Infeasible(smallest, time.monotonic() - started)
+        if request.gap > 0:
+            tell("improving in the simulator")
+            found.all += _improved(found, searches, request, deadline)
+    except KeyboardInterrupt:
+        if not found.all:
+            raise
+        feasible = searches
+    tell("done")
+    bound = min(found.least_ns, *(search.bound_ms / MS for search in feasible))
+    best = found.choose(bound, request.gap)
+    gap = (best.objective_ns - bound) / bound if bound else (INFINITY if best.objective_ns else 0.0)
+    proven = gap <= request.gap + TOLERANCE  # floating point of the solver
+    return Solved("optimal" if proven else "feasible", best, bound, gap, time.monotonic() - started)
+
+
+def _explored(
+    searches: Sequence[Search],
+    found: Candidates,
+    request: Request,
+    deadline: float,
+    tell: Callable[[str], None],
+) -> Sequence[Search]:
+    """Add what the relaxations and the ILPs find, and plain plans; the searches that something fits in."""
     useful: dict[int, set[int]] = defaultdict(set)
     while time.monotonic() < deadline:
         unproven = [search for search in searches if search.open and search.worth(found)]
         if not unproven:
             break
-        progress(_standing(found, searches), 0.5 * (1 - len(unproven) / len(searches)))
+        tell("relaxations")
         min(unproven, key=lambda search: search.bound_ms).expand(found, useful)
     feasible = searches
-    if not found.all:  # perhaps only an exact choice fits, perhaps none does
+    if not found.all and time.monotonic() < deadline:  # perhaps only an exact choice fits, perhaps none does
         feasible = [search for search in searches if search.smallest.memory.peak <= request.memory_bytes]
-        if not feasible:
-            smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
-            return Infeasible(smallest, time.monotonic() - started)
         found.all += [search.smallest for search in feasible]
     feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
-        progress(f"{_standing(found, feasible)}, ILP of {search}", 0.5 + 0.4 * number / len(feasible))
         left = deadline - time.monotonic()
         if left > 0 and search.worth(found):
+            tell(f"ILP of {search}")
             search.run(found, left / (len(feasible) - number))
-    _add_plain(found, feasible, min(search.bound_ms for search in feasible) / MS)
-    if not found.all:
-        seconds = time.monotonic() - started
-        return Failed("the time limit ended the search before a plan was found; raise --time-limit", seconds)
-    if request.gap > 0:
-        progress("improving the plan in the simulator", 0.95)
-        found.all += _improved(found, searches, request, deadline)
-    progress("done", 1.0)
-    seconds = time.monotonic() - started
-    bound = min(found.least_ns, *(search.bound_ms / MS for search in feasible))
-    best = found.choose(bound, request.gap)
-    gap = (best.objective_ns - bound) / bound if bound else 0.0
-    proven = gap <= request.gap + TOLERANCE  # floating point of the solver
-    return Solved("optimal" if proven else "feasible", best, bound, gap, seconds)
-
-
-def _standing(found: Candidates, searches: Sequence[Search]) -> str:
-    """For people who wait."""
-    bound = min(search.bound_ms for search in searches)
-    if not found.all or not bound:
-        return f"bound {bound:,.1f} ms"
-    return f"best {found.least_ms:,.1f} ms, bound {bound:,.1f} ms, gap {found.least_ms / bound - 1:.2%}"
+    if found.all:
+        _add_plain(found, feasible, min(search.bound_ms for search in feasible) / MS)
+    return feasible
 
 
 def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -> None:
@@ -117,7 +165,7 @@ def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -
     communication."""
     model = searches[0].question.model
     plain = {triple: unit_costs(model, uniform(model.profile, triple)) for triple in model.mesh.triples()}
-    fastest = fastest_of(found.all).predicted.period_ns if found.all else INFINITY
+    fastest = fastest_of(found.all).predicted.period_ns
     for known in sorted(chain(*(search.floors(plain) for search in searches)), key=lambda one: one[:2]):
         if known.floor_ns > fastest * (1 + NEAR):
             continue

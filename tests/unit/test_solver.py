@@ -16,7 +16,7 @@ from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
-from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, solve
+from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, solve
 from tests.instances import random_profile, try_everything
 
 INSTANCES = 120
@@ -64,6 +64,29 @@ def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pyt
     assert truth is not None and isinstance(outcome, Solved)
     assert outcome.bound_ns <= truth * (1 + 1e-9)
     assert truth <= outcome.best.objective_ns * (1 + 1e-9)
+
+
+def test_an_interruption_ends_with_the_best_plan_so_far() -> None:
+    profile, request = _instance(2)  # not solved by the first relaxation
+    whole = solve(profile, replace(request, memory_bytes=2**30))
+    stood: list[Standing] = []
+
+    def interrupt(standing: Standing) -> None:
+        stood.append(standing)
+        if standing.best_ms < float("inf") and len(stood) < 100:
+            stood.extend([standing] * 100)
+            raise KeyboardInterrupt
+
+    early = solve(profile, replace(request, memory_bytes=2**30), interrupt)
+    assert isinstance(whole, Solved) and isinstance(early, Solved)
+    assert early.bound_ns <= whole.best.objective_ns * (1 + 1e-9) <= early.best.objective_ns * (1 + 2e-9)
+    assert early.gap == pytest.approx(early.best.objective_ns / early.bound_ns - 1)
+
+    def at_once(standing: Standing) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        solve(profile, request, at_once)
 
 
 @pytest.mark.parametrize("seed", range(2000, 2008))

@@ -1,0 +1,90 @@
+"""Rows of walks and relaxations: what they say about plans is true."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from hzplan.formats.profile import Profile
+from hzplan.simulate import replay
+from hzplan.solver.candidates import Candidates
+from hzplan.solver.paths import MS
+from hzplan.solver.relaxation import Relaxation
+from hzplan.solver.rounding import rounded
+from hzplan.solver.search import Request, Search
+from hzplan.solver.solve import _searches
+from tests.instances import random_profile
+
+
+def _search(seed: int, accumulation: int) -> Search:
+    rng = random.Random(seed)
+    profile: Profile = random_profile(rng, micro_batches=(1,))
+    batch = profile.mesh.world * accumulation
+    request = Request(
+        rng.choice([40_000, 80_000, 2**30]), batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2)
+    )
+    return rng.choice(_searches(profile, request))
+
+
+def _choice(search: Search, rng: random.Random) -> dict[str, int]:
+    return {unit: rng.randrange(len(family.levels)) for unit, family in search.families.items()}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_longest_walk_is_the_period(seed: int) -> None:
+    search, rng = _search(seed, 1 + seed % 3), random.Random(seed)
+    network = search.question.network
+    for _ in range(5):
+        choice = _choice(search, rng)
+        durations = search.question.durations_of(choice)
+        longest = max(cut.at(durations) for cut in network.walks(durations))
+        found = search.evaluate(choice)
+        assert longest == pytest.approx(replay(found.schedule, found.durations_ns).period_ns * MS, rel=1e-9)
+        capacities = max(cut.at(durations) for cut in network.capacities)
+        assert capacities == pytest.approx(found.floor_ns * MS, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_walk_is_longer_than_any_plans_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walks found for one choice hold for all others, also where micro-batches are left out."""
+    monkeypatch.setattr("hzplan.solver.search.MAX_POSITIONS", 1)
+    search, rng = _search(seed, 5), random.Random(seed)
+    network = search.question.network
+    choices = [_choice(search, rng) for _ in range(6)]
+    mixed = sum(search.question.durations_of(choice) for choice in choices) / len(choices)
+    cuts = [*network.walks(mixed), *network.capacities]
+    for choice in choices:
+        cuts += network.walks(search.question.durations_of(choice))
+    for choice in choices:
+        objective = search.evaluate(choice).objective_ns * MS
+        at = search.question.durations_of(choice)
+        assert all(cut.at(at) <= objective * (1 + 1e-9) for cut in cuts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_rounded_fits_and_what_is_bounded_is_not_beaten(seed: int) -> None:
+    search, rng = _search(seed, 1 + seed % 2), random.Random(seed)
+    found = Candidates()
+    while search.open and search.worth(found):
+        search.expand(found, defaultdict(set))
+        plan = rounded(search.lp)
+        if plan is not None:
+            assert search.evaluate(plan).memory.peak <= search.request.memory_bytes
+    for _ in range(50):
+        one = search.evaluate(_choice(search, rng))
+        if one.memory.peak <= search.request.memory_bytes:
+            assert one.objective_ns * MS >= search.bound_ms * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_memory_is_not_beaten(seed: int) -> None:
+    search, rng = _search(seed, 1), random.Random(seed)
+    lp = Relaxation(search.question, least_memory=True)
+    for unit, family in search.families.items():
+        lp.offer(unit, list(range(len(family.levels))))
+    assert lp.solve()
+    least = search.smallest.memory.peak
+    assert lp.value <= (least - search.question.activations_bytes) * 2.0**-20 + 1e-9
+    assert all(search.evaluate(_choice(search, rng)).memory.peak >= least for _ in range(50))
