@@ -119,7 +119,8 @@ def try_everything(profile: Profile, request: Request) -> Truth:
     model = CostModel(profile, request.reduce_dtype)
     tensors = tensors_of(profile)
     names = [unit for unit, specs in tensors.items() if specs]
-    options = [_options(tensors[name], model) for name in names]
+    pins = dict(pin.split("=") for pin in request.pins)
+    options = [_options(tensors[name], model, pins) for name in names]
     nothing = UnitCost.zero(len(model.mesh.tiers))
     best: float | None = None
     smallest: int | None = None
@@ -142,12 +143,20 @@ def try_everything(profile: Profile, request: Request) -> Truth:
     return Truth(best, smallest)
 
 
-def _options(specs: tuple[TensorSpec, ...], model: CostModel) -> list[UnitCost]:
+def _options(specs: tuple[TensorSpec, ...], model: CostModel, pins: dict[str, str]) -> list[UnitCost]:
+    """``pins``: by a tensor's whole name."""
     found = {}
+    shards = model.mesh.shards
     for triples in itertools.product(model.mesh.triples(), repeat=len(specs)):
         levels = tuple(
             triple if spec.trainable else Levels(triple.param, triple.param, triple.param)
             for triple, spec in zip(triples, specs, strict=True)
         )
-        found[levels] = model.unit(bucketise(zip(specs, levels, strict=True), model.mesh))
+        cut = {t.name: tuple(shards[k] for k in triple) for t, triple in zip(specs, levels, strict=True)}
+        if all(_as_pinned(of, pins.get(name, "*,*,*")) for name, of in cut.items()):
+            found[levels] = model.unit(bucketise(zip(specs, levels, strict=True), model.mesh))
     return list(found.values())
+
+
+def _as_pinned(shards: tuple[int, ...], pin: str) -> bool:
+    return all(wanted in ("*", str(count)) for wanted, count in zip(pin.split(","), shards, strict=True))

@@ -32,6 +32,14 @@ def command(
         str | None,
         typer.Option(help="What gradients travel in, fp32 or bf16 (which NCCL sums in); by default fp32."),
     ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TENSOR=P,G,O",
+            help="Shards of parameter, gradient and optimizer state of tensors by name, wildcards allowed, "
+            "* for any number: 'embed.*=1,1,*'. May be repeated.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Choose how each tensor is sharded, how deep to prefetch, and the micro-batch size.
@@ -59,7 +67,13 @@ def command(
     travelling = None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype")
     check_writable(output, keep=profile)
     request = Request(
-        budget, global_batch, gap=gap, time_limit_s=time_limit, clip=clip, reduce_dtype=travelling
+        budget,
+        global_batch,
+        gap=gap,
+        time_limit_s=time_limit,
+        clip=clip,
+        reduce_dtype=travelling,
+        pins=tuple(pin or ()),
     )
     with console.Bar("solve") as bar:
 

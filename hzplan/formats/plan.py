@@ -79,6 +79,7 @@ class Source(Strict):
     profile_sha256: str
     memory_budget_bytes: PositiveInt
     asked_gap: Finite
+    pins: tuple[str, ...] = ()
 
 
 class Proof(Strict):

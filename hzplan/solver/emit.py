@@ -41,6 +41,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         profile_sha256=fingerprint(profile),
         memory_budget_bytes=request.memory_bytes,
         asked_gap=request.gap,
+        pins=request.pins,
     )
     return as_plan(profile, solved.best, request, proof=proof, source=source)
 

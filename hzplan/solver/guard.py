@@ -83,6 +83,7 @@ def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE
             time_limit_s=TIME_LIMIT_S,
             clip=plan.clip,
             reduce_dtype=plan.reduce_dtype,
+            pins=plan.source.pins,
         )
         outcome = solve(profile, request)
         if isinstance(outcome, Solved):

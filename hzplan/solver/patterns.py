@@ -71,12 +71,26 @@ def enumerate_patterns(
     tensors: Sequence[TensorSpec],
     model: CostModel,
     triples: Sequence[Levels],
+    allowed: Sequence[frozenset[Levels]] | None = None,
     *,
     max_patterns: int = MAX_PATTERNS,
 ) -> Family:
-    """Every pattern of a unit, over atoms if there are too many. A frozen tensor takes a triple's ℓp."""
-    atoms = _atoms(tensors, len(triples), max_patterns)
-    levels = list(dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(len(atoms), triples)))
+    """Every pattern of a unit, over atoms if there are too many. A frozen tensor takes a triple's ℓp.
+
+    ``allowed``: of every tensor; by default all of them. UserError where no pattern has only such.
+    """
+    sets = list(allowed) if allowed is not None else [frozenset(triples)] * len(tensors)
+    atoms = _atoms(tensors, sets, len(triples), max_patterns)
+    levels = [
+        pattern
+        for pattern in dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(len(atoms), triples))
+        if allowed is None or all(triple in may for triple, may in zip(pattern, allowed, strict=True))
+    ]
+    if not levels:
+        raise UserError(
+            f"--pin: the tensors of one unit, {tensors[0].name} and others, would need more than "
+            f"{MAX_BUCKETS} different triples; pin fewer of them apart"
+        )
     known: dict[tuple[tuple[int, ...], Levels], list[Part]] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
     keys = duration_keys(len(model.mesh.tiers))
@@ -157,12 +171,14 @@ def _by_tensor(
     return tuple(levels)
 
 
-def _atoms(tensors: Sequence[TensorSpec], triples: int, limit: int) -> list[list[int]]:
+def _atoms(
+    tensors: Sequence[TensorSpec], allowed: Sequence[frozenset[Levels]], triples: int, limit: int
+) -> list[list[int]]:
     """Indices of the tensors that decide together, smallest joined first until ``limit`` is kept."""
     atoms = [[index] for index in range(len(tensors))]
 
-    def kind(atom: list[int]) -> tuple[str, bool]:
-        return tensors[atom[0]].dtype, tensors[atom[0]].trainable
+    def kind(atom: list[int]) -> tuple[str, bool, frozenset[Levels]]:
+        return tensors[atom[0]].dtype, tensors[atom[0]].trainable, allowed[atom[0]]
 
     def nbytes(atom: list[int]) -> int:
         return sum(tensors[index].nbytes for index in atom)

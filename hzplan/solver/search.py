@@ -40,7 +40,10 @@ SMALLEST_S = 10.0  # for each ILP that looks for the least memory
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the solver. ``reduce_dtype``: what gradients travel in; None: as they are kept."""
+    """What is asked of the solver.
+
+    ``reduce_dtype``: what gradients travel in; None: as they are kept. ``pins``: what is decided already.
+    """
 
     memory_bytes: int
     global_batch: int
@@ -49,6 +52,7 @@ class Request:
     clip: bool = True
     reduce_dtype: Dtype | None = None
     depths: tuple[int, ...] = PREFETCH_DEPTHS
+    pins: tuple[str, ...] = ()
 
 
 class Known(NamedTuple):

@@ -19,6 +19,7 @@ from hzplan.solver.evaluate import Evaluation, fastest_of, tensors_of, uniform, 
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family, enumerate_patterns
+from hzplan.solver.pins import Pins
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
 
@@ -164,12 +165,14 @@ def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -
     """Plans with one triple for all tensors that may be chosen: the fastest, or as fast with less
     communication."""
     model = searches[0].question.model
-    plain = {triple: unit_costs(model, uniform(model.profile, triple)) for triple in model.mesh.triples()}
+    pins = Pins(searches[0].request.pins, model.profile)
+    uniforms = {triple: uniform(model.profile, triple) for triple in model.mesh.triples()}
+    plain = {t: unit_costs(model, of) for t, of in uniforms.items() if pins.keep(model.profile, of)}
     fastest = fastest_of(found.all).predicted.period_ns
     for known in sorted(chain(*(search.floors(plain) for search in searches)), key=lambda one: one[:2]):
         if known.floor_ns > fastest * (1 + NEAR):
             continue
-        one = known.search.replay(uniform(model.profile, known.triple))
+        one = known.search.replay(uniforms[known.triple])
         if one.objective_ns <= fastest * (1 + NEAR) and one.predicted.period_ns <= fastest * (1 + NEAR):
             found.all.append(one)
             fastest = min(fastest, one.predicted.period_ns)
@@ -201,8 +204,10 @@ def _improved(
         pairs = ((unit, triple, index) for unit, of in one.levels.items() for index, triple in enumerate(of))
         return {triple for unit, triple, index in pairs if around.trained[unit][index]}
 
+    pins = Pins(request.pins, profile)
+
     def fits(one: Evaluation) -> bool:
-        return one.memory.peak <= request.memory_bytes
+        return one.memory.peak <= request.memory_bytes and pins.keep(profile, one.levels)
 
     plain = [one for one in found.all if len(triples(one)) == 1]
     starts = [fastest_of(some) for some in (found.all, plain) if some]
@@ -238,11 +243,13 @@ def _searches(profile: Profile, request: Request) -> list[Search]:
     model = CostModel(profile, request.reduce_dtype)
     families: dict[str, Family] = {}
     alike: dict[object, Family] = {}
+    pins, triples = Pins(request.pins, profile), model.mesh.triples()
     for unit, tensors in tensors_of(profile).items():
         if tensors:
-            key = tuple((tensor.shape, tensor.dtype, tensor.trainable) for tensor in tensors)
+            allowed = tuple(pins.allowed(t.name, triples, trainable=t.trainable) for t in tensors)
+            key = tuple((t.shape, t.dtype, t.trainable, may) for t, may in zip(tensors, allowed, strict=True))
             if key not in alike:
-                alike[key] = enumerate_patterns(tensors, model, model.mesh.triples())
+                alike[key] = enumerate_patterns(tensors, model, triples, allowed if request.pins else None)
             families[unit] = alike[key]
     return [
         Search(model, size, pace, request, families) for size in sizes for pace in model.paces(request.depths)

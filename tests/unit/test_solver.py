@@ -16,6 +16,7 @@ from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
+from hzplan.solver.pins import Pins
 from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, solve
 from tests.instances import random_profile, try_everything
 
@@ -64,6 +65,50 @@ def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pyt
     assert truth is not None and isinstance(outcome, Solved)
     assert outcome.bound_ns <= truth * (1 + 1e-9)
     assert truth <= outcome.best.objective_ns * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3000, 3025))
+def test_what_is_pinned_stays_and_the_rest_is_best(seed: int) -> None:
+    profile, request = _instance(seed)
+    rng, mesh = random.Random(seed), profile.mesh
+    pins = []
+    for name in rng.sample([t.name for unit in profile.units for t in unit.tensors if t.trainable][:2], 1):
+        shards = [str(mesh.shards[level]) for level in rng.choice(mesh.triples())]
+        shards[rng.randrange(3)] = "*"
+        pins.append(f"{name}={','.join(shards)}")
+    request = replace(request, pins=tuple(pins), memory_bytes=2**30 if seed % 2 else request.memory_bytes)
+    truth, outcome = try_everything(profile, request), solve(profile, request)
+    if truth.objective_ns is None:
+        assert isinstance(outcome, Infeasible) and outcome.smallest.memory.peak == truth.smallest_bytes
+        return
+    assert isinstance(outcome, Solved)
+    assert outcome.best.objective_ns == pytest.approx(truth.objective_ns, rel=1e-6)
+    assert Pins(pins, profile).keep(profile, outcome.best.levels)
+    faster = solve(profile, replace(request, pins=(), gap=0.05))
+    assert isinstance(faster, Solved) and faster.best.memory.peak <= request.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ("nobody=1,1,1", "no tensor is called 'nobody'; one is called 'u0.t0'"),
+        ("u0.t0=1,1", "write TENSOR=PARAM,GRAD,OPTIM in shards"),
+        ("u0.t0", "write TENSOR=PARAM,GRAD,OPTIM in shards"),
+        ("u0.t0=1,1,999", "has no level with 999 shards; it has 1"),
+        ("*=*,*,1", None),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused(pin: str, said: str | None) -> None:
+    profile, request = _instance(0)
+    request = replace(request, memory_bytes=2**30, gap=0.05)
+    if said is None:
+        outcome = solve(profile, replace(request, pins=(pin,)))
+        assert isinstance(outcome, Solved)
+        assert {triple.optim for of in outcome.best.levels.values() for triple in of} == {0}
+        return
+    with pytest.raises(UserError) as caught:
+        solve(profile, replace(request, pins=(pin,)))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_interruption_ends_with_the_best_plan_so_far() -> None:

@@ -1,0 +1,92 @@
+"""Pins: what the user has decided for some tensors, and the solver must keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from hzplan.errors import UserError
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels, Mesh
+
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Tensors by name, wildcards allowed, and into how many shards their parameter, gradient and optimizer
+    state are cut; None: any number."""
+
+    pattern: str
+    shards: tuple[int | None, int | None, int | None]
+
+    @classmethod
+    def parse(cls, text: str, mesh: Mesh) -> Pin:
+        """Read ``'layers.*.weight=1,8,64'``, in which a number may be ``*``; UserError of one line."""
+        pattern, _, given = text.rpartition("=")
+        parts = [part.strip() for part in given.split(",")]
+        if not pattern or len(parts) != 3 or not all(part == ANY or part.isdecimal() for part in parts):
+            raise UserError(
+                f"--pin {text!r}: write TENSOR=PARAM,GRAD,OPTIM in shards, as in "
+                f"'layers.*=1,1,{mesh.world}'; {ANY} stands for any"
+            )
+        shards = tuple(None if part == ANY else int(part) for part in parts)
+        for number in shards:
+            if number is not None and number not in mesh.shards:
+                counts = ", ".join(map(str, dict.fromkeys(mesh.shards)))
+                raise UserError(
+                    f"--pin {text!r}: mesh {mesh} has no level with {number} shards; it has {counts}"
+                )
+        return cls(pattern, (shards[0], shards[1], shards[2]))
+
+    def allows(self, triple: Levels, mesh: Mesh, *, trainable: bool) -> bool:
+        """Whether a tensor's levels are as pinned; a frozen one has a parameter only."""
+        pairs = list(zip(self.shards, triple, strict=True))
+        return all(
+            wanted is None or wanted == mesh.shards[level]
+            for wanted, level in (pairs if trainable else pairs[:1])
+        )
+
+
+class Pins:
+    """All of a question's pins, for the tensors of a profile. UserError where one concerns no tensor, or
+    where no levels are as several say."""
+
+    def __init__(self, texts: Sequence[str], profile: Profile) -> None:
+        self.mesh = profile.mesh
+        self.pins = [Pin.parse(text, self.mesh) for text in texts]
+        names = {tensor.name: tensor.spec.trainable for unit in profile.units for tensor in unit.tensors}
+        for text, pin in zip(texts, self.pins, strict=True):
+            if not any(fnmatchcase(name, pin.pattern) for name in names):
+                one = next(iter(names))
+                raise UserError(f"--pin {text!r}: no tensor is called {pin.pattern!r}; one is called {one!r}")
+        triples = self.mesh.triples()
+        for name, trainable in names.items():
+            if self.of(name) and not self.allowed(name, triples, trainable=trainable):
+                said = ", ".join(f"{pin.pattern}={pin.shards}" for pin in self.of(name))
+                raise UserError(
+                    f"--pin: no levels of {name} are as {said} say; the optimizer state needs at least the "
+                    "shards of parameter and gradient"
+                )
+
+    def of(self, name: str) -> list[Pin]:
+        """The pins of a tensor."""
+        return [pin for pin in self.pins if fnmatchcase(name, pin.pattern)]
+
+    def allowed(self, name: str, triples: Iterable[Levels], *, trainable: bool) -> frozenset[Levels]:
+        """Those of a tensor's triples that are as pinned."""
+        pins = self.of(name)
+        return frozenset(
+            triple
+            for triple in triples
+            if all(pin.allows(triple, self.mesh, trainable=trainable) for pin in pins)
+        )
+
+    def keep(self, profile: Profile, levels: Mapping[str, Sequence[Levels]]) -> bool:
+        """Whether a choice of levels, by unit, is as pinned."""
+        return not self.pins or all(
+            self.allowed(tensor.name, [triple], trainable=tensor.spec.trainable)
+            for unit in profile.units
+            for tensor, triple in zip(unit.tensors, levels.get(unit.name, ()), strict=True)
+        )
