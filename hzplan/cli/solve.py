@@ -40,6 +40,14 @@ def command(
             "* for any number: 'embed.*=1,1,*'. May be repeated.",
         ),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS=VALUES",
+            help="Solve at several points: memory=40GiB,60GiB,80GiB, each a plan of its own beside OUTPUT, "
+            "or network=0.5,1,2, times as fast as profiled.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Choose how each tensor is sharded, how deep to prefetch, and the micro-batch size.
@@ -75,6 +83,11 @@ def command(
         reduce_dtype=travelling,
         pins=tuple(pin or ()),
     )
+    if sweep is not None:
+        from hzplan.cli import sweep as sweeping
+
+        sweeping.run(sweep, loaded, request, profile, output, as_json=as_json)
+        return
     with console.Bar("solve") as bar:
 
         def show(standing: Standing) -> None:

@@ -1,0 +1,116 @@
+"""``hzplan solve --sweep``: a table of plans over budgets or networks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hzplan.cli import console
+from hzplan.cli.quantities import parse_bytes
+from hzplan.errors import Infeasible, UserError
+from hzplan.formats.profile import Profile
+from hzplan.solver.emit import emit
+from hzplan.solver.solve import Request, Solved, Standing
+from hzplan.solver.sweep import Point, on_front, sweep, with_network
+
+AXES = "memory=40GiB,60GiB,80GiB or network=0.5,1,2 (times as fast as profiled)"
+
+
+def run(text: str, profile: Profile, request: Request, path: Path, output: Path, *, as_json: bool) -> None:
+    """Solve every point; plans of other budgets are written beside ``output``, one each.
+
+    A plan for another network would need that network's profile, so those are shown only.
+    """
+    asked = _points(text, profile, request)
+    with console.Bar("solve") as bar:
+        done: list[str] = []
+
+        def show(standing: Standing) -> None:
+            label = asked[len(done)][0]
+            if standing.doing == "done":
+                done.append(label)
+            bar.update(f"{label}: {standing}", min(1.0, len(done) / len(asked)))
+
+        points = sweep(asked, show)
+    if not any(isinstance(point.outcome, Solved) for point in points):
+        raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
+    written = [_written(point, path, output) for point in points]
+    rows = [
+        _row(point, front, plan) for point, front, plan in zip(points, on_front(points), written, strict=True)
+    ]
+    if as_json:
+        print(json.dumps({"sweep": rows}))
+        return
+    _show(profile, rows)
+
+
+def _points(text: str, profile: Profile, request: Request) -> list[tuple[str, Profile, Request]]:
+    axis, _, given = text.partition("=")
+    values = [value.strip() for value in given.split(",") if value.strip()]
+    if axis not in ("memory", "network") or not values:
+        raise UserError(f"--sweep {text}: write {AXES}")
+    if axis == "memory":
+        return [
+            (f"memory={value}", profile, replace(request, memory_bytes=parse_bytes(value, "--sweep memory")))
+            for value in values
+        ]
+    return [(f"network={value}", with_network(profile, _factor(value, text)), request) for value in values]
+
+
+def _factor(value: str, text: str) -> float:
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        raise UserError(f"--sweep {text}: {value} is no number above 0; write {AXES}")
+    return factor
+
+
+def _written(point: Point, path: Path, output: Path) -> Path | None:
+    if not isinstance(point.outcome, Solved) or not point.label.startswith("memory="):
+        return None
+    plan_path = output.with_name(f"{output.stem}.{point.label.replace('=', '-')}{output.suffix}")
+    plan = emit(point.profile, point.request, point.outcome, profile_path=path, plan_path=plan_path)
+    plan.save(plan_path)
+    return plan_path
+
+
+def _row(point: Point, front: bool, plan: Path | None) -> dict[str, object]:
+    row: dict[str, object] = {"point": point.label}
+    if isinstance(point.outcome, Solved):
+        best = point.outcome.best
+        row |= {
+            "status": point.outcome.status,
+            "gap": point.outcome.gap,
+            "step_s": best.step_s,
+            "peak_memory_bytes": best.memory.peak,
+            "micro_batch": best.micro_batch,
+            "on_front": front if point.label.startswith("memory") else None,
+            "plan": str(plan) if plan else None,
+        }
+    else:
+        row["status"] = type(point.outcome).__name__.lower()
+    return row
+
+
+def _show(profile: Profile, rows: Sequence[dict[str, object]]) -> None:
+    out = console.stdout()
+    table = console.table(profile.model.name, "point", "step", "peak", "gap", "dearer, not faster")
+    for row in rows:
+        if "step_s" in row:
+            table.add_row(
+                str(row["point"]),
+                console.duration(float(str(row["step_s"]))),
+                console.size(int(str(row["peak_memory_bytes"]))),
+                f"{row['gap']:.2%}",
+                "yes" if row["on_front"] is False else "",
+            )
+        else:
+            table.add_row(str(row["point"]), str(row["status"]), "", "", "")
+    out.print(table)
+    for row in rows:
+        if row.get("plan"):
+            out.print(f"{row['point']}: {row['plan']}", soft_wrap=True)

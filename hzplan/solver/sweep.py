@@ -1,0 +1,58 @@
+"""The same question under other budgets or networks, each solved anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hzplan.formats.profile import Profile
+from hzplan.solver.solve import Outcome, Request, Solved, Watch, solve
+
+
+@dataclass(frozen=True)
+class Point:
+    """One question and its answer. ``label``: what was changed, and to what."""
+
+    label: str
+    profile: Profile
+    request: Request
+    outcome: Outcome
+
+
+def sweep(points: Sequence[tuple[str, Profile, Request]], watch: Watch) -> list[Point]:
+    """Solve every one."""
+    return [
+        Point(label, profile, request, solve(profile, request, watch)) for label, profile, request in points
+    ]
+
+
+def on_front(points: Sequence[Point]) -> list[bool]:
+    """Whether no other point's plan is as fast in less memory, or faster in as much (the Pareto front)."""
+    costs = [_cost(point) for point in points]
+    return [
+        mine is not None
+        and not any(
+            other is not None and other != mine and other[0] <= mine[0] and other[1] <= mine[1]
+            for other in costs
+        )
+        for mine in costs
+    ]
+
+
+def _cost(point: Point) -> tuple[float, int] | None:
+    if not isinstance(point.outcome, Solved):
+        return None
+    best = point.outcome.best
+    return best.predicted.period_ns, best.memory.peak
+
+
+def with_network(profile: Profile, factor: float) -> Profile:
+    """The profile with collectives of the slowest tier so many times as fast, latency included."""
+    low = profile.mesh.tier_bounds[-1][0]
+    curves = []
+    for curve in profile.collectives:
+        if curve.low >= low:
+            points = [p.model_copy(update={"seconds": p.seconds / factor}) for p in curve.points]
+            curve = curve.model_copy(update={"points": type(curve.points)(points)})
+        curves.append(curve)
+    return profile.model_copy(update={"collectives": type(profile.collectives)(curves)})

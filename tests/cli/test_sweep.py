@@ -1,0 +1,62 @@
+"""``hzplan solve --sweep``: the same question at several points."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from tests.cli.command import hzplan
+from tests.instances import random_profile
+
+
+@pytest.fixture
+def question(tmp_path: Path) -> list[object]:
+    """A command for a small profile."""
+    made: Profile = random_profile(random.Random(4))
+    made.save(tmp_path / "profile.json")
+    return ["solve", "profile.json", "--global-batch", made.mesh.world * 2, "-o", "plan.json"]
+
+
+def test_every_budget_has_its_plan(question: list[object], tmp_path: Path) -> None:
+    done = hzplan(*question, "--sweep", "memory=1KiB,1MiB,1GiB", "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    small, middle, large = json.loads(done.stdout)["sweep"]
+    assert small == {"point": "memory=1KiB", "status": "infeasible"}
+    assert middle["step_s"] >= large["step_s"] * (1 - 1e-2) and middle["on_front"]
+    for row, budget in ((middle, 2**20), (large, 2**30)):
+        plan = Plan.load(tmp_path / row["plan"])
+        assert plan.source.memory_budget_bytes == budget
+        assert plan.predicted.peak_memory_bytes == row["peak_memory_bytes"] <= budget
+        assert hzplan("check", row["plan"], cwd=tmp_path).code == 0
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_faster_network_is_never_slower(question: list[object], tmp_path: Path) -> None:
+    done = hzplan(*question, "--sweep", "network=0.25,1,16", "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    rows = json.loads(done.stdout)["sweep"]
+    steps = [row["step_s"] for row in rows]
+    assert steps[0] >= steps[1] * (1 - 1e-2) and steps[1] >= steps[2] * (1 - 1e-2)
+    assert all(row["plan"] is None and row["on_front"] is None for row in rows)
+    shown = hzplan(*question, "--sweep", "network=0.25,1,16", cwd=tmp_path)
+    assert "network=16" in shown.stdout and all(len(line) <= 80 for line in shown.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text", ["memory", "memory=", "memory=3", "nodes=1", "network=fast", "network=0", "network=nan"]
+)
+def test_a_sweep_of_nothing_is_refused(question: list[object], tmp_path: Path, text: str) -> None:
+    done = hzplan(*question, "--sweep", text, cwd=tmp_path)
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert "--sweep" in line
+
+
+def test_nothing_fits_at_any_point(question: list[object], tmp_path: Path) -> None:
+    done = hzplan(*question, "--sweep", "memory=1KiB,2KiB", cwd=tmp_path)
+    assert done.code == 3 and "no plan fits at any point" in done.stderr
