@@ -12,6 +12,7 @@ from hzplan.errors import Infeasible, JobFailed, UserError
 
 if TYPE_CHECKING:
     from hzplan.formats.profile import Profile
+    from hzplan.solver.solve import Infeasible as NothingFits
     from hzplan.solver.solve import Request, Solved
 
 RESERVED = 0.05
@@ -95,20 +96,36 @@ def command(
 
         outcome = solve(loaded, request, show)
     if isinstance(outcome, NothingFits):
-        least = outcome.smallest.memory.peak
-        if as_json:
-            print(
-                json.dumps(
-                    {"status": "infeasible", "smallest_memory_bytes": least, "solve_s": outcome.seconds}
-                )
-            )
-        raise Infeasible(
-            f"--memory {memory or console.size(budget)}: no plan fits; the smallest memory that would is "
-            f"{least} B ({console.size(least)}), at micro-batch {outcome.smallest.micro_batch}"
-        )
+        raise Infeasible(_nothing_fits(loaded, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
     _write(loaded, request, outcome, profile, output, as_json=as_json)
+
+
+def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, as_json: bool) -> str:
+    """The smallest memory that would, what takes it, and which pins are in the way."""
+    from hzplan.cli import console
+    from hzplan.solver.conflict import conflict
+
+    smallest = outcome.smallest
+    least = smallest.memory.peak
+    found = conflict(profile, request) if request.pins else None
+    if as_json:
+        answer = {"status": "infeasible", "smallest_memory_bytes": least, "solve_s": outcome.seconds}
+        answer |= {"smallest_memory_by_category": smallest.memory.by_category()}
+        if found is not None:
+            answer |= {"conflict": found.groups, "smallest_memory_without": found.relief}
+        print(json.dumps(answer))
+    largest = max(smallest.memory.by_category().items(), key=lambda item: item[1])
+    said = (
+        f"--memory {console.size(request.memory_bytes)}: no plan fits; the smallest memory that would is "
+        f"{least} B ({console.size(least)}), at micro-batch {smallest.micro_batch}; "
+        f"{console.size(largest[1])} of it is {largest[0].replace('_', ' ')}"
+    )
+    if found is None or not found.relief:
+        return said
+    without = ", ".join(f"{console.size(of)} without --pin {pin!r}" for pin, of in found.relief.items())
+    return f"{said}; in conflict are {' and '.join(found.groups)}: it would be {without}"
 
 
 def _write(

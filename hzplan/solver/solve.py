@@ -34,6 +34,7 @@ __all__ = [
     "Request",
     "Solved",
     "Standing",
+    "searches_of",
     "solve",
 ]
 
@@ -101,7 +102,7 @@ def solve(profile: Profile, request: Request, watch: Watch = lambda standing: No
     """
     started = time.monotonic()
     deadline = started + request.time_limit_s
-    searches = _searches(profile, request)
+    searches = searches_of(profile, request)
     found = Candidates()
 
     def tell(doing: str) -> None:
@@ -220,7 +221,8 @@ def _improved(
     return improved
 
 
-def _searches(profile: Profile, request: Request) -> list[Search]:
+def searches_of(profile: Profile, request: Request) -> list[Search]:
+    """Every micro-batch size and pace of a question; UserError where it has no answer whatever the memory."""
     world = profile.mesh.world
     sizes = [size for size in profile.micro_batches if request.global_batch % (world * size) == 0]
     if not sizes or request.global_batch < 1:

@@ -14,7 +14,7 @@ from hzplan.solver.paths import MS
 from hzplan.solver.relaxation import Relaxation
 from hzplan.solver.rounding import rounded
 from hzplan.solver.search import Request, Search
-from hzplan.solver.solve import _searches
+from hzplan.solver.solve import searches_of
 from tests.instances import random_profile
 
 
@@ -25,7 +25,7 @@ def _search(seed: int, accumulation: int) -> Search:
     request = Request(
         rng.choice([40_000, 80_000, 2**30]), batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2)
     )
-    return rng.choice(_searches(profile, request))
+    return rng.choice(searches_of(profile, request))
 
 
 def _choice(search: Search, rng: random.Random) -> dict[str, int]:

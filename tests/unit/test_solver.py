@@ -14,6 +14,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
+from hzplan.solver.conflict import conflict
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
 from hzplan.solver.pins import Pins
@@ -86,6 +87,30 @@ def test_what_is_pinned_stays_and_the_rest_is_best(seed: int) -> None:
     assert Pins(pins, profile).keep(profile, outcome.best.levels)
     faster = solve(profile, replace(request, pins=(), gap=0.05))
     assert isinstance(faster, Solved) and faster.best.memory.peak <= request.memory_bytes
+
+
+@pytest.mark.parametrize("seed", range(4000, 4012))
+def test_a_conflict_is_irreducible(seed: int) -> None:
+    """Without any one of its groups something fits; with all of them nothing does."""
+    profile, request = _instance(seed)
+    rng, mesh = random.Random(seed), profile.mesh
+    names = [t.name for unit in profile.units for t in unit.tensors if t.trainable][:3]
+    pins = tuple(f"{name}={rng.choice((1, mesh.world))},*,{rng.choice((1, mesh.world))}" for name in names)
+    pins = tuple(pin for pin in pins if not pin.endswith(f"={mesh.world},*,1"))
+    free = try_everything(profile, request).smallest_bytes
+    pinned = try_everything(profile, replace(request, pins=pins)).smallest_bytes
+    if pinned == free:
+        return
+    request = replace(request, pins=pins, memory_bytes=(free + pinned) // 2)
+    assert isinstance(solve(profile, request), Infeasible)
+    found = conflict(profile, request)
+    kept = tuple(pin for pin in pins if f"--pin {pin!r}" in found.groups)
+    assert found.groups[0] == "--memory" and len(found.groups) == 1 + len(kept) and kept
+    assert isinstance(solve(profile, replace(request, pins=kept)), Infeasible)
+    for pin in kept:
+        fewer = tuple(other for other in kept if other != pin)
+        assert isinstance(solve(profile, replace(request, pins=fewer)), Solved)
+        assert found.relief[pin] == try_everything(profile, replace(request, pins=fewer)).smallest_bytes
 
 
 @pytest.mark.parametrize(
