@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +109,12 @@ def _points(rng: random.Random) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Truth:
-    """The least objective within the budget (None: nothing fits) and the least peak memory of all."""
+    """The least objective within the budget (None: nothing fits) and the least peak memory of all; and the
+    least objective by micro-batch size, depth and gradient buffers, where something fits."""
 
     objective_ns: float | None
     smallest_bytes: int
+    by_pace: Mapping[tuple[int, int, int], float]
 
 
 def try_everything(profile: Profile, request: Request) -> Truth:
@@ -123,6 +126,7 @@ def try_everything(profile: Profile, request: Request) -> Truth:
     options = [_options(tensors[name], model, pins) for name in names]
     nothing = UnitCost.zero(len(model.mesh.tiers))
     best: float | None = None
+    by_pace: dict[tuple[int, int, int], float] = {}
     smallest: int | None = None
     for size, (depth, buffers) in itertools.product(profile.micro_batches, model.paces(request.depths)):
         if request.global_batch % (model.mesh.world * size):
@@ -139,8 +143,10 @@ def try_everything(profile: Profile, request: Request) -> Truth:
             if needed <= request.memory_bytes:
                 objective = objective_ns(schedule, model.durations(schedule, units, size), model.interference)
                 best = objective if best is None else min(best, objective)
+                pace = size, depth, schedule.gradient_buffers
+                by_pace[pace] = min(objective, by_pace.get(pace, objective))
     assert smallest is not None
-    return Truth(best, smallest)
+    return Truth(best, smallest, by_pace)
 
 
 def _options(specs: tuple[TensorSpec, ...], model: CostModel, pins: dict[str, str]) -> list[UnitCost]:

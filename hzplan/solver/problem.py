@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+import highspy
 import numpy as np
 import pulp
 from numpy.typing import NDArray
@@ -211,8 +212,8 @@ def _memory(problem: Problem) -> Terms:
 
 def optimise(
     problem: Problem, gap: float, seconds: float, enough: float = -1e30
-) -> Literal["solution", "infeasible", "nothing"]:
-    """Run HiGHS on one thread with a fixed seed. A solution found by the time limit counts as one.
+) -> Literal["optimal", "solution", "infeasible", "nothing"]:
+    """Run HiGHS on one thread with a fixed seed: within the gap, a solution that may be farther, or none.
 
     ``enough``: the objective at which to stop, whatever else there is.
     """
@@ -230,6 +231,8 @@ def optimise(
     problem.lp.solve(solver)
     if problem.lp.status == pulp.LpStatusInfeasible:
         return "infeasible"
-    # PuLP calls a time-out optimal, also one without a solution; HiGHS says whether there is one.
-    has_solution = problem.lp.solverModel.getInfo().primal_solution_status == 2
-    return "solution" if has_solution else "nothing"
+    # PuLP calls a time-out optimal, also one without a solution; HiGHS says what it is.
+    highs = problem.lp.solverModel
+    if highs.getInfo().primal_solution_status != 2:
+        return "nothing"
+    return "optimal" if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal else "solution"

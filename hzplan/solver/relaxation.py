@@ -4,7 +4,7 @@
     Σ_p x[u,p] = 1           for every unit u
     T ≥ every walk           (``paths``)
     memory ≥ Σ bytes·x + Σ buffers,  buffer ≥ bytes of every unit that uses it (``problem.room``)
-    memory ≤ budget + over   where ``over`` costs far more than it can save
+    memory ≤ budget + over   where ``over`` costs more and more
 
 With r_p the reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs
 at least z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit: so every round gives a bound, and
@@ -28,8 +28,8 @@ Limits = Mapping[int, tuple[float, float]]
 """By the number of a shared buffer: between which sizes, in MiB, its own lies."""
 
 TOLERANCE = 1e-7
-OVER_MS = 1e3
-"""What a MiB over the budget costs, in milliseconds."""
+OVER_MS, MOST_OVER_MS = 1e3, 1e9
+"""What a MiB over the budget costs at first and at most, in milliseconds."""
 INFINITY = float("inf")
 
 
@@ -46,6 +46,7 @@ class Relaxation:
         self.lp.setOptionValue("presolve", "off")
         self.lp.setOptionValue("primal_feasibility_tolerance", 1e-9)
         self.lp.setOptionValue("dual_feasibility_tolerance", 1e-9)
+        self.solved = False  # since the limits were set
         self.rows = 0
         self.columns = 0
         self.cuts: list[tuple[int, Cut]] = []
@@ -55,7 +56,8 @@ class Relaxation:
         self.period = self._column(timed, 0.0, INFINITY)
         budget = INFINITY if least_memory else question.room_mib
         self.memory = self._column(1.0 - timed, -INFINITY, budget)
-        self.over = self._column(OVER_MS, 0.0, 0.0 if least_memory else INFINITY)
+        self.over_ms = OVER_MS
+        self.over = self._column(self.over_ms, 0.0, 0.0 if least_memory else INFINITY)
         self.one = {unit: self._row(1.0, 1.0, {}) for unit in self.units}
         self.buffers = [self._column(0.0, 0.0, INFINITY) for _ in self.room.shared]
         buffers = dict.fromkeys(self.buffers, -1.0)
@@ -131,6 +133,7 @@ class Relaxation:
     def restrict(self, limits: Limits) -> bool:
         """Allow only patterns within the limits of what they take in shared buffers, which are at least as
         large as their lower limits. False when a unit has none."""
+        self.solved = False
         self.allowed = {
             unit: np.ones(len(f.levels), dtype=bool) for unit, f in self.question.families.items()
         }
@@ -149,18 +152,28 @@ class Relaxation:
                 self.lp.changeColBounds(place, 0.0, INFINITY if allowed[pattern] else 0.0)
         return True
 
+    def dearer(self) -> bool:
+        """Raise what a MiB over the budget costs; False when it costs the most already."""
+        if self.over_ms >= MOST_OVER_MS:
+            return False
+        self.over_ms *= 1e3
+        self.lp.changeColCost(self.over, self.over_ms)
+        return True
+
     def torn(self) -> tuple[int, float, float] | None:
-        """The buffer that is smallest beside what its users take in part, by MiB: its number, the largest
-        size of a pattern that it holds whole, and the smallest that it does not. None where all are whole.
+        """The buffer that is smallest beside what its users take in part, by MiB: its number, the smallest
+        size taken that it does not hold whole, and before it the largest size that any pattern has, so that
+        every plan's buffer is at most the one or at least the other. None where all are whole.
         """
         worst, found = TOLERANCE, None
         for number, (column, buffer) in enumerate(zip(self.buffers, self.room.shared, strict=True)):
             held = float(self.values[column]) + buffer.free_mib + TOLERANCE
             taken = [float(buffer.sizes[u][p]) for u in buffer.sizes for p in self.shares(u)]
             if max(taken) - held > worst:
-                below = [size for size in taken if size <= held]
                 worst = max(taken) - held
-                found = number, max(below, default=0.0), min(size for size in taken if size > held)
+                above = min(size for size in taken if size > held)
+                below = max(float(np.max(of, where=of < above, initial=0.0)) for of in buffer.sizes.values())
+                found = number, below, above
         return found
 
     def solve(self) -> bool:
@@ -172,6 +185,7 @@ class Relaxation:
         self.values = np.array(solution.col_value)
         self.duals = np.array(solution.row_dual)
         self.value = float(self.lp.getInfo().objective_function_value)
+        self.solved = True
         return True
 
     @property

@@ -20,7 +20,7 @@ from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family
-from hzplan.solver.problem import Coefficients, Question, build_fastest, build_smallest, optimise
+from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
 from hzplan.solver.relaxation import INFINITY, TOLERANCE, Limits, Relaxation
 from hzplan.solver.rounding import rounded
 
@@ -98,9 +98,9 @@ class Search:
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
         self.leaves: list[tuple[float, int, Limits]] = [(computes_ms, 0, {})]
-        self.nodes = 0
+        self.nodes = self.made = 0  # turns taken, leaves made
         self.closed_ms = INFINITY  # the least bound of what was not taken further
-        self.relaxed_ms = self.proven_ms = 0.0  # by the first relaxation; by ILPs
+        self.relaxed_ms = self.proven_ms = 0.0  # by the first relaxation, with ``excess``; by ILPs
         self.excess: dict[str, Coefficients] = {}
         self.rounded: Coefficients | None = None
 
@@ -144,33 +144,44 @@ class Search:
         So it is solved again with the buffer no larger than what it holds whole, and with it larger.
         ``known``: patterns that other searches found useful, by the family's id.
         """
-        bound, _, limits = heapq.heappop(self.leaves)
+        bound, _, limits = self.leaves[0]  # which stays there until this is done, or interrupted
         if not self.nodes:
             self.lp.cut(self.question.network.capacities)
             for unit, patterns in self._beginning(known).items():
                 self.lp.offer(unit, patterns)
-        if not self.lp.restrict(limits):
-            return
-        reached, converged = self._rounds(found, root=not limits)
-        converged |= reached - bound < TAIL * self.request.gap * bound
-        bound = max(bound, reached)
-        fits = self.lp.excess_mib <= TOLERANCE  # if shares of patterns do not, no patterns do
-        torn = self.lp.torn() if converged and fits else None
-        if not converged:
-            self._push(bound, limits)
-        elif torn is None or not self._worth(bound, found):
-            self.closed_ms = min(self.closed_ms, bound)
-        else:
-            buffer, below, above = torn
-            low, high = limits.get(buffer, (0.0, INFINITY))
-            for part in ((low, below), (above, high)):
-                self._push(bound, {**limits, buffer: part})
-        for unit, family in self.families.items():
-            known[id(family)].update(self.lp.shares(unit))
-
-    def _push(self, bound: float, limits: Limits) -> None:
+        parts: list[Limits] = []
+        if self.lp.restrict(limits):
+            reached, converged = self._rounds(found, root=not limits)
+            converged |= reached - bound < TAIL * self.request.gap * bound
+            bound = max(bound, reached)
+            parts = self._parts(bound, limits, found, converged=converged)
+            if not parts:
+                self.closed_ms = min(self.closed_ms, bound)
+        leaves = list(self.leaves)
+        heapq.heappop(leaves)
         self.nodes += 1
-        heapq.heappush(self.leaves, (bound, self.nodes, limits))
+        for part in parts:
+            self.made += 1
+            heapq.heappush(leaves, (bound, self.made, part))
+        self.leaves = leaves
+        if self.lp.solved:
+            for unit, family in self.families.items():
+                known[id(family)].update(self.lp.shares(unit))
+
+    def _parts(self, bound: float, limits: Limits, found: Candidates, *, converged: bool) -> list[Limits]:
+        """What to go on with after a turn: the same, two parts that have every plan between them, or none."""
+        if not self.lp.solved or not self._worth(bound, found):
+            return []
+        if not converged:
+            return [limits]
+        if self.lp.excess_mib > TOLERANCE:  # at a price of the budget too low, or nothing fits
+            return [limits] if self.lp.dearer() else []
+        torn = self.lp.torn()
+        if torn is None:
+            return []
+        buffer, below, above = torn
+        low, high = limits.get(buffer, (0.0, INFINITY))
+        return [{**limits, buffer: (low, below)}, {**limits, buffer: (above, high)}]
 
     def _rounds(self, found: Candidates, *, root: bool) -> tuple[float, bool]:
         """Some rounds of rows and columns where they are needed: a bound in milliseconds, and whether no
@@ -182,8 +193,8 @@ class Search:
             reduced = lp.reduced_costs()
             floors = {unit: min(0.0, float(costs.min())) for unit, costs in reduced.items()}
             bound = lp.value + sum(floors.values())
-            if root and (bound > self.relaxed_ms or not self.excess):  # see ``relaxation``
-                self.relaxed_ms = max(0.0, bound)
+            if root and (bound > self.relaxed_ms or not self.excess):
+                self.relaxed_ms = bound  # also below 0: a plan costs at least this plus a pattern's excess
                 self.excess = {u: np.maximum(costs - floors[u], 0.0) for u, costs in reduced.items()}
             best = max(best, bound)
             period = float(lp.values[lp.period]) * (1 + 1e-7)
@@ -234,25 +245,41 @@ class Search:
         family = self.families[unit]
         return np.asarray(family.resident + family.unshard + family.staging, dtype=float)
 
-    @cached_property
+    @property
     def smallest(self) -> Evaluation:
-        """The choice with the least peak memory (time is ignored); by the same argument as ``run``."""
+        """The choice with the least peak memory (time is ignored), as far as it was found."""
+        return self._smallest[0]
+
+    @property
+    def certainly_too_large(self) -> bool:
+        """Whether it is proven that no choice fits."""
+        return self._smallest[1] > self.request.memory_bytes
+
+    @cached_property
+    def _smallest(self) -> tuple[Evaluation, float]:
+        """The choice, and a bound on the memory in bytes; by the same argument as ``run``."""
         bound, excess = self._least_memory()
+        fixed = self.question.activations_bytes
         for unit, family in self.families.items():
             lean = np.full(len(family.levels), np.inf)
             lean[family.leanest] = excess[unit][family.leanest]
             excess[unit] = lean
-        reach, limit, known = sys.float_info.max, FIRST_OFFER, -1
+        reach, limit = sys.float_info.max, FIRST_OFFER
         while True:
             offered = _cheapest(excess, reach, limit)
             problem = build_smallest(self.question, offered)
-            if optimise(problem, 0.0, SMALLEST_S) != "solution":  # large, and out of time: a plain answer
-                return self.evaluate({unit: int(np.argmin(self._weight(unit))) for unit in self.families})
+            solved = optimise(problem, 0.0, SMALLEST_S)
+            if solved == "nothing":  # large, and out of time: a plain answer
+                plain = {unit: int(np.argmin(self._weight(unit))) for unit in self.families}
+                return self.evaluate(plain), bound / MIB + fixed
+            found = self.evaluate(problem.choice())
+            if solved != "optimal":
+                return found, bound / MIB + fixed
             reach = problem.lp.objective.value() - bound + TOLERANCE
             needed = sum(int((values <= reach).sum()) for values in excess.values())
-            if sum(map(len, offered.values())) >= needed or needed == known:
-                return self.evaluate(problem.choice())
-            limit, known = limit * 8, needed
+            if sum(map(len, offered.values())) >= needed:
+                return found, found.memory.peak
+            limit *= 8
 
     def _least_memory(self) -> tuple[float, dict[str, Coefficients]]:
         """A bound on the memory in MiB, and every pattern's excess."""
@@ -286,7 +313,7 @@ class Search:
         """Add better plans to those found, and prove what can be proven in the time."""
         deadline = time.monotonic() + seconds
         question, limit = self.question, FIRST_OFFER
-        while True:
+        while self.excess:
             offered = _cheapest(self.excess, self._reach(found), limit)
             if not all(offered.values()):  # nothing better than what was found
                 self.proven_ms = max(self.proven_ms, found.least_ms)
@@ -310,8 +337,9 @@ class Search:
             enough = self.bound_ms * (1 + gap)
             solved = optimise(problem, gap / 2, max(0.5, deadline - time.monotonic()), enough)
             dual = problem.lp.solverModel.getInfo().mip_dual_bound
-            self._prove(found, better if solved == "infeasible" else dual, offered)
-            if solved != "solution":
+            if question is self.question:  # else plans that fit may be left out
+                self._prove(found, better if solved == "infeasible" else dual, offered)
+            if solved in ("infeasible", "nothing"):
                 return question
             choice = problem.choice()
             evaluated = self.evaluate(choice)

@@ -111,8 +111,8 @@ def solve(profile: Profile, request: Request, watch: Watch = lambda standing: No
 
     try:
         feasible = _explored(searches, found, request, deadline, tell)
-        if not found.all and time.monotonic() > deadline:
-            reason = "the time limit ended the search before a plan was found; raise --time-limit"
+        if not found.all and not all(search.certainly_too_large for search in feasible):
+            reason = "no plan was found in the time, and none was proven impossible; raise --time-limit"
             return Failed(reason, time.monotonic() - started)
         if not found.all:
             smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
@@ -127,7 +127,7 @@ def solve(profile: Profile, request: Request, watch: Watch = lambda standing: No
     tell("done")
     bound = min(found.least_ns, *(search.bound_ms / MS for search in feasible))
     best = found.choose(bound, request.gap)
-    gap = (best.objective_ns - bound) / bound if bound else (INFINITY if best.objective_ns else 0.0)
+    gap = (best.objective_ns - bound) / max(bound, 1.0)
     proven = gap <= request.gap + TOLERANCE  # floating point of the solver
     return Solved("optimal" if proven else "feasible", best, bound, gap, time.monotonic() - started)
 
@@ -148,9 +148,11 @@ def _explored(
         tell("relaxations")
         min(unproven, key=lambda search: search.bound_ms).expand(found, useful)
     feasible = searches
-    if not found.all and time.monotonic() < deadline:  # perhaps only an exact choice fits, perhaps none does
-        feasible = [search for search in searches if search.smallest.memory.peak <= request.memory_bytes]
-        found.all += [search.smallest for search in feasible]
+    if not found.all:  # perhaps only an exact choice fits, perhaps none does
+        fitting = [s.smallest for s in searches if s.smallest.memory.peak <= request.memory_bytes]
+        found.all += fitting
+        if fitting:
+            feasible = [search for search in searches if not search.certainly_too_large]
     feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
         left = deadline - time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
+from hzplan.solver.candidates import Candidates
 from hzplan.solver.conflict import conflict
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
+from hzplan.solver.paths import MS
 from hzplan.solver.pins import Pins
-from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, solve
+from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, searches_of, solve
 from tests.instances import random_profile, try_everything
 
 INSTANCES = 120
@@ -53,6 +56,40 @@ def test_equals_trying_everything(seed: int) -> None:
     assert outcome.bound_ns == pytest.approx(truth.objective_ns, rel=1e-6)
     assert outcome.best.memory.peak <= request.memory_bytes
     assert outcome.best.predicted.period_ns >= outcome.best.objective_ns * (1 - 1e-9)
+
+
+BRANCHED = (5029, 5032, 5037, 5055, 7002, 7774, 7776)
+"""Where parts that were branched into once left a plan out."""
+
+
+@pytest.mark.parametrize("seed", [*range(5000, 5020), *BRANCHED])
+@pytest.mark.parametrize("small", [False, True])
+def test_no_search_claims_more_than_its_own_best(
+    seed: int, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pace by itself, so that no other hides a bound that is too high."""
+    if small:
+        for name, value in {"ROUNDS": 1, "MAX_NODES": 3, "FIRST_OFFER": 1, "OFFERED_AT_ONCE": 1}.items():
+            monkeypatch.setattr(f"hzplan.solver.search.{name}", value)
+    profile, request = _instance(seed)
+    request = replace(request, gap=0.05 if seed % 2 else 0.0)
+    truth = try_everything(profile, request)
+    for search in searches_of(profile, request):
+        found, useful = Candidates(), defaultdict(set)
+        while search.open and search.worth(found):
+            search.expand(found, useful)
+        schedule = search.question.schedule
+        pace = search.question.micro_batch, schedule.prefetch, schedule.gradient_buffers
+        own = truth.by_pace.get(pace, float("inf")) * MS
+        assert search.bound_ms <= own * (1 + 1e-7)
+        if own < float("inf"):
+            assert not search.certainly_too_large
+            search.run(found, 600)
+            assert search.bound_ms <= own * (1 + 1e-7) <= found.least_ms * (1 + 2e-7)
+            if found.all:
+                assert found.least_ms <= own * (1 + request.gap) * (1 + 1e-6)
+        else:
+            assert not found.all
 
 
 @pytest.mark.parametrize("seed", range(1000, 1012))
