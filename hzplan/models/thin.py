@@ -8,16 +8,16 @@ from torch import nn
 
 
 def thin(
-    model: nn.Module, units: Collection[str], kind: Callable[[str], Hashable]
+    model: nn.Module, units: Collection[str], kind: Callable[[str], Hashable], least: int = 2
 ) -> Callable[[str], str | None]:
     """Take layers out of a model's lists of units, in place; how names of before are called now, if at all.
 
     ``kind``: what a layer, by its name, is told apart by. Of layers in a row that are of the same kinds as
-    others before them, one pair is kept, and the first and last layer of every list.
+    others before them, one pair is kept, and the first and last layer of every list, and at least so many.
     """
     kept: dict[str, dict[int, int]] = {}
     for path, layers in _lists(model, units):
-        chosen = neighbourhoods([kind(f"{path}.{index}") for index in range(len(layers))])
+        chosen = neighbourhoods([kind(f"{path}.{index}") for index in range(len(layers))], least)
         kept[path] = {index: place for place, index in enumerate(chosen)}
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in chosen))
@@ -34,8 +34,9 @@ def thin(
     return renamed
 
 
-def neighbourhoods(kinds: Sequence[Hashable]) -> list[int]:
-    """Both of the first neighbours of every pair of kinds, and the first and last of all."""
+def neighbourhoods(kinds: Sequence[Hashable], least: int = 2) -> list[int]:
+    """Both of the first neighbours of every pair of kinds, and the first and last of all; then the first of
+    those left out, until there are ``least``."""
     found = {0, len(kinds) - 1} if kinds else set()
     seen: set[tuple[Hashable, Hashable]] = set()
     for index in range(1, len(kinds)):
@@ -43,6 +44,8 @@ def neighbourhoods(kinds: Sequence[Hashable]) -> list[int]:
         if pair not in seen:
             seen.add(pair)
             found |= {index - 1, index}
+    left_out = [index for index in range(len(kinds)) if index not in found]
+    found.update(left_out[: max(0, least - len(found))])
     return sorted(found)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels, Mesh
+from hzplan.hierarchy import Mesh
 from hzplan.models.thin import thin
 from hzplan.models.units import blocks_of, find_units
 from hzplan.models.workload import BUILT_IN, Workload, load, narrow
@@ -30,6 +30,8 @@ from hzplan.runtime.world import Post, ThreadWorld
 MOST_RANKS = 64
 STEPS = 2  # the second begins with what the first has updated
 MICRO_BATCHES = 3  # the schedule of more repeats the middle one
+MOST_BUFFERS = 7
+"""Of gradients that a thinned model has layers for; a plan may have one for every layer."""
 LEARNING_RATE = 1e-2
 CLIP = 0.5
 """Low enough to act."""
@@ -112,14 +114,28 @@ def small(mesh: Mesh) -> Mesh:
 
 def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
     """Fewer layers, and the choice for those."""
-    units = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
+    parameters = dict(model.named_parameters())
+    names = sorted(tensor for unit in plan.units for bucket in unit.buckets for tensor in bucket.tensors)
 
-    def kind(layer: str) -> tuple[tuple[str, Levels], ...]:
+    def kind(layer: str) -> tuple[object, ...]:
+        """Its class; what its tensors are and where; how it is used."""
         inside = f"{layer}."
-        names = [t for tensors in units.values() for t in tensors if t.startswith(inside)]
-        return tuple((name.removeprefix(inside), choice.levels[name]) for name in sorted(names))
+        tensors = [
+            (name.removeprefix(inside), p.shape, p.requires_grad, choice.levels[name])
+            for name in names
+            if name.startswith(inside)
+            for p in [parameters[name]]
+        ]
+        uses = [
+            (use.phase, use.reads, use.unit.removeprefix(layer))
+            for use in choice.uses
+            if use.unit == layer or use.unit.startswith(inside)
+        ]
+        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses)
 
-    renamed = thin(model, units, kind)
+    # As many that a slot and a gradient buffer are used by more than two.
+    buffers = min(choice.gradient_buffers or 0, MOST_BUFFERS)
+    renamed = thin(model, [unit.name for unit in plan.units], kind, max(choice.prefetch + 2, buffers + 1))
     return replace(
         choice,
         levels={new: of for name, of in choice.levels.items() if (new := renamed(name)) is not None},

@@ -21,6 +21,7 @@ from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
 from hzplan.solver.paths import MS
 from hzplan.solver.pins import Pins
+from hzplan.solver.rounding import rounded
 from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, searches_of, solve
 from tests.instances import random_profile, try_everything
 
@@ -173,7 +174,7 @@ def test_a_pin_that_cannot_be_is_refused(pin: str, said: str | None) -> None:
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_interruption_ends_with_the_best_plan_so_far() -> None:
+def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, request = _instance(2)  # not solved by the first relaxation
     whole = solve(profile, replace(request, memory_bytes=2**30))
     stood: list[Standing] = []
@@ -188,6 +189,24 @@ def test_an_interruption_ends_with_the_best_plan_so_far() -> None:
     assert isinstance(whole, Solved) and isinstance(early, Solved)
     assert early.bound_ns <= whole.best.objective_ns * (1 + 1e-9) <= early.best.objective_ns * (1 + 2e-9)
     assert early.gap == pytest.approx(early.best.objective_ns / early.bound_ns - 1)
+
+    def while_rounding(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for seed in (5017, 5022, 5038):
+        profile, request = _instance(seed)
+        request = replace(request, memory_bytes=2**30)
+        truth = try_everything(profile, request).objective_ns
+        calls: list[int] = []
+
+        def second(lp: object, calls: list[int] = calls) -> object:
+            calls.append(1)
+            return while_rounding() if len(calls) == 2 else rounded(lp)
+
+        monkeypatch.setattr("hzplan.solver.search.rounded", second)
+        early = solve(profile, request)
+        assert isinstance(early, Solved) and truth is not None
+        assert early.bound_ns <= truth * (1 + 1e-7)
 
     def at_once(standing: Standing) -> None:
         raise KeyboardInterrupt

@@ -11,12 +11,13 @@ from torch import nn
 from hzplan.models.thin import neighbourhoods, thin
 
 
-@given(st.lists(st.integers(0, 3)))
-def test_every_pair_of_neighbours_remains(kinds: list[int]) -> None:
-    kept = neighbourhoods(kinds)
+@given(st.lists(st.integers(0, 3)), st.integers(1, 9))
+def test_every_pair_of_neighbours_remains(kinds: list[int], least: int) -> None:
+    kept = neighbourhoods(kinds, least)
     adjacent = {(kinds[a], kinds[b]) for a, b in pairwise(kept) if b == a + 1}
     assert adjacent == set(pairwise(kinds))
-    assert kept == sorted(set(kept)) and len(kept) <= 2 * len(adjacent) + 2
+    assert kept == sorted(set(kept)) and len(kept) <= max(least, 2 * len(adjacent) + 2)
+    assert len(kept) >= min(least, len(kinds))
     if kinds:
         assert kept[0] == 0 and kept[-1] == len(kinds) - 1
 
