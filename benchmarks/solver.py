@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +17,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.__main__ import about
 from hzplan.cost import CostModel
+from hzplan.formats.base import write_text
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Infeasible, Request, Solved, Standing, solve
@@ -123,30 +124,61 @@ def _one(case: Case, profile: Profile, ratio: float, room: float, request: Reque
 def main(
     only: Annotated[str | None, typer.Option(help="Cases whose name contains this.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON here.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
 ) -> None:
     """Solve every case and print a table."""
     results = []
-    print(f"{'case':<22}{'comm/comp':>10}{'memory':>8}{'gap':>9}{'s':>7}{'to 1%':>8}{'to 0.1%':>9}{'sim':>7}")
+    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim")
+    print(f"{'case':<22}" + "".join(f"{title:>10}" for title in titles))
     for case in CASES:
         if only is None or only in case.name:
             for result in measure(case):
                 results.append(result)
                 print(_line(result), flush=True)
-    print(f"peak memory of this process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    print(f"peak memory of this process {peak}")
     if output is not None:
-        text = json.dumps({"command": sys.argv, "results": [asdict(result) for result in results]}, indent=1)
-        output.write_text(text + "\n", encoding="utf-8")
+        found = {**about(), "peak_memory": peak, "results": [asdict(result) for result in results]}
+        write_text(output, json.dumps(found, indent=1) + "\n")
+    if docs is not None:
+        write_text(docs, _page(results, peak))
+
+
+def _page(results: list[Result], peak: str) -> str:
+    made = about()
+    head = f"""# How near to proven, and how soon
+
+`python -m benchmarks.solver --docs docs/solver.md`, {made["date"]}, commit {made["commit"]}, one core.
+At most {LIMIT_S:g} s were given, a gap of {TIGHTER:.1%} was asked for; the process took {peak}. Modelled
+profiles of `plans/profiles/`; communication is scaled to take so many times as long as compute under ZeRO-3, and
+memory is so many times the least that fits. Every search is whole: all micro-batch sizes and paces.
+`sim` is the predicted step over the objective, in which links are not shared.
+
+| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim |
+|---|--:|--:|--:|--:|--:|--:|--:|
+"""
+    return head + "".join(f"| {' | '.join(_cells(result))} |\n" for result in results)
 
 
 def _line(result: Result) -> str:
+    case, *others = _cells(result)
+    return f"{case:<22}" + "".join(f"{text:>10}" for text in others)
+
+
+def _cells(result: Result) -> list[str]:
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    return (
-        f"{result.case:<22}{result.ratio:>10}{result.room:>8}{result.gap:>9.2%}{result.seconds:>7.1f}"
-        f"{seconds(result.to_one_percent_s):>8}{seconds(result.to_a_thousandth_s):>9}"
-        f"{result.predicted_over_objective:>7.2f}"
-    )
+    return [
+        result.case,
+        f"{result.ratio:g}",
+        f"{result.room:g}",
+        f"{max(0.0, result.gap):.2%}",
+        f"{result.seconds:.1f}",
+        seconds(result.to_one_percent_s),
+        seconds(result.to_a_thousandth_s),
+        f"{result.predicted_over_objective:.2f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -78,27 +78,12 @@ class Relaxation:
     def _column(
         self, cost: float, low: float, high: float, entries: Mapping[int, float] | None = None
     ) -> int:
-        entries = {row: value for row, value in (entries or {}).items() if value}
-        self.lp.addCol(
-            cost,
-            low,
-            high,
-            len(entries),
-            np.fromiter(entries, np.int32, len(entries)),
-            np.fromiter(entries.values(), np.float64, len(entries)),
-        )
+        self.lp.addCol(cost, low, high, *_sparse(entries or {}))
         self.columns += 1
         return self.columns - 1
 
     def _row(self, low: float, high: float, entries: Mapping[int, float]) -> int:
-        entries = {column: value for column, value in entries.items() if value}
-        self.lp.addRow(
-            low,
-            high,
-            len(entries),
-            np.fromiter(entries, np.int32, len(entries)),
-            np.fromiter(entries.values(), np.float64, len(entries)),
-        )
+        self.lp.addRow(low, high, *_sparse(entries))
         self.rows += 1
         return self.rows - 1
 
@@ -233,3 +218,10 @@ class Relaxation:
             if self.duals[place]:
                 found += self.duals[place] * sizes
         return found
+
+
+def _sparse(entries: Mapping[int, float]) -> tuple[int, NDArray[np.int32], NDArray[np.float64]]:
+    """How many are not zero, where, and what."""
+    kept = {place: value for place, value in entries.items() if value}
+    places = np.fromiter(kept, np.int32, len(kept))
+    return len(kept), places, np.fromiter(kept.values(), np.float64, len(kept))
