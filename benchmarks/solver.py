@@ -148,10 +148,10 @@ def _page(results: list[Result], peak: str) -> str:
     made = about()
     head = f"""# How near to proven, and how soon
 
-`python -m benchmarks.solver --docs docs/solver.md`, {made["date"]}, commit {made["commit"]}, one core.
+`python -m benchmarks.solver --docs docs/solver.md`, {made["date"]}, {made["commit"]}, one core.
 At most {LIMIT_S:g} s were given, a gap of {TIGHTER:.1%} was asked for; the process took {peak}. Modelled
-profiles of `plans/profiles/`; communication is scaled to take so many times as long as compute under ZeRO-3, and
-memory is so many times the least that fits. Every search is whole: all micro-batch sizes and paces.
+profiles of `plans/profiles/`; communication is scaled to take so many times as long as compute under ZeRO-3,
+and memory is so many times the least that fits. Every search is whole: all micro-batch sizes and paces.
 `sim` is the predicted step over the objective, in which links are not shared.
 
 | model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim |
