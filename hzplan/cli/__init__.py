@@ -14,7 +14,19 @@ import typer
 from hzplan import __version__, job
 from hzplan.errors import JobFailed, OutOfMemory, StreamError, UserError, is_lost_peer, last_cause, one_line
 
-COMMANDS = ("profile", "solve", "run", "calibrate", "check", "verify", "diff", "doctor", "demo", "emulate")
+COMMANDS = (
+    "profile",
+    "solve",
+    "run",
+    "calibrate",
+    "show",
+    "check",
+    "verify",
+    "diff",
+    "doctor",
+    "demo",
+    "emulate",
+)
 INTERRUPTED = 130
 
 app = typer.Typer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,15 +76,7 @@ def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE
     changes = [*_replayed(plan, now, tolerance, same_data=same_data)]
     fresh = None
     if not replay_only:
-        request = Request(
-            plan.source.memory_budget_bytes,
-            plan.batch.global_batch,
-            gap=plan.source.asked_gap,
-            time_limit_s=TIME_LIMIT_S,
-            clip=plan.clip,
-            reduce_dtype=plan.reduce_dtype,
-            pins=plan.source.pins,
-        )
+        request = replace(request_of(plan), time_limit_s=TIME_LIMIT_S)
         outcome = solve(profile, request)
         if isinstance(outcome, Solved):
             now = outcome.best
@@ -99,6 +91,18 @@ def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE
         (plan.proof.objective_s, now.objective_ns / 1e9),
         (plan.predicted.peak_memory_bytes, now.memory.peak),
         fresh,
+    )
+
+
+def request_of(plan: Plan) -> Request:
+    """The question that a plan answers."""
+    return Request(
+        plan.source.memory_budget_bytes,
+        plan.batch.global_batch,
+        gap=plan.source.asked_gap,
+        clip=plan.clip,
+        reduce_dtype=plan.reduce_dtype,
+        pins=plan.source.pins,
     )
 
 

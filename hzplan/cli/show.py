@@ -1,0 +1,198 @@
+"""``hzplan show``: why a plan takes as long as it does, and what would change that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hzplan.errors import UserError
+
+if TYPE_CHECKING:
+    from hzplan.formats.plan import Plan
+    from hzplan.formats.profile import Profile
+    from hzplan.solver.evaluate import Evaluation
+    from hzplan.solver.explain import Alternative, Chain
+
+SHOWN = 8
+"""Alternatives in the table."""
+MORE_BYTES = 2**30
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, as hzplan solve wrote it.")],
+    unit: Annotated[
+        str | None, typer.Option(help="Also what this unit's tensors would cost under other shards.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEME", help="Also this plan beside zero3, hsdp, zero1 or ddp, at their best."
+        ),
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Solve again with 1 GiB more, and with a network twice as fast.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Say what a plan's step waits for, one after the other, and how busy every link is.
+
+    The profile must be where the plan says. Nothing is written.
+
+    Example: hzplan show plan.json --unit layers.0 --what-if
+    """
+    from hzplan.formats.plan import Plan
+    from hzplan.formats.profile import Profile
+    from hzplan.solver.evaluate import replay
+    from hzplan.solver.explain import alternatives, longest_chain, sharing_s, tier_shares
+
+    loaded = Plan.load(plan)
+    try:
+        profile = Profile.load(plan.parent / loaded.source.profile)
+    except UserError as error:
+        raise UserError(f"{plan}: field source.profile: {error}") from None
+    found = replay(loaded, profile, plan)
+    chain = longest_chain(found, loaded.cluster.tier_names)
+    budget = loaded.source.memory_budget_bytes
+    others = alternatives(found, unit, budget) if unit is not None else []
+    scheme = _scheme(against, loaded, profile) if against is not None else None
+    better = _what_if(loaded, profile) if what_if else []
+    if as_json:
+        shares = dict(zip(loaded.cluster.tier_names, tier_shares(found), strict=True))
+        answer = {
+            "step_s": found.step_s,
+            "chain": asdict(chain),
+            "sharing_s": sharing_s(found),
+            "busy": shares,
+        }
+        if unit is not None:
+            answer["alternatives"] = [_alternative(profile, other) for other in others]
+        if scheme is not None:
+            answer["against"] = {"step_s": scheme.step_s, "peak_memory_bytes": scheme.memory.peak}
+        if what_if:
+            answer["what_if"] = [{"what": what, "step_s": step_s} for what, step_s in better]
+        print(json.dumps(answer))
+        return
+    _show(loaded, found, chain)
+    if unit is not None:
+        _show_alternatives(profile, found, unit, others)
+    if scheme is not None:
+        _show_against(str(against), found, scheme)
+    _show_what_if(found, better)
+
+
+def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
+    from hzplan.cost import CostModel
+    from hzplan.solver.evaluate import baselines
+    from hzplan.solver.solve import PREFETCH_DEPTHS
+
+    known = baselines(
+        CostModel(profile, plan.reduce_dtype),
+        global_batch=plan.batch.global_batch,
+        clip=plan.clip,
+        depths=PREFETCH_DEPTHS,
+        memory_bytes=plan.source.memory_budget_bytes,
+    )
+    by_name = {scheme.lower().replace("-", ""): found for scheme, found in known.items()}
+    if name not in by_name:
+        raise UserError(f"--against {name}: choose one of {', '.join(by_name)}")
+    return by_name[name]
+
+
+def _what_if(plan: Plan, profile: Profile) -> list[tuple[str, float | None]]:
+    """Solved again, not guessed; None where nothing fits."""
+    from hzplan.cli import console
+    from hzplan.solver.guard import request_of
+    from hzplan.solver.solve import Solved
+    from hzplan.solver.sweep import sweep, with_network
+
+    request = request_of(plan)
+    more = replace(request, memory_bytes=request.memory_bytes + MORE_BYTES)
+    asked = [("the same question again", profile, request), ("1 GiB more", profile, more)]
+    asked.append(("a network twice as fast", with_network(profile, 2.0), request))
+    with console.Bar("show") as bar:
+        points = sweep(asked, lambda standing: bar.update(str(standing), 0.5))
+    return [
+        (point.label, point.outcome.best.step_s if isinstance(point.outcome, Solved) else None)
+        for point in points
+    ]
+
+
+def _alternative(profile: Profile, other: Alternative) -> dict[str, object]:
+    figures = asdict(other)
+    return {"shards": [profile.mesh.shards[level] for level in figures.pop("levels")], **figures}
+
+
+def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
+    from hzplan.cli import console
+    from hzplan.solver.explain import sharing_s, tier_shares
+
+    out = console.stdout()
+    title = f"what a step of {plan.model.name} waits for, one after the other"
+    table = console.table(title, "", "seconds", "share", "mostly of")
+    table.columns[3].justify = "left"
+    for part in chain.parts:
+        table.add_row(
+            part.what,
+            console.duration(part.seconds),
+            f"{part.seconds / chain.seconds:.1%}" if chain.seconds else "",
+            ", ".join(part.units),
+        )
+    out.print(table)
+    if chain.binding is not None:
+        out.print(
+            f"These are {console.duration(chain.seconds)} in all; {chain.binding.what} is longer: "
+            f"{console.duration(chain.binding.seconds)}."
+        )
+    out.print(
+        f"predicted {console.duration(found.step_s)}, of which {console.duration(sharing_s(found))} because "
+        "links and processors are shared"
+    )
+    busy = zip(plan.cluster.tier_names, tier_shares(found), strict=True)
+    out.print("busy: " + ", ".join(f"{name} {share:.0%} of the step" for name, share in busy))
+
+
+def _show_alternatives(profile: Profile, found: Evaluation, unit: str, others: list[Alternative]) -> None:
+    from hzplan.cli import console
+
+    table = console.table(f"{unit} under other shards", "shards", "step", "memory", "fits")
+    for other in others[:SHOWN]:
+        shards = ", ".join(str(profile.mesh.shards[level]) for level in other.levels)
+        slower = other.step_s - found.step_s if other.step_s is not None else None
+        more = other.peak_bytes - found.memory.peak
+        table.add_row(
+            shards,
+            f"{slower * 1e3:+.3g} ms" if slower is not None else "",
+            f"{'+' if more >= 0 else '-'}{console.size(abs(more))}",
+            "yes" if other.fits else "no",
+        )
+    console.stdout().print(table)
+
+
+def _show_against(name: str, found: Evaluation, other: Evaluation) -> None:
+    from hzplan.cli import console
+
+    table = console.table(f"beside {name}", "", "this plan", name)
+    table.add_row("step", console.duration(found.step_s), console.duration(other.step_s))
+    sent = found.communication_ns / 1e9, other.communication_ns / 1e9
+    table.add_row("links at work", *map(console.duration, sent))
+    theirs = other.memory.by_category()
+    for category, nbytes in found.memory.by_category().items():
+        if nbytes or theirs[category]:
+            table.add_row(category.replace("_", " "), console.size(nbytes), console.size(theirs[category]))
+    table.add_row("memory at the peak", console.size(found.memory.peak), console.size(other.memory.peak))
+    console.stdout().print(table)
+
+
+def _show_what_if(found: Evaluation, better: list[tuple[str, float | None]]) -> None:
+    from hzplan.cli import console
+
+    for what, step_s in better:
+        if step_s is None:
+            console.stdout().print(f"{what}: nothing fits")
+        else:
+            change = step_s / found.step_s - 1 if found.step_s else 0.0
+            console.stdout().print(f"{what}: {console.duration(step_s)} ({change:+.1%})")

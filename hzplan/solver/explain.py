@@ -1,0 +1,128 @@
+"""Why a plan takes as long as it does, and what other choices would cost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hzplan.errors import UserError
+from hzplan.hierarchy import Levels
+from hzplan.schedule import Kind
+from hzplan.simulate import tier_loads_ns
+from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.paths import Network
+
+MOST_SIMULATED = 8
+"""Alternatives of a unit that are simulated, those of the least objective first."""
+
+DOING: Mapping[Kind, str] = {
+    Kind.UNSHARD: "gathering parameters",
+    Kind.REDUCE: "reducing gradients",
+    Kind.FINAL_REDUCE: "reducing gradients",
+    Kind.REGATHER: "gathering gradients to replicas",
+    Kind.SYNC: "gathering updated parameters",
+    Kind.UPDATE: "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of the longest chain that one kind of work takes, and the units that take the most of them."""
+
+    what: str
+    seconds: float
+    units: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a step waits for, one after the other: the longest closed walk through the schedule.
+
+    ``binding``: what alone takes longer than the chain, and so decides the objective; else None.
+    """
+
+    seconds: float
+    parts: tuple[Part, ...]
+    binding: Part | None
+
+
+def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
+    """The chain of a plan's own durations; links are not shared in it."""
+    network = Network(found.model, found.schedule, found.schedule, list(found.units), found.micro_batch)
+    durations = network.durations(found.units)
+    cut = max(network.walks(durations), key=lambda walk: walk.at(durations))
+    spent = cut.weights * durations
+    names = list(network.rows)
+    sums: dict[str, np.ndarray] = {}
+    for column, (kind, tier) in enumerate(network.columns):
+        where = f" over {tier_names[tier]}" if tier >= 0 else ""
+        what = f"{DOING[kind]}{where}"
+        sums[what] = sums.get(what, np.zeros(len(names))) + spent[:, column]
+    parts = [Part("compute", cut.constant / 1e3)]
+    for what, by_unit in sums.items():
+        if by_unit.sum() > 0:
+            most = [names[row] for row in np.argsort(-by_unit, kind="stable")[:3] if by_unit[row] > 0]
+            parts.append(Part(what, float(by_unit.sum()) / 1e3, tuple(most)))
+    parts.sort(key=lambda part: -part.seconds)
+    loads = [capacity.at(durations) for capacity in network.capacities]
+    labels = [f"all that is sent over {name}" for name in tier_names]
+    labels.append("compute, and the speed that communication takes from it")
+    longest = int(np.argmax(loads))
+    seconds = cut.at(durations)
+    binding = Part(labels[longest], loads[longest] / 1e3) if loads[longest] > seconds * (1 + 1e-9) else None
+    return Chain(seconds / 1e3, tuple(parts), binding)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another triple for all of a unit's tensors: what the plan would then take."""
+
+    levels: Levels
+    objective_s: float
+    step_s: float | None  # None: not simulated, because others are faster
+    peak_bytes: int
+    fits: bool
+
+
+def alternatives(found: Evaluation, unit: str, budget_bytes: int) -> list[Alternative]:
+    """Every triple in the place of a unit's levels, the fastest that fits first.
+
+    UserError when the plan has no such unit.
+    """
+    tensors = tensors_of(found.model.profile)
+    if not tensors.get(unit):
+        known = [name for name, of in tensors.items() if of]
+        raise UserError(f"--unit {unit}: the plan has no such unit with tensors; one is {known[0]!r}")
+    tried = []
+    for triple in found.model.mesh.triples():
+        frozen = Levels(triple.param, triple.param, triple.param)
+        levels = tuple(triple if tensor.trainable else frozen for tensor in tensors[unit])
+        if levels != found.levels[unit]:
+            changed = {**found.levels, unit: levels}
+            one = evaluate(found.model, changed, found.schedule, found.micro_batch, found.slots)
+            tried.append((triple, one, one.memory.peak <= budget_bytes))
+    tried.sort(key=lambda item: (not item[2], item[1].objective_ns))
+    listed = [
+        Alternative(
+            triple,
+            one.objective_ns / 1e9,
+            one.step_s if number < MOST_SIMULATED and fits else None,
+            one.memory.peak,
+            fits,
+        )
+        for number, (triple, one, fits) in enumerate(tried)
+    ]
+    return sorted(listed, key=lambda a: (not a.fits, a.step_s is None, a.step_s or 0.0, a.objective_s))
+
+
+def tier_shares(found: Evaluation) -> list[float]:
+    """The share of the predicted step that every tier is at work at least, its link not shared."""
+    step = found.predicted.period_ns
+    return [load / step if step else 0.0 for load in tier_loads_ns(found.schedule, found.durations_ns)]
+
+
+def sharing_s(found: Evaluation) -> float:
+    """What sharing links and processors adds to the objective, in seconds."""
+    return (found.predicted.period_ns - found.objective_ns) / 1e9

@@ -1,0 +1,79 @@
+"""``hzplan show``: why a plan takes as long as it does."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.simulate import floor_ns
+from hzplan.simulate import replay as longest
+from hzplan.solver.evaluate import replay
+from hzplan.solver.explain import longest_chain, tier_shares
+from tests.cli.command import ROOT, hzplan
+from tests.instances import random_profile
+
+TINY = ROOT / "plans" / "gpt-tiny-2x2.json"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "plans").glob("*.json")), ids=lambda path: path.stem)
+def test_the_chain_is_the_objective(path: Path) -> None:
+    plan = Plan.load(path)
+    found = replay(plan, Profile.load(path.parent / plan.source.profile), path)
+    chain = longest_chain(found, plan.cluster.tier_names)
+    period = longest(found.schedule, found.durations_ns).period_ns / 1e9
+    assert chain.seconds == pytest.approx(period, rel=1e-6)
+    assert sum(part.seconds for part in chain.parts) == pytest.approx(chain.seconds, rel=1e-9)
+    floor = floor_ns(found.schedule, found.durations_ns, found.model.interference) / 1e9
+    if chain.binding is None:
+        assert chain.seconds == pytest.approx(found.objective_ns / 1e9, rel=1e-6)
+    else:
+        assert chain.binding.seconds == pytest.approx(floor, rel=1e-6) and floor > chain.seconds
+    assert all(0 <= share <= 1 + 1e-9 for share in tier_shares(found))
+
+
+def test_everything_at_once_as_json() -> None:
+    unit = "layers.0"
+    done = hzplan("show", TINY, "--unit", unit, "--against", "zero3", "--what-if", "--json", cwd=ROOT)
+    assert done.code == 0, done.stderr
+    answer = json.loads(done.stdout)
+    plan = Plan.load(TINY)
+    assert answer["step_s"] == pytest.approx(plan.predicted.step_s, rel=1e-6)
+    assert set(answer["busy"]) == set(plan.cluster.tier_names)
+    assert answer["against"]["step_s"] > 0
+    others = answer["alternatives"]
+    fitting = [other["step_s"] for other in others if other["fits"] and other["step_s"] is not None]
+    assert fitting == sorted(fitting) and fitting
+    budget = plan.source.memory_budget_bytes
+    assert all(other["fits"] == (other["peak_bytes"] <= budget) for other in others)
+    same, more, faster = answer["what_if"]
+    assert same["step_s"] == pytest.approx(answer["step_s"], rel=1e-6)
+    assert more["step_s"] <= same["step_s"] * 1.01 and faster["step_s"] <= same["step_s"] * 1.01
+
+
+def test_shown_in_80_columns(tmp_path: Path) -> None:
+    done = hzplan("show", TINY, "--unit", "layers.0", "--against", "ddp", cwd=ROOT)
+    assert done.code == 0
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert "waits for, one after the other" in done.stdout and "under other shards" in done.stdout
+    profile = random_profile(random.Random(4))
+    profile.save(tmp_path / "profile.json")
+    batch = profile.mesh.world * 2
+    assert hzplan("solve", "profile.json", "--global-batch", batch, "-o", "plan.json", cwd=tmp_path).code == 0
+    assert hzplan("show", "plan.json", cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--unit", "nobody"], "--unit nobody: the plan has no such unit with tensors; one is 'embed'"),
+        (["--against", "fsdp"], "--against fsdp: choose one of zero3, hsdp, zero1, ddp"),
+    ],
+)
+def test_what_is_not_there_is_one_line(options: list[str], said: str) -> None:
+    done = hzplan("show", TINY, *options, cwd=ROOT)
+    assert done.code == 2 and done.stderr.strip() == f"hzplan: {said}"
