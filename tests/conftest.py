@@ -2,7 +2,7 @@
 
 Hypothesis takes the same examples every time; ``--hypothesis-profile=explore`` looks for new ones. What tests
 start can be interrupted even where they cannot: jobs in a shell's background ignore SIGINT, and so would
-everything that they start. Tests that start ranks run one after the other, on one worker, others beside them.
+everything that they start. Of tests that start ranks no more than two run at once: a folder stays on one worker.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ settings.load_profile("steady")
 STARTS_RANKS = ("cli", "distributed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One group, which ``--dist loadgroup`` keeps together."""
+    """Groups, which ``--dist loadgroup`` keeps together."""
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in STARTS_RANKS:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        folder = item.path.relative_to(here).parts[0]
+        if folder in STARTS_RANKS:
+            item.add_marker(pytest.mark.xdist_group(folder))
