@@ -2,7 +2,7 @@
 
 Hypothesis takes the same examples every time; ``--hypothesis-profile=explore`` looks for new ones. What tests
 start can be interrupted even where they cannot: jobs in a shell's background ignore SIGINT, and so would
-everything that they start. Of tests that start ranks no more than two run at once: a folder stays on one worker.
+everything that they start. Of tests that start ranks no more than two run at once: a folder has one worker.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def command(
 ) -> None:
     """Solve every plan's question again from its profile; exit 1 when one got slower or larger.
 
-    A figure may grow by 0.5 %, or by what [tolerance] in PLANS/check.toml says for a plan or as default.
-    No plan is written unless --update is given.
+    A figure may grow by 0.5 %, or by what the table tolerance in PLANS/check.toml says for a plan or as
+    default. No plan is written unless --update is given.
 
     Example: hzplan check plans/
     Example: hzplan check plans/ --junit report.xml --github
@@ -71,6 +71,12 @@ def command(
     check_report.report(verdicts, as_json=as_json, junit=junit, summary=summary, github=github)
     failed = [verdict for verdict in verdicts if not verdict.ok]
     beyond = [verdict for verdict in failed if verdict.fresh is None]
+    wrong = [v for v in failed if any(c.kind == "training" and c.fails for c in v.changes)]
+    if wrong:
+        raise CheckFailed(
+            f"{', '.join(str(v.path) for v in wrong)}: training under it is not training in one process, "
+            "which no update mends; see hzplan verify"
+        )
     if beyond and update:
         raise CheckFailed(
             f"{', '.join(str(v.path) for v in beyond)}: not updated, no plan was found within the budget; "
@@ -79,7 +85,7 @@ def command(
     if failed and not update:
         raise CheckFailed(
             f"{len(failed)} of {len(verdicts)} plans got worse: {', '.join(str(v.path) for v in failed)}; "
-            "accept with hzplan check --update"
+            f"accept with hzplan check {plans} --update"
         )
 
 

@@ -22,6 +22,7 @@ Measured = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]  # seconds
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Gap = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 
 class Strict(BaseModel):

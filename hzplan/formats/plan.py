@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from hzplan.formats.base import (
-    Finite,
+    Gap,
     NonNegativeInt,
     PositiveInt,
     Rate,
@@ -78,7 +78,7 @@ class Source(Strict):
     profile: str
     profile_sha256: str
     memory_budget_bytes: PositiveInt
-    asked_gap: Finite
+    asked_gap: Gap
     pins: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ class Proof(Strict):
     status: Literal["optimal", "feasible", "given"]
     objective_s: Seconds
     bound_s: Seconds
-    gap: Finite
+    gap: Gap
     solver: str
 
 

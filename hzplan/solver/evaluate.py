@@ -18,6 +18,8 @@ from hzplan.schedule import Schedule
 from hzplan.simulate import Timeline, floor_ns, objective_ns, replay_shared, tier_loads_ns
 from hzplan.solver.patterns import unit_cost
 
+MAX_ACCUMULATION = 1024  # forward passes in a step
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -155,6 +157,13 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
     if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
         raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
+    known = [use.use for use in profile.uses]
+    if plan.uses != tuple(map(str, known)) or {u.name for u in plan.units} != {u.name for u in profile.units}:
+        raise UserError(f"{path}: fields units and uses are not those of {plan.source.profile}; solve again")
+    if plan.batch.accumulation > MAX_ACCUMULATION:
+        raise UserError(
+            f"{path}: field batch.accumulation: at most {MAX_ACCUMULATION} are planned; solve again"
+        )
     model = CostModel(profile, plan.reduce_dtype)
     schedule = model.schedule(
         prefetch=plan.prefetch,

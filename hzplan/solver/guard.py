@@ -14,6 +14,7 @@ from hzplan.formats.profile import Profile
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, replay
+from hzplan.solver.pins import Pins
 from hzplan.solver.solve import Request, Solved, solve
 
 TOLERANCE = 0.005
@@ -110,6 +111,8 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
     """What the recorded choice costs now; with the same data another figure is another formula's."""
     if not same_data:
         yield Change("cost data", "the profile is not the one that the plan was solved from", True)
+    if not Pins(plan.source.pins, now.model.profile).keep(now.model.profile, now.levels):
+        yield Change("choice", "the recorded plan is not as its field source.pins says", True)
     if now.memory.peak > plan.source.memory_budget_bytes:
         yield Change("prediction", "the recorded plan no longer fits its budget", True)
     kind: Kind = "formula" if same_data else "prediction"

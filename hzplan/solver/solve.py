@@ -15,15 +15,13 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES
 from hzplan.solver.candidates import NEAR, Candidates
-from hzplan.solver.evaluate import Evaluation, fastest_of, tensors_of, uniform, unit_costs
+from hzplan.solver.evaluate import MAX_ACCUMULATION, Evaluation, fastest_of, tensors_of, uniform, unit_costs
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family, enumerate_patterns
 from hzplan.solver.pins import Pins
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
-
-MAX_ACCUMULATION = 1024  # forward passes in a step
 
 __all__ = [
     "NEAR",
