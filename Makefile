@@ -34,7 +34,7 @@ demo: $(STAMP) ## profile, plan and train a small GPT on this machine
 	$(BIN)/hzplan demo
 
 test: $(STAMP) ## run the tests (ARGS='…' goes to pytest)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
 lint: $(STAMP) ## check style, types and the layers of the code
 	$(BIN)/ruff check .
