@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hzplan.cli import console
 from hzplan.cli.quantities import parse_bytes
-from hzplan.errors import Infeasible, UserError
+from hzplan.errors import Infeasible, JobFailed, UserError
 from hzplan.formats.profile import Profile
 from hzplan.solver.emit import emit
-from hzplan.solver.solve import Request, Solved, Standing
+from hzplan.solver.solve import Failed, Request, Solved, Standing
 from hzplan.solver.sweep import Point, on_front, sweep, with_network
 
 AXES = "memory=40GiB,60GiB,80GiB or network=0.5,1,2 (times as fast as profiled)"
@@ -34,6 +34,8 @@ def run(text: str, profile: Profile, request: Request, path: Path, output: Path,
             bar.update(f"{label}: {standing}", min(1.0, len(done) / len(asked)))
 
         points = sweep(asked, show)
+    if all(isinstance(point.outcome, Failed) for point in points):
+        raise JobFailed(f"--sweep {text}: no plan was found in the time at any point; raise --time-limit")
     if not any(isinstance(point.outcome, Solved) for point in points):
         raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
     written = [_written(point, path, output) for point in points]

@@ -15,7 +15,7 @@ from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, replay
 from hzplan.solver.pins import Pins
-from hzplan.solver.solve import Request, Solved, solve
+from hzplan.solver.solve import Failed, Request, Solved, solve
 
 TOLERANCE = 0.005
 """By how much of itself a recorded figure may get worse, where nothing else is said."""
@@ -84,6 +84,8 @@ def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE
             fresh = emit(profile, request, outcome, profile_path=profile_path, plan_path=path)
             changes += _solved(plan, fresh, now, tolerance)
             changes += _text(path, plan, fresh, same_data=same_data)
+        elif isinstance(outcome, Failed):
+            changes.append(Change("solver", outcome.reason, True))
         else:
             changes.append(Change("choice", "solving again finds no plan within the budget", True))
     return Verdict(

@@ -6,7 +6,7 @@ the patterns can be enumerated; what that leaves out is small, because those ten
 
 Of the enumerated ones the *dominated* are dropped: where pattern q is no worse than p in any duration and any
 byte count, replace p by q in any plan, and no path and no memory row grows (exact). Which of the others the
-ILP sees is decided by their reduced costs (``solve``).
+ILP sees is decided by their reduced costs (``search``).
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ TOLERANCE = 1e-7
 OVER_MS, MOST_OVER_MS = 1e3, 1e9
 """What a MiB over the budget costs at first and at most, in milliseconds."""
 INFINITY = float("inf")
+OFFERED_AT_ONCE = 2
+"""Patterns of a unit that a round adds."""
 
 
 class Relaxation:
@@ -210,6 +212,20 @@ class Relaxation:
             reduced = reduced - self.duals[self.one[unit]] + self.memory_ms(unit)
             found[unit] = np.where(self.allowed[unit], reduced, INFINITY)
         return found
+
+    def bound(self, reduced: Mapping[str, Coefficients]) -> tuple[float, dict[str, Coefficients]]:
+        """What every plan costs at least, and by pattern how much more one with it does; see the module."""
+        floors = {unit: min(0.0, float(costs.min())) for unit, costs in reduced.items()}
+        excess = {unit: np.maximum(costs - floors[unit], 0.0) for unit, costs in reduced.items()}
+        return self.value + sum(floors.values()), excess
+
+    def grow(self, reduced: Mapping[str, Coefficients]) -> bool:
+        """Offer every unit its patterns of the least negative reduced costs; whether any was new."""
+        grown = [
+            self.offer(unit, [int(p) for p in np.argsort(costs)[:OFFERED_AT_ONCE] if costs[p] < -TOLERANCE])
+            for unit, costs in reduced.items()
+        ]
+        return any(grown)
 
     def memory_ms(self, unit: str) -> Coefficients:
         """What the memory of a unit's patterns costs at the duals."""

@@ -31,8 +31,6 @@ ROUNDS = 8  # of a relaxation before another search has its turn
 MAX_NODES = 60  # turns of one search
 TAIL = 0.1
 """A turn that raises a bound by less than this share of the gap asked for is the relaxation's last."""
-OFFERED_AT_ONCE = 2
-"""Patterns of a unit that a round adds."""
 PRICES = tuple(10.0**power for power in range(-3, 4))
 """Of memory against time, each in units of its whole range: what the relaxation begins with."""
 SMALLEST_S = 10.0  # for each ILP that looks for the least memory
@@ -191,11 +189,12 @@ class Search:
             if not lp.solve():
                 return best, True
             reduced = lp.reduced_costs()
-            floors = {unit: min(0.0, float(costs.min())) for unit, costs in reduced.items()}
-            bound = lp.value + sum(floors.values())
+            bound, excess = lp.bound(reduced)
             if root and (bound > self.relaxed_ms or not self.excess):
-                self.relaxed_ms = bound  # also below 0: a plan costs at least this plus a pattern's excess
-                self.excess = {u: np.maximum(costs - floors[u], 0.0) for u, costs in reduced.items()}
+                self.relaxed_ms, self.excess = (
+                    bound,
+                    excess,
+                )  # also below 0, or they would not belong together
             best = max(best, bound)
             period = float(lp.values[lp.period]) * (1 + 1e-7)
             durations = lp.durations()
@@ -203,19 +202,12 @@ class Search:
             if self.rounded is not None:  # walks between here and a plan cut deeper
                 walks += network.walks((durations + self.rounded) / 2)
             walks = [walk for walk in walks if walk.at(durations) > period]
-            better = {
-                unit: [int(p) for p in np.argsort(costs)[:OFFERED_AT_ONCE] if costs[p] < -TOLERANCE]
-                for unit, costs in reduced.items()
-            }
-            converged = not walks and not any(better.values())
+            converged = not lp.grow(reduced) and not walks
             done = converged or not self._worth(best, found)
             if done or number in (1, ROUNDS):
                 self._add(rounded(lp), found)
             if done:
                 return best, converged
-            grown = [lp.offer(unit, patterns) for unit, patterns in better.items()]
-            if not any(grown) and not walks:
-                return best, True
             lp.cut(walks)
         return best, False
 
@@ -289,14 +281,8 @@ class Search:
         while True:
             assert lp.solve(), "without a budget something always fits"
             reduced = lp.reduced_costs()
-            floors = {unit: min(0.0, float(costs.min())) for unit, costs in reduced.items()}
-            grown = [
-                lp.offer(unit, [int(p) for p in np.argsort(costs)[:OFFERED_AT_ONCE] if costs[p] < -TOLERANCE])
-                for unit, costs in reduced.items()
-            ]
-            if not any(grown):
-                excess = {unit: np.maximum(costs - floors[unit], 0.0) for unit, costs in reduced.items()}
-                return lp.value + sum(floors.values()), excess
+            if not lp.grow(reduced):
+                return lp.bound(reduced)
 
     def floors(self, plain: Mapping[Levels, Mapping[str, UnitCost]]) -> list[Known]:
         """Of plans with one triple for all tensors: those that fit, with the least that they can take."""
