@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def printable(value: object) -> str:
+    """A name or message of others' making on one line: what a terminal would obey, XML has no place for, or
+    UTF-8 cannot say is a question mark."""
+    return "".join(character if character.isprintable() else "?" for character in str(value))
+
+
 class UserError(Exception):
     """Bad usage or input: one line that names the file, field or rank, and says what to do.
 
     The message may quote text from elsewhere (another exception's, a file's); line breaks and runs of
-    blanks become one space, so that it stays one line.
+    blanks become one space, so that it stays one line, and what cannot be printed a question mark.
     """
 
     exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(printable(" ".join(message.split())))
 
 
 class CheckFailed(UserError):

@@ -41,7 +41,7 @@ def command(
     source = profile or plan.parent / ran.source.profile
     loaded = Profile.load(source)
     measured = read_metrics(metrics)
-    check_writable(output, keep=source)
+    check_writable(output, keep=[source])
     found = calibrate(ran, loaded, plan, measured)
     found.profile.save(output)
     following = (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hzplan.errors import CheckFailed, UserError
+from hzplan.errors import CheckFailed, UserError, printable
 
 if TYPE_CHECKING:
     from hzplan.solver.guard import Verdict
@@ -44,49 +46,87 @@ def command(
     """Solve every plan's question again from its profile; exit 1 when one got slower or larger.
 
     A figure may grow by 0.5 %, or by what the table tolerance in PLANS/check.toml says for a plan or as
-    default. No plan is written unless --update is given.
+    default. No plan is written unless --update is given. Exit 2 when a plan or its profile cannot be read;
+    the others are checked all the same.
 
     Example: hzplan check plans/
     Example: hzplan check plans/ --junit report.xml --github
     """
     from hzplan.cli import check_report, console
-    from hzplan.solver.guard import guard, tolerance_of
+    from hzplan.cli.paths import check_writable
+    from hzplan.solver.guard import tolerance_of
 
     if update and replay_only:
         raise UserError("--update needs to solve again; leave --replay-only out")
     if github and as_json:
         raise UserError("--github and --json both go to stdout; choose one")
     paths = _plans(plans)
+    page = Path(os.environ["GITHUB_STEP_SUMMARY"]) if github and "GITHUB_STEP_SUMMARY" in os.environ else None
+    summaries = [path for path in (summary, page) if path is not None]
+    for report in [*summaries, *([junit] if junit is not None else [])]:
+        check_writable(report, keep=[*paths, *_profiles(paths)])
     tolerances = _tolerances(plans if plans.is_dir() else plans.parent)
     verdicts: list[Verdict] = []
     with console.Bar("check") as bar:
         for number, path in enumerate(paths):
-            bar.update(str(path), number / len(paths))
-            verdict = guard(path, replay_only=replay_only, tolerance=tolerance_of(path, tolerances))
-            verdicts.append(_verified(verdict) if verify else verdict)
+            bar.update(printable(path), number / len(paths))
+            verdict = _checked(path, tolerance_of(path, tolerances), replay_only=replay_only)
+            verdicts.append(_verified(verdict, fresh=update) if verify else verdict)
     if update:
         for verdict in verdicts:
-            if verdict.fresh is not None:
+            if verdict.fresh is not None and verdict.trains:
                 verdict.fresh.save(verdict.path)
-    check_report.report(verdicts, as_json=as_json, junit=junit, summary=summary, github=github)
+    check_report.report(verdicts, as_json=as_json, junit=junit, summaries=summaries, github=github)
+    _conclude(verdicts, f"hzplan check {plans}", update=update)
+
+
+def _checked(path: Path, tolerance: float, *, replay_only: bool) -> Verdict:
+    """What a broken file says is its verdict; those of other plans are worth having."""
+    from hzplan.solver.guard import Verdict, guard
+
+    try:
+        return guard(path, replay_only=replay_only, tolerance=tolerance)
+    except UserError as error:
+        return Verdict(path, unreadable=str(error))
+
+
+def _conclude(verdicts: Sequence[Verdict], command: str, *, update: bool) -> None:
+    """Raise what decides the exit code, the worst first."""
+    unreadable = [verdict for verdict in verdicts if verdict.unreadable is not None]
     failed = [verdict for verdict in verdicts if not verdict.ok]
-    beyond = [verdict for verdict in failed if verdict.fresh is None]
-    wrong = [v for v in failed if any(c.kind == "training" and c.fails for c in v.changes)]
-    if wrong:
+    if unreadable:
+        more = f" (and {len(unreadable) - 1} more like it, above)" if len(unreadable) > 1 else ""
+        raise UserError(f"{unreadable[0].unreadable}{more}")
+    if wrong := [verdict for verdict in failed if not verdict.trains]:
         raise CheckFailed(
-            f"{', '.join(str(v.path) for v in wrong)}: training under it is not training in one process, "
-            "which no update mends; see hzplan verify"
+            f"{_named(wrong)}: training under it is not training in one process, which no update mends; "
+            "see hzplan verify"
         )
-    if beyond and update:
+    if update and (beyond := [verdict for verdict in failed if verdict.fresh is None]):
         raise CheckFailed(
-            f"{', '.join(str(v.path) for v in beyond)}: not updated, no plan was found within the budget; "
+            f"{_named(beyond)}: not updated, no plan was found within the budget; "
             "solve again with more --memory"
         )
     if failed and not update:
         raise CheckFailed(
-            f"{len(failed)} of {len(verdicts)} plans got worse: {', '.join(str(v.path) for v in failed)}; "
-            f"accept with hzplan check {plans} --update"
+            f"{len(failed)} of {len(verdicts)} plans got worse: {_named(failed)}; "
+            f"accept with {command} --update"
         )
+
+
+def _named(verdicts: Sequence[Verdict]) -> str:
+    return ", ".join(str(verdict.path) for verdict in verdicts)
+
+
+def _profiles(paths: Sequence[Path]) -> list[Path]:
+    """Of those plans that can be read."""
+    from hzplan.formats.plan import Plan
+
+    found = []
+    for path in paths:
+        with contextlib.suppress(UserError):
+            found.append(path.parent / Plan.load(path).source.profile)
+    return found
 
 
 def _tolerances(folder: Path) -> Mapping[str, float]:
@@ -96,12 +136,16 @@ def _tolerances(folder: Path) -> Mapping[str, float]:
         return {}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: not TOML ({error})") from None
     found = table.pop("tolerance", {})
     if table or not isinstance(found, dict):
         raise UserError(f"{path}: it has one table, [tolerance], of shares by plan")
     for name, share in found.items():
+        if isinstance(share, dict):
+            raise UserError(f"{path}: field tolerance.{name}: write a name that has dots in quotes")
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise UserError(f"{path}: field tolerance.{name}: {share!r} is not a share, as in 0.005")
         if name != "default" and not (folder / f"{name}.json").exists():
@@ -109,14 +153,17 @@ def _tolerances(folder: Path) -> Mapping[str, float]:
     return found
 
 
-def _verified(verdict: Verdict) -> Verdict:
-    """With what training a narrow copy shows; of a factory's model nothing is run."""
+def _verified(verdict: Verdict, *, fresh: bool) -> Verdict:
+    """With what training a narrow copy shows, under the recorded plan or under the ``fresh`` one that will
+    take its place; of a factory's model nothing is run."""
     from hzplan.formats.plan import Plan
     from hzplan.models.workload import BUILT_IN
     from hzplan.solver.guard import Change
     from hzplan.training.verify import verify
 
-    plan = Plan.load(verdict.path)
+    if verdict.unreadable is not None:
+        return verdict
+    plan = verdict.fresh if fresh and verdict.fresh is not None else Plan.load(verdict.path)
     if not plan.model.name.startswith(BUILT_IN):
         said = Change("training", f"{plan.model.name} is a factory and was not run; use hzplan verify", False)
     elif (found := verify(plan)).ok:

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from hzplan.cli import console
-from hzplan.errors import UserError
+from hzplan.errors import UserError, printable
 from hzplan.formats.base import write_text
 from hzplan.solver.guard import Verdict
 
 
 def report(
-    verdicts: Sequence[Verdict], *, as_json: bool, junit: Path | None, summary: Path | None, github: bool
+    verdicts: Sequence[Verdict],
+    *,
+    as_json: bool,
+    junit: Path | None,
+    summaries: Sequence[Path],
+    github: bool,
 ) -> None:
-    """Everything that was asked for."""
+    """Everything that was asked for; a table in Markdown is appended to ``summaries``."""
     print(json.dumps(_as_json(verdicts))) if as_json else _show(verdicts)
     if junit is not None:
         write_text(junit, _junit(verdicts))
-    page = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
-    for path in (summary, Path(page) if page else None):
-        if path is not None:
-            _append(path, _markdown(verdicts))
+    for path in summaries:
+        _append(path, _markdown(verdicts))
     if github:
         for verdict in verdicts:
-            for change in verdict.changes:
-                level = "error" if change.fails else "notice"
-                print(f"::{level} file={_property(str(verdict.path))}::{_message(str(change))}")
+            for fails, said in _remarks(verdict):
+                level = "error" if fails else "notice"
+                print(f"::{level} file={_property(printable(verdict.path))}::{_message(said)}")
+
+
+def _remarks(verdict: Verdict) -> Iterator[tuple[bool, str]]:
+    """Whether it fails the check, and what is said."""
+    if verdict.unreadable is not None:
+        yield True, printable(verdict.unreadable)
+    for change in verdict.changes:
+        yield change.fails, printable(change)
 
 
 def _as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -41,12 +52,18 @@ def _as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
                 "plan": str(verdict.path),
                 "ok": verdict.ok,
                 "reason": verdict.reason,
-                "objective_s": dict(zip(("golden", "now"), verdict.objective_s, strict=True)),
-                "peak_memory_bytes": dict(zip(("golden", "now"), verdict.peak_memory_bytes, strict=True)),
+                "unreadable": verdict.unreadable,
+                "changes": [asdict(change) for change in verdict.changes],
+                "objective_s": _before_and_now(verdict.objective_s),
+                "peak_memory_bytes": _before_and_now(verdict.peak_memory_bytes),
             }
             for verdict in verdicts
         ],
     }
+
+
+def _before_and_now(figures: tuple[float, float] | None) -> dict[str, float] | None:
+    return None if figures is None else dict(zip(("golden", "now"), figures, strict=True))
 
 
 def _show(verdicts: Sequence[Verdict]) -> None:
@@ -56,8 +73,9 @@ def _show(verdicts: Sequence[Verdict]) -> None:
         table.add_row(*_row(verdict))
     out.print(table)
     for verdict in verdicts:
-        for change in verdict.changes:
-            out.print(f"{verdict.path}: {change}", soft_wrap=True)
+        for _, said in _remarks(verdict):
+            about = "" if verdict.unreadable is not None else f"{_name(verdict.path)}: "  # it names itself
+            out.print(f"{about}{said}", soft_wrap=True)
 
 
 _HEAD = ("plan", "objective", "now", "peak", "now", "")
@@ -65,36 +83,44 @@ _HEAD = ("plan", "objective", "now", "peak", "now", "")
 
 def _row(verdict: Verdict) -> list[str]:
     return [
-        verdict.path.stem,
-        *(console.duration(seconds) for seconds in verdict.objective_s),
-        *(console.size(nbytes) for nbytes in verdict.peak_memory_bytes),
-        "WORSE" if not verdict.ok else "changed" if verdict.changes else "ok",
+        _name(verdict.path.stem),
+        *(console.duration(seconds) for seconds in verdict.objective_s or ()),
+        *(console.size(nbytes) for nbytes in verdict.peak_memory_bytes or ()),
+        *("" for _ in range(0 if verdict.unreadable is None else 4)),
+        _word(verdict),
     ]
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.unreadable is not None:
+        return "UNREADABLE"
+    return "WORSE" if not verdict.ok else "changed" if verdict.changes else "ok"
+
+
+def _name(path: Path | str) -> str:
+    """A file's name, which never begins a line as a workflow command of GitHub does."""
+    text = printable(path)
+    return f"./{text}" if text.startswith((":", "#")) else text
 
 
 def _junit(verdicts: Sequence[Verdict]) -> str:
     """A test case per plan, as Jenkins, GitLab and others read it."""
-    failed = sum(not verdict.ok for verdict in verdicts)
-    suite = ElementTree.Element(
-        "testsuite", name="hzplan check", tests=str(len(verdicts)), failures=str(failed)
-    )
+    broken = sum(verdict.unreadable is not None for verdict in verdicts)
+    failed = sum(not verdict.ok for verdict in verdicts) - broken
+    counts = {"tests": len(verdicts), "failures": failed, "errors": broken}
+    texts = {name: str(count) for name, count in counts.items()}
+    suite = ElementTree.Element("testsuite", {"name": "hzplan check"} | texts)
     for verdict in verdicts:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname="plans", name=_printable(str(verdict.path))
-        )
+        case = ElementTree.SubElement(suite, "testcase", classname="plans", name=printable(verdict.path))
         if not verdict.ok:
-            reason = _printable(verdict.reason)
-            ElementTree.SubElement(case, "failure", message=reason).text = reason
+            reason = printable(verdict.reason)
+            kind = "failure" if verdict.unreadable is None else "error"
+            ElementTree.SubElement(case, kind, message=reason).text = reason
         elif verdict.changes:
             said = ElementTree.SubElement(case, "system-out")
-            said.text = _printable("\n".join(map(str, verdict.changes)))
+            said.text = "\n".join(map(printable, verdict.changes))
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _printable(text: str) -> str:
-    """XML has no place for control characters, escaped or not."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "?" for c in text)
 
 
 def _markdown(verdicts: Sequence[Verdict]) -> str:
@@ -104,12 +130,14 @@ def _markdown(verdicts: Sequence[Verdict]) -> str:
     lines += [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
     lines += [f"| {' | '.join(map(_cell, _row(verdict)))} |" for verdict in verdicts]
     lines += [""]
-    lines += [f"- `{v.path}`: {_cell(str(change))}" for v in verdicts for change in v.changes]
+    lines += [f"- {_cell(_name(v.path))}: {_cell(said)}" for v in verdicts for _, said in _remarks(v)]
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    for special in "\\|`*_[]":
+        text = text.replace(special, f"\\{special}")
+    return text.replace("<", "&lt;").replace("\n", " ")
 
 
 def _append(path: Path, text: str) -> None:

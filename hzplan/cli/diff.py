@@ -49,11 +49,11 @@ def command(
 
 def _traffic(path: Path, plan: Plan) -> Mapping[str, int] | None:
     """Bytes that a rank sends in a step, by tier; None without the profile."""
-    from hzplan.formats.profile import Profile
+    from hzplan.formats.source import profile_of
     from hzplan.solver.evaluate import replay, sent_bytes
 
     try:
-        profile = Profile.load(path.parent / plan.source.profile)
+        profile = profile_of(path, plan)
         found = sent_bytes(replay(plan, profile, path), profile, plan.reduce_dtype)
     except UserError:
         return None

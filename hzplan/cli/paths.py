@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from hzplan.errors import UserError
 
 
-def check_writable(path: Path, *, keep: Path | None = None) -> None:
-    """UserError when a file cannot be written there, or would replace ``keep``.
+def check_writable(path: Path, *, keep: Iterable[Path] = ()) -> None:
+    """UserError when a file cannot be written there, or would replace one of ``keep``.
 
     Leaves nothing behind, and what is there untouched.
     """
-    if keep is not None and path.exists() and keep.exists() and path.samefile(keep):
+    if path.exists() and any(read.exists() and path.samefile(read) for read in keep):
         raise UserError(f"{path}: is what is read; name another file to write")
     if path.resolve().is_dir():
         raise UserError(f"{path}: is a folder; name a file to write")

@@ -147,7 +147,7 @@ class _Request:
 
         for path in (self.metrics, self.trace) if writes else ():
             if path is not None:
-                check_writable(path, keep=self.plan)
+                check_writable(path, keep=[self.plan])
         plan = self._plan(world)
         if self.skip_nonfinite and not plan.clip:
             raise UserError(
@@ -164,14 +164,14 @@ class _Request:
         import torch.distributed as dist
 
         from hzplan.cli import console
-        from hzplan.formats.profile import Profile
+        from hzplan.formats.source import profile_of
 
         pairs = []
         backend = str(dist.get_backend()) if dist.is_initialized() else "none"
         if plan.cluster.backend not in ("none", backend):
             pairs.append((plan.cluster.backend, backend))
         try:
-            profile = Profile.load(self.plan.parent / plan.source.profile)
+            profile = profile_of(self.plan, plan)
         except UserError:  # a plan may travel alone
             profile = None
         if profile is not None and profile.modelled is None and profile.provenance.torch != torch.__version__:
@@ -206,12 +206,12 @@ class _Request:
         """What the simulator says of a step, to be shown above what was; empty without the plan's profile."""
         from hzplan.cli import console
         from hzplan.formats.base import fingerprint
-        from hzplan.formats.profile import Profile
+        from hzplan.formats.source import profile_of
         from hzplan.show.trace import predicted
         from hzplan.solver.evaluate import replay
 
         try:
-            profile = Profile.load(self.plan.parent / plan.source.profile)
+            profile = profile_of(self.plan, plan)
             if fingerprint(profile) != plan.source.profile_sha256:
                 raise UserError(f"{plan.source.profile} is not the profile that the plan was solved from")
             found = replay(plan, profile, self.plan)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hzplan.formats.profile import Profile
     from hzplan.solver.evaluate import Evaluation
     from hzplan.solver.explain import Alternative, Chain
+    from hzplan.solver.sweep import Point
 
 SHOWN = 8
 """Alternatives in the table."""
@@ -45,15 +46,12 @@ def command(
     Example: hzplan show plan.json --unit layers.0 --what-if
     """
     from hzplan.formats.plan import Plan
-    from hzplan.formats.profile import Profile
+    from hzplan.formats.source import profile_of
     from hzplan.solver.evaluate import replay
     from hzplan.solver.explain import alternatives, longest_chain, sharing_s, tier_shares
 
     loaded = Plan.load(plan)
-    try:
-        profile = Profile.load(plan.parent / loaded.source.profile)
-    except UserError as error:
-        raise UserError(f"{plan}: field source.profile: {error}") from None
+    profile = profile_of(plan, loaded)
     found = replay(loaded, profile, plan)
     chain = longest_chain(found, loaded.cluster.tier_names)
     budget = loaded.source.memory_budget_bytes
@@ -71,9 +69,12 @@ def command(
         if unit is not None:
             answer["alternatives"] = [_alternative(profile, other) for other in others]
         if scheme is not None:
-            answer["against"] = {"step_s": scheme.step_s, "peak_memory_bytes": scheme.memory.peak}
+            peak = scheme.memory.peak
+            answer["against"] = {"step_s": scheme.step_s, "peak_memory_bytes": peak, "fits": peak <= budget}
         if what_if:
-            answer["what_if"] = [{"what": what, "step_s": step_s} for what, step_s in better]
+            answer["what_if"] = [
+                {"what": point.label, "step_s": _step_s(point), "answer": _answer(point)} for point in better
+            ]
         print(json.dumps(answer))
         return
     _show(loaded, found, chain)
@@ -102,11 +103,10 @@ def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
     return by_name[name]
 
 
-def _what_if(plan: Plan, profile: Profile) -> list[tuple[str, float | None]]:
-    """Solved again, not guessed; None where nothing fits."""
+def _what_if(plan: Plan, profile: Profile) -> list[Point]:
+    """Solved again, not guessed."""
     from hzplan.cli import console
     from hzplan.solver.guard import request_of
-    from hzplan.solver.solve import Solved
     from hzplan.solver.sweep import sweep, with_network
 
     request = request_of(plan)
@@ -114,11 +114,21 @@ def _what_if(plan: Plan, profile: Profile) -> list[tuple[str, float | None]]:
     asked = [("the same question again", profile, request), ("1 GiB more", profile, more)]
     asked.append(("a network twice as fast", with_network(profile, 2.0), request))
     with console.Bar("show") as bar:
-        points = sweep(asked, lambda standing: bar.update(str(standing), 0.5))
-    return [
-        (point.label, point.outcome.best.step_s if isinstance(point.outcome, Solved) else None)
-        for point in points
-    ]
+        return sweep(asked, lambda standing: bar.update(str(standing), 0.5))
+
+
+def _step_s(point: Point) -> float | None:
+    from hzplan.solver.solve import Solved
+
+    return point.outcome.best.step_s if isinstance(point.outcome, Solved) else None
+
+
+def _answer(point: Point) -> str:
+    from hzplan.solver.solve import Infeasible, Solved
+
+    if isinstance(point.outcome, Solved):
+        return point.outcome.status
+    return "nothing fits" if isinstance(point.outcome, Infeasible) else point.outcome.reason
 
 
 def _alternative(profile: Profile, other: Alternative) -> dict[str, object]:
@@ -187,12 +197,13 @@ def _show_against(name: str, found: Evaluation, other: Evaluation) -> None:
     console.stdout().print(table)
 
 
-def _show_what_if(found: Evaluation, better: list[tuple[str, float | None]]) -> None:
+def _show_what_if(found: Evaluation, better: list[Point]) -> None:
     from hzplan.cli import console
 
-    for what, step_s in better:
+    for point in better:
+        step_s = _step_s(point)
         if step_s is None:
-            console.stdout().print(f"{what}: nothing fits")
+            console.stdout().print(f"{point.label}: {_answer(point)}")
         else:
             change = step_s / found.step_s - 1 if found.step_s else 0.0
-            console.stdout().print(f"{what}: {console.duration(step_s)} ({change:+.1%})")
+            console.stdout().print(f"{point.label}: {console.duration(step_s)} ({change:+.1%})")

@@ -74,7 +74,7 @@ def command(
         else int(loaded.cluster.memory_bytes * (1 - RESERVED))
     )
     travelling = None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype")
-    check_writable(output, keep=profile)
+    check_writable(output, keep=[profile])
     request = Request(
         budget,
         global_batch,
@@ -94,7 +94,7 @@ def command(
         def show(standing: Standing) -> None:
             bar.update(str(standing), min(1.0, standing.seconds / time_limit))
 
-        outcome = solve(loaded, request, show)
+        outcome = solve(loaded, request, show, interruptible=True)
     if isinstance(outcome, NothingFits):
         raise Infeasible(_nothing_fits(loaded, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):

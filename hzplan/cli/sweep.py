@@ -50,7 +50,7 @@ def run(text: str, profile: Profile, request: Request, path: Path, output: Path,
 
 def _points(text: str, profile: Profile, request: Request) -> list[tuple[str, Profile, Request]]:
     axis, _, given = text.partition("=")
-    values = [value.strip() for value in given.split(",") if value.strip()]
+    values = list(dict.fromkeys(value.strip() for value in given.split(",") if value.strip()))
     if axis not in ("memory", "network") or not values:
         raise UserError(f"--sweep {text}: write {AXES}")
     if axis == "memory":
@@ -66,8 +66,8 @@ def _factor(value: str, text: str) -> float:
         factor = float(value)
     except ValueError:
         factor = 0.0
-    if not 0 < factor < float("inf"):
-        raise UserError(f"--sweep {text}: {value} is no number above 0; write {AXES}")
+    if not 1e-3 <= factor <= 1e3:
+        raise UserError(f"--sweep {text}: {value} is no number between 0.001 and 1000; write {AXES}")
     return factor
 
 

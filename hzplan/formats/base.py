@@ -61,13 +61,13 @@ def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[
     """A file's data as ``version`` has it; UserError when there is no way from its own version."""
     found = data.get("version")
     steps = MIGRATIONS.get(form, {})
-    if isinstance(found, int) and not isinstance(found, bool) and found > version:
+    if type(found) is int and found > version:
         raise UserError(
             f"{path}: field 'version' is {found}, this hzplan reads {version}; it was made by a newer one: "
             "install that"
         )
-    while isinstance(found, bool) or found != version:
-        if isinstance(found, bool) or not isinstance(found, int) or found not in steps:
+    while type(found) is not int or found != version:  # true and 1.0 equal 1
+        if type(found) is not int or found not in steps:
             raise UserError(
                 f"{path}: field 'version' is {found!r}, this hzplan reads {version}; "
                 "make the file again with this version"
@@ -80,8 +80,7 @@ def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[
 def read_json(path: Path) -> Any:
     """Parse a JSON file (NaN and infinity refused); UserError naming the file and the place."""
     try:
-        with path.open("rb") as file:  # a pipe or device has no size to ask for
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = _content(path)
         if len(content) > MAX_FILE_BYTES:
             raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a file of hzplan")
         return json.loads(content.decode("utf-8"), parse_constant=_refuse)
@@ -99,6 +98,16 @@ def read_json(path: Path) -> Any:
         ) from None
     except (RecursionError, ValueError) as error:
         raise UserError(f"{path}: not valid JSON ({_one_line(str(error))})") from None
+
+
+def _content(path: Path) -> bytes:
+    """A little more than a file may hold, at most; a pipe or device has no size to ask for."""
+    try:
+        file = path.open("rb")
+    except ValueError:  # it has a NUL
+        raise UserError(f"{path}: no file has such a name") from None
+    with file:
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 def to_text(document: Strict) -> str:
@@ -123,7 +132,7 @@ def write_text(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".hzplan-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)

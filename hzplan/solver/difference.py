@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hzplan.formats.plan import Plan, Shards
@@ -35,7 +35,15 @@ def choices(one: Plan, other: Plan) -> list[Choice]:
 
 def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
     pairs: dict[str, Sides] = {
+        "model": (one.model.name, other.model.name),
+        "signature": (one.model.signature[:12], other.model.signature[:12]),
+        "sequence length": (one.model.seq_len, other.model.seq_len),
         "mesh": (one.cluster.mesh, other.cluster.mesh),
+        "tiers": (_listed(one.cluster.tier_names), _listed(other.cluster.tier_names)),
+        "backend": (one.cluster.backend, other.cluster.backend),
+        "memory budget": (one.source.memory_budget_bytes, other.source.memory_budget_bytes),
+        "pins": (_listed(one.source.pins), _listed(other.source.pins)),
+        "global batch": (one.batch.global_batch, other.batch.global_batch),
         "micro-batch": (one.batch.micro_batch, other.batch.micro_batch),
         "accumulation": (one.batch.accumulation, other.batch.accumulation),
         "prefetch": (one.prefetch, other.prefetch),
@@ -48,6 +56,12 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
     for name, (before, after) in pairs.items():
         if before != after:
             yield Choice(name, (), before, after)
+    if one.uses != other.uses:
+        yield Choice("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
+
+
+def _listed(names: Iterable[str]) -> str | None:
+    return ", ".join(names) or None
 
 
 def _tensors(one: Plan, other: Plan) -> Iterator[Choice]:

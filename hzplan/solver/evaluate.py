@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from hzplan.cost import CostModel, UnitCost
 from hzplan.errors import UserError
+from hzplan.formats.base import Strict
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
@@ -155,11 +156,14 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
                 )
         if tensors:
             levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
-    if plan.batch.micro_batch not in profile.micro_batches or plan.cluster.mesh != profile.cluster.mesh:
-        raise UserError(f"{path}: its mesh or micro-batch size is not in the profile {plan.source.profile}")
-    known = [use.use for use in profile.uses]
-    if plan.uses != tuple(map(str, known)) or {u.name for u in plan.units} != {u.name for u in profile.units}:
-        raise UserError(f"{path}: fields units and uses are not those of {plan.source.profile}; solve again")
+    if plan.batch.micro_batch not in profile.micro_batches:
+        raise UserError(
+            f"{path}: field batch.micro_batch: {plan.batch.micro_batch} is not in {plan.source.profile}; "
+            "solve again"
+        )
+    for field, (mine, theirs) in _in_both(plan, profile).items():
+        if mine != theirs:
+            raise UserError(f"{path}: field {field} is not that of {plan.source.profile}; solve again")
     if plan.batch.accumulation > MAX_ACCUMULATION:
         raise UserError(
             f"{path}: field batch.accumulation: at most {MAX_ACCUMULATION} are planned; solve again"
@@ -172,6 +176,25 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
         gradient_buffers=plan.gradient_buffers,
     )
     return evaluate(model, levels, schedule, plan.batch.micro_batch)
+
+
+def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
+    """By field: what the plan says, and what the profile that it was solved from says."""
+    model = [(f"model.{name}", pair) for name, pair in _pairs(plan.model, profile.model)]
+    cluster = [(f"cluster.{name}", pair) for name, pair in _pairs(plan.cluster, profile.cluster)]
+    return dict(model + cluster) | {
+        "optimizer": (plan.optimizer, profile.optimizer.name),
+        "units": (
+            {unit.name: set(unit.requires) for unit in plan.units},
+            {unit.name: set(unit.requires) for unit in profile.units},
+        ),
+        "uses": (plan.uses, tuple(str(use.use) for use in profile.uses)),
+    }
+
+
+def _pairs(mine: Strict, theirs: Strict) -> Iterator[tuple[str, tuple[object, object]]]:
+    for name in type(mine).model_fields:
+        yield name, (getattr(mine, name), getattr(theirs, name))
 
 
 def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:

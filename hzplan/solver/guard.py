@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hzplan.errors import UserError
+from hzplan.errors import UserError, printable
 from hzplan.formats.base import fingerprint, to_text
 from hzplan.formats.plan import Plan
-from hzplan.formats.profile import Profile
+from hzplan.formats.source import profile_of
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, replay
@@ -45,33 +45,43 @@ class Verdict:
     """One plan: the recorded figures, those of now, and what changed.
 
     ``fresh`` is the plan that solving again gives, None where only a replay was made or nothing fits.
+    ``unreadable``: why there are no figures, where plan or profile cannot be read.
     """
 
     path: Path
-    changes: tuple[Change, ...]
-    objective_s: tuple[float, float]
-    peak_memory_bytes: tuple[int, int]
+    changes: tuple[Change, ...] = ()
+    objective_s: tuple[float, float] | None = None
+    peak_memory_bytes: tuple[int, int] | None = None
     fresh: Plan | None = None
+    unreadable: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether nothing got worse."""
-        return not any(change.fails for change in self.changes)
+        """Whether it was checked, and nothing got worse."""
+        return self.unreadable is None and not any(change.fails for change in self.changes)
+
+    @property
+    def trains(self) -> bool:
+        """Whether nothing says that training under it is wrong."""
+        return not any(change.kind == "training" and change.fails for change in self.changes)
 
     @property
     def reason(self) -> str:
         """Why it fails; empty when it does not."""
-        return "; ".join(str(change) for change in self.changes if change.fails)
+        return self.unreadable or "; ".join(str(change) for change in self.changes if change.fails)
 
 
 def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE) -> Verdict:
-    """Check one plan file against its profile. UserError when either cannot be read."""
-    plan = Plan.load(path)
-    profile_path = path.parent / plan.source.profile
+    """Check one plan file against its profile. UserError, naming the plan, when it cannot be checked."""
     try:
-        profile = Profile.load(profile_path)
+        return _guard(path, Plan.load(path), tolerance, replay_only=replay_only)
     except UserError as error:
-        raise UserError(f"{path}: field source.profile: {error}") from None
+        about = "" if str(error).startswith(f"{printable(path)}:") else f"{path}: "
+        raise UserError(f"{about}{error}") from None
+
+
+def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Verdict:
+    profile = profile_of(path, plan)
     now = replay(plan, profile, path)
     same_data = fingerprint(profile) == plan.source.profile_sha256
     changes = [*_replayed(plan, now, tolerance, same_data=same_data)]
@@ -81,13 +91,16 @@ def guard(path: Path, *, replay_only: bool = False, tolerance: float = TOLERANCE
         outcome = solve(profile, request)
         if isinstance(outcome, Solved):
             now = outcome.best
-            fresh = emit(profile, request, outcome, profile_path=profile_path, plan_path=path)
+            source = path.parent / plan.source.profile
+            fresh = emit(profile, request, outcome, profile_path=source, plan_path=path)
             changes += _solved(plan, fresh, now, tolerance)
             changes += _text(path, plan, fresh, same_data=same_data)
         elif isinstance(outcome, Failed):
             changes.append(Change("solver", outcome.reason, True))
         else:
-            changes.append(Change("choice", "solving again finds no plan within the budget", True))
+            least, budget = outcome.smallest.memory.peak, request.memory_bytes
+            what = f"solving again finds no plan within the budget: at least {least} B needed of {budget} B"
+            changes.append(Change("choice", what, True))
     return Verdict(
         path,
         tuple(dict.fromkeys(changes)),

@@ -84,19 +84,25 @@ class Standing:
 
     def __str__(self) -> str:
         if self.best_ms == INFINITY:
-            return f"{self.doing}, bound {self.bound_ms:,.1f} ms"
+            return f"{self.doing}, none found yet"
         return f"{self.doing}, best {self.best_ms:,.1f} ms, gap {self.gap:.2%}"
 
 
 Watch = Callable[[Standing], None]
 
 
-def solve(profile: Profile, request: Request, watch: Watch = lambda standing: None) -> Outcome:
+def solve(
+    profile: Profile,
+    request: Request,
+    watch: Watch = lambda standing: None,
+    *,
+    interruptible: bool = False,
+) -> Outcome:
     """Choose levels per tensor, prefetch depth and micro-batch size: the fastest step within the memory.
 
-    Deterministic for one solver version while the time limit does not bind. KeyboardInterrupt ends the search
-    with the best plan found and its gap, if there is one. UserError when no measured micro-batch size divides
-    the global batch.
+    Deterministic for one solver version while the time limit does not bind. ``interruptible``:
+    KeyboardInterrupt ends the search with the best plan found and its gap, if there is one. UserError when no
+    measured micro-batch size divides the global batch.
     """
     started = time.monotonic()
     deadline = started + request.time_limit_s
@@ -119,7 +125,7 @@ def solve(profile: Profile, request: Request, watch: Watch = lambda standing: No
             tell("improving in the simulator")
             found.all += _improved(found, searches, request, deadline)
     except KeyboardInterrupt:
-        if not found.all:
+        if not interruptible or not found.all:
             raise
         feasible = searches
     tell("done")

@@ -121,8 +121,8 @@ def test_names_cannot_break_a_report(tmp_path: Path) -> None:
     suite = ElementTree.fromstring(_junit([verdict]).encode())
     assert next(suite.iter("failure")).get("message", "").startswith("choice: a]]><b>")
     rows = _markdown([verdict]).splitlines()
-    assert len(rows) == 7 and "<b>" not in "".join(rows)
-    report([verdict], as_json=False, junit=None, summary=None, github=True)
+    assert len(rows) == 7 and "<b>" not in "".join(rows) and "`" not in "".join(rows).replace("\\`", "")
+    report([verdict], as_json=False, junit=None, summaries=(), github=True)
 
 
 def test_annotations_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_annotations_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFix
 
     change = guarding.Change("choice", HOSTILE, True)
     verdict = guarding.Verdict(Path("a:b,c.json"), (change,), (1.0, 2.0), (1, 2))
-    report([verdict], as_json=False, junit=None, summary=None, github=True)
+    report([verdict], as_json=False, junit=None, summaries=(), github=True)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::")]
     assert said == ["::error file=a%3Ab%2Cc.json::choice: a]]><b>|`$(x)`%25 ::error::no"]
 
@@ -151,6 +151,8 @@ def test_tolerances_by_plan(tmp_path: Path) -> None:
         ("[else]\n", "one table"),
         ("tolerance = 3\n", "one table"),
         ("[", "not TOML"),
+        ("[tolerance]\nplan.v2 = 0.1\n", "dots in quotes"),
+        ("a = " + "[" * 5000, "not TOML"),
     ):
         (plans / "check.toml").write_text(text)
         done = hzplan(*arguments, cwd=plans)
@@ -227,12 +229,131 @@ def test_a_slowdown_of_two_per_cent_names_every_golden_plan(monkeypatch: pytest.
 def test_a_profile_is_data_only(tmp_path: Path) -> None:
     """A plan that names a factory is replayed and compared without importing it."""
     plan = solved(tmp_path)
+    profile = Profile.load(tmp_path / "profile.json")
     trap = tmp_path / "trap.py"
     trap.write_text("import pathlib\npathlib.Path('sprung').touch()\n")
     named = plan.model.model_copy(update={"name": "trap:factory"})
     plan.model_copy(update={"model": named}).save(tmp_path / "plan.json")
+    measured = profile.model.model_copy(update={"name": "trap:factory"})
+    profile.model_copy(update={"model": measured}).save(tmp_path / "profile.json")
     for command in (("check", "plan.json"), ("diff", "plan.json", "plan.json")):
         assert hzplan(*command, cwd=tmp_path).code in (0, 1)
     assert not (tmp_path / "sprung").exists()
     assert replace(Request(1, 1), clip=False) != Request(1, 1)
     assert Profile.load(tmp_path / "profile.json")
+
+
+def test_a_broken_file_does_not_hide_the_others(tmp_path: Path) -> None:
+    solved(tmp_path)
+    plans = _only_plans(tmp_path)
+    (plans / "broken.json").write_text('{"format": ')
+    (plans / "alone.json").write_text((plans / "plan.json").read_text().replace("../profile.json", "no.json"))
+    done = hzplan("check", ".", "--replay-only", "--json", "--junit", "junit.xml", "--github", cwd=plans)
+    assert done.code == 2 and "choose one" in done.stderr  # --github and --json
+    done = hzplan("check", ".", "--replay-only", "--json", "--junit", "out/junit.xml", cwd=plans)
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hzplan: alone.json: field source.profile: no.json") and "1 more like it" in line
+    answer = json.loads(done.stdout)
+    assert [(p["plan"], p["ok"]) for p in answer["plans"]] == [
+        ("alone.json", False),
+        ("broken.json", False),
+        ("plan.json", True),
+    ]
+    assert "not valid JSON" in answer["plans"][1]["unreadable"]
+    assert answer["plans"][2]["objective_s"]["golden"] > 0 and answer["plans"][1]["objective_s"] is None
+    suite = ElementTree.parse(plans / "out/junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "0", "2")
+    assert "UNREADABLE" in hzplan("check", ".", "--replay-only", cwd=plans).stdout
+
+
+def test_changes_are_told_to_machines(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    worse(plan, tmp_path / "plan.json", 1.02)  # better than recorded: worth saying, not failing
+    answer = json.loads(hzplan("check", "plan.json", "--replay-only", "--json", cwd=tmp_path).stdout)
+    (found,) = answer["plans"]
+    assert found["ok"] and found["unreadable"] is None
+    (change,) = found["changes"]
+    assert change["kind"] == "formula" and not change["fails"] and "step" in change["what"]
+
+
+@pytest.mark.parametrize(
+    "field", ["model.signature", "model.seq_len", "model.name", "cluster.tier_names", "optimizer", "uses"]
+)
+def test_plan_and_profile_are_of_one_model_and_cluster(tmp_path: Path, field: str) -> None:
+    solved(tmp_path)
+    path = tmp_path / "plan.json"
+    data = json.loads(path.read_text())
+    owner, _, name = field.rpartition(".")
+    record = data[owner] if owner else data
+    record[name] = {
+        "seq_len": 7,
+        "tier_names": ["x"] * len(data["cluster"]["tier_names"]),
+        "uses": data["uses"][:-1],
+    }.get(name, "other")
+    path.write_text(json.dumps(data))
+    done = hzplan("check", path, "--replay-only", cwd=tmp_path)
+    assert done.code == 2 and f"field {field} is not that of profile.json" in done.stderr
+
+
+def test_reports_go_nowhere_that_is_read(tmp_path: Path) -> None:
+    solved(tmp_path)
+    plans = _only_plans(tmp_path)
+    recorded = (plans / "plan.json").read_bytes(), (tmp_path / "profile.json").read_bytes()
+    for option in ("--junit", "--summary"):
+        for name in ("plan.json", "../profile.json", "."):
+            done = hzplan("check", ".", "--replay-only", option, name, cwd=plans)
+            assert done.code == 2 and done.stdout == "", done.stderr
+    assert recorded == ((plans / "plan.json").read_bytes(), (tmp_path / "profile.json").read_bytes())
+
+
+def test_file_names_are_data(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    plans = _only_plans(tmp_path)
+    worse(plan, plans / "plan.json")
+    data = json.loads((plans / "plan.json").read_text())
+    data["source"]["profile"] = "../profile.json"
+    (plans / "plan.json").unlink()
+    for name in (b"::error::x", b"a\x1b[31m|`b`", b"\xff\xfe", b"two\nlines"):
+        with open(bytes(plans) + b"/" + name + b".json", "w") as file:
+            json.dump(data, file)
+    done = hzplan(
+        "check", ".", "--replay-only", "--github", "--summary", "s.md", "--junit", "j.xml", cwd=plans
+    )
+    assert done.code == 1 and "Traceback" not in done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.lstrip().startswith("::") for line in lines) == 4
+    assert all("file=" in line for line in lines if line.lstrip().startswith("::"))
+    assert "\x1b" not in done.stdout + (plans / "s.md").read_text()
+    assert len(ElementTree.parse(plans / "j.xml").getroot()) == 4
+
+
+def test_an_error_of_solving_names_the_plan(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    source = plan.source.model_copy(update={"pins": ("nowhere*=param:world",)})
+    plan.model_copy(update={"source": source}).save(tmp_path / "plan.json")
+    done = hzplan("check", "plan.json", cwd=tmp_path)
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hzplan: plan.json: ") and "nowhere" in line
+
+
+def test_what_no_longer_fits_says_how_much_is_needed(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    source = plan.source.model_copy(update={"memory_budget_bytes": 1})
+    plan.model_copy(update={"source": source}).save(tmp_path / "plan.json")
+    found = guard(tmp_path / "plan.json")
+    assert "no plan within the budget: at least " in found.reason and "needed of 1 B" in found.reason
+
+
+def test_diff_names_what_was_asked(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    source = plan.source.model_copy(update={"memory_budget_bytes": 2**40, "pins": ("a=param:1",)})
+    model = plan.model.model_copy(update={"seq_len": 7})
+    plan.model_copy(update={"source": source, "model": model}).save(tmp_path / "other.json")
+    done = hzplan("diff", "plan.json", "other.json", "--json", cwd=tmp_path)
+    assert [choice["unit"] for choice in json.loads(done.stdout)["choices"]] == [
+        "sequence length",
+        "memory budget",
+        "pins",
+    ]

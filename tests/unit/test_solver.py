@@ -186,7 +186,7 @@ def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.Monk
             stood.extend([standing] * 100)
             raise KeyboardInterrupt
 
-    early = solve(profile, replace(request, memory_bytes=2**30), interrupt)
+    early = solve(profile, replace(request, memory_bytes=2**30), interrupt, interruptible=True)
     assert isinstance(whole, Solved) and isinstance(early, Solved)
     assert early.bound_ns <= whole.best.objective_ns * (1 + 1e-9) <= early.best.objective_ns * (1 + 2e-9)
     assert early.gap == pytest.approx(early.best.objective_ns / early.bound_ns - 1)
@@ -205,7 +205,7 @@ def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.Monk
             return while_rounding() if len(calls) == 2 else rounded(lp)
 
         monkeypatch.setattr("hzplan.solver.search.rounded", second)
-        early = solve(profile, request)
+        early = solve(profile, request, interruptible=True)
         assert isinstance(early, Solved) and truth is not None
         assert early.bound_ns <= truth * (1 + 1e-7)
 
@@ -213,7 +213,10 @@ def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        solve(profile, request, at_once)
+        solve(profile, request, at_once, interruptible=True)
+    stood.clear()
+    with pytest.raises(KeyboardInterrupt):  # a guard or a sweep is over then, whatever was found
+        solve(profile, replace(request, memory_bytes=2**30), interrupt)
 
 
 @pytest.mark.parametrize("seed", range(2000, 2008))

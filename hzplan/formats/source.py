@@ -1,0 +1,17 @@
+"""A plan and the profile that it was solved from, which it names by a path relative to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+
+
+def profile_of(path: Path, plan: Plan) -> Profile:
+    """The profile of the plan that lies at ``path``; UserError naming the plan when it cannot be read."""
+    try:
+        return Profile.load(path.parent / plan.source.profile)
+    except UserError as error:
+        raise UserError(f"{path}: field source.profile: {error}") from None
