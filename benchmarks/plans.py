@@ -29,7 +29,7 @@ def make(
     None where no plan fits.
     """
     profile = Profile.load(profile_path)
-    request = Request(memory_bytes, global_batch)
+    request = Request(memory_bytes, global_batch, recompute="none")
     outcome = solve(profile, request)
     if not isinstance(outcome, Solved):
         return None
@@ -37,7 +37,7 @@ def make(
     emit(profile, request, outcome, profile_path=profile_path, plan_path=chosen).save(chosen)
     model = CostModel(profile)
     single = best_single(model, request)
-    shallow = solve(profile, Request(memory_bytes, global_batch, depths=(1,)))
+    shallow = solve(profile, Request(memory_bytes, global_batch, depths=(1,), recompute="none"))
     variants: dict[str, Evaluation | None] = {
         SINGLE: single,
         ROLES: best_by_role(model, request, single) if single else None,

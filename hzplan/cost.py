@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from hzplan.formats.profile import Profile, UseCost
+from hzplan.formats.profile import Profile, RecomputedCost, UseCost
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import ITEM_BYTES, BucketLayout, Dtype
 from hzplan.schedule import Kind, Schedule, Task, build
@@ -57,7 +57,7 @@ class UnitCost:
 
     ``param``, ``master``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's
     claim on a slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t
-    receives.
+    receives. ``recompute``: whether the unit's forward is computed again in its backward.
     """
 
     unshard_ns: tuple[int, ...]
@@ -74,6 +74,7 @@ class UnitCost:
     staging_bytes: int
     scratch_bytes: tuple[int, ...]
     update_temporary_bytes: int
+    recompute: bool = False
 
     @property
     def resident_bytes(self) -> int:
@@ -97,6 +98,7 @@ class UnitCost:
             staging_bytes=self.staging_bytes + other.staging_bytes,
             scratch_bytes=tuple(map(max, self.scratch_bytes, other.scratch_bytes)),
             update_temporary_bytes=max(self.update_temporary_bytes, other.update_temporary_bytes),
+            recompute=self.recompute or other.recompute,
         )
 
     @classmethod
@@ -222,6 +224,20 @@ class CostModel:
         """Nanoseconds of a use's own computation."""
         return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
 
+    def again_ns(self, use_index: int, micro_batch: int) -> int:
+        """Nanoseconds that a use takes longer where its unit computes its forward again."""
+        again = self._use_cost(use_index, micro_batch).recomputed
+        return round(again.seconds * 1e9) if again is not None else 0
+
+    @cached_property
+    def recomputable(self) -> tuple[str, ...]:
+        """The units whose forward can be computed again, in the order of the profile."""
+        able = {unit.name: False for unit in self.profile.units}
+        able |= {use.unit: True for use in self.profile.uses}
+        for use in self.profile.uses:
+            able[use.unit] &= all(cost.recomputed is not None for cost in use.costs)
+        return tuple(unit for unit, can in able.items() if can)
+
     def late_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:
         """By how many nanoseconds the slowest rank takes longer, for every task of a schedule."""
         uses = len(schedule.uses)
@@ -236,14 +252,21 @@ class CostModel:
         costs = self.profile.uses[use_index].costs
         return next(cost for cost in costs if cost.micro_batch == micro_batch)
 
-    def activation_peak_bytes(self, micro_batch: int) -> int:
-        """The most that activations and temporaries take at any use of a forward and backward."""
-        level = peak = 0
-        for index in range(len(self.profile.uses)):
-            cost = self._use_cost(index, micro_batch)
-            peak = max(peak, level + cost.peak_bytes)
+    def activation_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> list[int]:
+        """The most that activations and temporaries take at every use of a forward and backward, where some
+        units compute their forward again. A sum of one term per use, so linear in that choice."""
+        level, found = 0, []
+        for index, use in enumerate(self.profile.uses):
+            cost: UseCost | RecomputedCost = self._use_cost(index, micro_batch)
+            if use.unit in recompute and isinstance(cost, UseCost) and cost.recomputed is not None:
+                cost = cost.recomputed
+            found.append(level + cost.peak_bytes)
             level += cost.retained_bytes
-        return peak
+        return found
+
+    def activation_peak_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> int:
+        """The most that they take at any use."""
+        return max(0, *self.activation_bytes(micro_batch, recompute))
 
     def flops(self, micro_batch: int) -> int:
         """Floating-point operations of one forward and backward."""
@@ -394,7 +417,9 @@ class CostModel:
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""
         if task.kind is Kind.COMPUTE:
-            return self.compute_ns(task.position % len(schedule.uses), micro_batch)
+            index = task.position % len(schedule.uses)
+            again = units[schedule.uses[index].unit].recompute
+            return self.compute_ns(index, micro_batch) + (self.again_ns(index, micro_batch) if again else 0)
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
 
 

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hzplan.cost import Interference
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
@@ -113,6 +114,20 @@ PARTS = (-1.0, -1 / 3, 1 / 3, 1.0)
 """Where ranks lie between the fastest and the slowest of a use; as many ranks as are followed."""
 STEPS, STEPS_OF_MANY = 4, 6
 """How many steps are replayed, of which the later half counts; of several ranks, whose steps differ, more."""
+
+
+def events(schedule: Schedule, late_ns: Sequence[int] | None = None) -> int:
+    """How many tasks ``replay_shared`` follows; what it costs."""
+    if late_ns is None or not any(late_ns):
+        return STEPS * len(schedule.tasks)
+    computes = len(schedule.streams[COMPUTE_STREAM])
+    return STEPS_OF_MANY * (len(schedule.tasks) + (len(PARTS) - 1) * computes)
+
+
+@lru_cache(maxsize=1 << 18)
+def _places(key: int) -> tuple[int, ...]:
+    """Where every rank lies in a task of a step, by their number; at random, and always the same."""
+    return tuple(random.Random(key).sample(range(len(PARTS)), len(PARTS)))
 
 
 class _Replay:
@@ -229,8 +244,7 @@ class _Replay:
         index = key % self.total
         duration = float(self.durations_ns[index])
         if self.late_ns is not None and self.computes[index]:
-            places = random.Random(key).sample(range(self.ranks), self.ranks)
-            duration = max(0.0, duration + self.late_ns[index] * PARTS[places[rank]])
+            duration = max(0.0, duration + self.late_ns[index] * PARTS[_places(key)[rank]])
         return duration
 
     def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:

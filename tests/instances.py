@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hzplan.cost import CostModel, UnitCost
@@ -50,6 +51,7 @@ def random_profile(
         for phase, names in (("forward", order), ("backward", order[::-1]))
         for name in names
     ]
+    _add_recomputation(uses)
     return Profile.model_validate(
         {
             "provenance": {"created": "-", "hzplan": "-", "torch": "-", "python": "-", "cpus": 1},
@@ -85,6 +87,21 @@ def random_profile(
             * rng.randint(0, 1),
         }
     )
+
+
+def _add_recomputation(uses: list[dict[str, Any]]) -> None:
+    """Some units of every other profile can be recomputed. What is drawn depends on the rest alone."""
+    rng = random.Random(json.dumps(uses))
+    for unit in sorted({use["unit"] for use in uses}) if rng.random() < 0.5 else ():
+        if rng.random() < 0.5:
+            for use in uses:
+                for cost in use["costs"] if use["unit"] == unit else ():
+                    longer = rng.uniform(0, 200) * 1e-6 if use["phase"] == "backward" else 0.0
+                    cost["recomputed"] = {
+                        "seconds": longer,
+                        "retained_bytes": cost["retained_bytes"] - rng.randint(-500, 4000),
+                        "peak_bytes": cost["peak_bytes"] + rng.randint(0, 500),
+                    }
 
 
 def _use_cost(rng: random.Random, size: int) -> dict[str, Any]:
@@ -135,9 +152,11 @@ def try_everything(profile: Profile, request: Request) -> Truth:
         schedule = model.schedule(
             prefetch=depth, accumulation=accumulation, clip=request.clip, gradient_buffers=buffers
         )
-        slots, peak = assign_slots(schedule, tensors), model.activation_peak_bytes(size)
-        for combination in itertools.product(*options):
+        slots = assign_slots(schedule, tensors)
+        for again, combination in itertools.product(_agains(model, request), itertools.product(*options)):
             units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
+            units = {name: replace(cost, recompute=name in again) for name, cost in units.items()}
+            peak = model.activation_peak_bytes(size, again)
             needed = memory(units, slots, schedule, peak).peak
             smallest = needed if smallest is None else min(smallest, needed)
             if needed <= request.memory_bytes:
@@ -147,6 +166,15 @@ def try_everything(profile: Profile, request: Request) -> Truth:
                 by_pace[pace] = min(objective, by_pace.get(pace, objective))
     assert smallest is not None
     return Truth(best, smallest, by_pace)
+
+
+def _agains(model: CostModel, request: Request) -> list[frozenset[str]]:
+    """Every set of units to recompute, or the one that is given."""
+    able = model.recomputable
+    if request.recompute != "choose":
+        return [frozenset(able if request.recompute == "all" else ())]
+    counts = range(len(able) + 1)
+    return [frozenset(some) for count in counts for some in itertools.combinations(able, count)]
 
 
 def _options(specs: tuple[TensorSpec, ...], model: CostModel, pins: dict[str, str]) -> list[UnitCost]:

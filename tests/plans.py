@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
@@ -61,8 +61,10 @@ def make_plan(
     optimizer: str = "adamw",
     dtype: Dtype = "float32",
     reduce_dtype: Dtype | None = None,
+    recompute: Collection[str] = (),
 ) -> Plan:
-    """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3)."""
+    """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3);
+    ``recompute``: units that compute their forward again."""
     workload = load(workload) if isinstance(workload, str) else workload
     shape = Mesh.parse(mesh)
     model = workload.build()
@@ -107,6 +109,7 @@ def make_plan(
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
+                recompute=unit.name in recompute,
                 buckets=(
                     (BucketEntry(shards=shards(unit.name), tensors=tuple(t.name for t in unit.tensors)),)
                     if unit.tensors

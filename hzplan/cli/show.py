@@ -96,6 +96,7 @@ def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
         clip=plan.clip,
         depths=PREFETCH_DEPTHS,
         memory_bytes=plan.source.memory_budget_bytes,
+        recompute=plan.source.recompute,
     )
     by_name = {scheme.lower().replace("-", ""): found for scheme, found in known.items()}
     if name not in by_name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -41,6 +41,13 @@ def command(
             "* for any number: 'embed.*=1,1,*'. May be repeated.",
         ),
     ] = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="choose|none|all",
+            help="Which units compute their forward again in backward instead of keeping activations.",
+        ),
+    ] = "choose",
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +58,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Choose how each tensor is sharded, how deep to prefetch, and the micro-batch size.
+    """Choose how each tensor is sharded, what is recomputed, how deep to prefetch, and the micro-batch size.
 
     Writes a plan, says how far from the best possible it can be, and compares it with the known schemes.
     Where nothing fits the budget it exits with 3 and names the smallest memory that would.
@@ -61,12 +68,15 @@ def command(
     from hzplan.cli import console
     from hzplan.cli.paths import check_writable
     from hzplan.cli.quantities import parse_bytes, parse_dtype
+    from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
     from hzplan.solver.solve import Failed, Request, Standing, solve
     from hzplan.solver.solve import Infeasible as NothingFits
 
     if not 0 <= gap < float("inf") or not 0 < time_limit < float("inf"):
         raise UserError("--gap must be a number of at least 0, --time-limit one above 0")
+    if recompute not in get_args(Recompute):
+        raise UserError(f"--recompute {recompute}: write {', '.join(get_args(Recompute))}")
     loaded = Profile.load(profile)
     budget = (
         parse_bytes(memory, "--memory")
@@ -83,6 +93,7 @@ def command(
         clip=clip,
         reduce_dtype=travelling,
         pins=tuple(pin or ()),
+        recompute=cast(Recompute, recompute),
     )
     if sweep is not None:
         from hzplan.cli import sweep as sweeping
@@ -105,11 +116,11 @@ def command(
 def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, as_json: bool) -> str:
     """The smallest memory that would, what takes it, and which pins are in the way."""
     from hzplan.cli import console
-    from hzplan.solver.conflict import conflict
+    from hzplan.solver.conflict import conflict, decided
 
     smallest = outcome.smallest
     least = smallest.memory.peak
-    found = conflict(profile, request) if request.pins else None
+    found = conflict(profile, request) if decided(profile, request) else None
     if as_json:
         answer = {"status": "infeasible", "smallest_memory_bytes": least, "solve_s": outcome.seconds}
         answer |= {"smallest_memory_by_category": smallest.memory.by_category()}
@@ -124,7 +135,7 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
     )
     if found is None or not found.relief:
         return said
-    without = ", ".join(f"{console.size(of)} without --pin {pin!r}" for pin, of in found.relief.items())
+    without = ", ".join(f"{console.size(of)} without {what}" for what, of in found.relief.items())
     return f"{said}; in conflict are {' and '.join(found.groups)}: it would be {without}"
 
 
@@ -143,6 +154,7 @@ def _write(
         clip=request.clip,
         depths=request.depths,
         memory_bytes=request.memory_bytes,
+        recompute=request.recompute,
     )
     plan.save(output)
     report = solve_report.Report(profile, request, solved, plan, known, output)

@@ -137,6 +137,10 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _choice(unit: PlanUnit) -> str:
+    return _shards(unit) + (", recomputed" if unit.recompute else "")
+
+
+def _shards(unit: PlanUnit) -> str:
     parts = []
     for bucket in sorted(unit.buckets, key=lambda bucket: -len(bucket.tensors)):
         shards = f"{bucket.shards.param}, {bucket.shards.grad}, {bucket.shards.optim}"

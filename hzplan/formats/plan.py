@@ -39,10 +39,14 @@ class BucketEntry(Strict):
 
 
 class PlanUnit(Strict):
-    """A unit and its buckets; a unit without tensors of its own (tied weights) has none."""
+    """A unit and its buckets; a unit without tensors of its own (tied weights) has none.
+
+    ``recompute``: whether its forward is computed again in its backward, and what that needs not kept.
+    """
 
     name: str
     requires: tuple[str, ...]
+    recompute: bool = False
     buckets: tuple[BucketEntry, ...]
 
 
@@ -72,6 +76,10 @@ class Batch(Strict):
     accumulation: PositiveInt
 
 
+Recompute = Literal["choose", "none", "all"]
+"""Whether the solver chooses which units compute their forward again, or that is given."""
+
+
 class Source(Strict):
     """The profile that the plan was solved from (path relative to the plan) and the question asked."""
 
@@ -80,6 +88,7 @@ class Source(Strict):
     memory_budget_bytes: PositiveInt
     asked_gap: Gap
     pins: tuple[str, ...] = ()
+    recompute: Recompute = "choose"
 
 
 class Proof(Strict):
@@ -166,6 +175,10 @@ class Plan(Strict):
             if phase == "b" and unit_name not in whole:
                 raise ValueError(f"uses.{index}: {use!r} comes before any use that reads its parameters")
             whole.add(unit_name)
+            if phase == "b" and unit_name in self.recomputed:
+                raise ValueError(
+                    f"units: {unit_name} is recomputed, but its backward ({use!r}) reads no parameters"
+                )
         if self.batch.global_batch != mesh.world * self.batch.micro_batch * self.batch.accumulation:
             raise ValueError("batch: global_batch must be world × micro_batch × accumulation")
         return self
@@ -178,6 +191,11 @@ class Plan(Strict):
     def mesh(self) -> Mesh:
         """The data-parallel mesh."""
         return Mesh.parse(self.cluster.mesh)
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The units whose forward is computed again."""
+        return frozenset(unit.name for unit in self.units if unit.recompute)
 
     def levels(self, bucket: BucketEntry) -> Levels:
         """A bucket's shard counts as levels of the mesh."""

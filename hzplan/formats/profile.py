@@ -58,12 +58,22 @@ class UnitEntry(Strict):
     requires: tuple[str, ...]
 
 
+class RecomputedCost(Strict):
+    """The same use where its unit keeps only what went into its forward, and computes that again in its
+    backward. ``seconds``: how much longer the use then takes; bytes as in ``UseCost``."""
+
+    seconds: Measured
+    retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
+    peak_bytes: NonNegativeInt
+
+
 class UseCost(Strict):
     """One use of a unit at one micro-batch size, medians over repeats and ranks.
 
     ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
     ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
     between the quartiles, over the median. ``late_seconds``: by how much the slowest rank takes longer.
+    ``recomputed``: None where the unit's forward cannot be computed again, or nothing is gained by it.
     """
 
     micro_batch: PositiveInt
@@ -73,6 +83,7 @@ class UseCost(Strict):
     flops: NonNegativeInt
     retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
     peak_bytes: NonNegativeInt
+    recomputed: RecomputedCost | None = None
 
 
 class UseEntry(Strict):

@@ -22,8 +22,9 @@ from hzplan.formats.profile import (
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 from hzplan.models.workload import Workload
+from hzplan.profiler.again import differences, with_again
 from hzplan.profiler.entries import joined_units, model_entry
-from hzplan.profiler.fake import Rates
+from hzplan.profiler.fake import FakeTurn, Rates
 from hzplan.profiler.machine import provenance
 from hzplan.profiler.optimizer import footprint
 from hzplan.profiler.samples import nanoseconds
@@ -88,25 +89,32 @@ def analyse(
 
 
 def _uses(shapes: Shapes) -> tuple[UseEntry, ...]:
-    return tuple(
+    costs = {size: _costs(size, turns) for size, turns in shapes.turns.items()}
+    again = {size: differences(costs[size], _costs(size, turns)) for size, turns in shapes.again.items()}
+    uses = [
         UseEntry(
             unit=use.unit,
             phase=use.phase,
             reads=shapes.reads(use),
-            costs=tuple(
-                UseCost(
-                    micro_batch=size,
-                    seconds=nanoseconds(turns[index].seconds),
-                    spread=0.0,
-                    flops=turns[index].flops,
-                    retained_bytes=turns[index].retained_bytes,
-                    peak_bytes=turns[index].peak_bytes,
-                )
-                for size, turns in shapes.turns.items()
-            ),
+            costs=tuple(of[index] for of in costs.values()),
         )
         for index, use in enumerate(shapes.uses)
-    )
+    ]
+    return with_again(uses, again, shapes.leaves)
+
+
+def _costs(size: int, turns: Sequence[FakeTurn]) -> list[UseCost]:
+    return [
+        UseCost(
+            micro_batch=size,
+            seconds=nanoseconds(turn.seconds),
+            spread=0.0,
+            flops=turn.flops,
+            retained_bytes=turn.retained_bytes,
+            peak_bytes=turn.peak_bytes,
+        )
+        for turn in turns
+    ]
 
 
 def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> OptimizerEntry:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hzplan.errors import UserError, one_line
 from hzplan.formats.profile import UnitEntry
+from hzplan.models.recompute import Switch, leaves, switched
 from hzplan.models.units import Unit
 from hzplan.models.workload import Workload
 from hzplan.profiler.entries import unit_entry
@@ -20,15 +23,19 @@ from hzplan.schedule import Use
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is known without values. ``turns``: what every use would take, by micro-batch size.
+    """What is known without values. ``turns``: what every use would take, by micro-batch size; ``again``: and
+    where all units that can compute their forward again, empty where that is not possible.
 
-    ``looked_up``: units whose backward surely reads no parameter.
+    ``leaves``: units that can, for all that their modules say; ``looked_up``: units whose backward surely
+    reads no parameter.
     """
 
     entries: tuple[UnitEntry, ...]
     uses: tuple[Use, ...]
     turns: Mapping[int, Sequence[FakeTurn]]
+    again: Mapping[int, Sequence[FakeTurn]]
     looked_up: frozenset[str]
+    leaves: frozenset[str]
 
     def reads(self, use: Use) -> bool:
         """Whether a use may read parameters."""
@@ -53,10 +60,16 @@ def in_shapes(
             raise UserError(f"{workload.name}: no parameter is trained, so there is nothing to plan")
         uses: set[tuple[Use, ...]] = set()
         turns: dict[int, Sequence[FakeTurn]] = {}
+        again: dict[int, Sequence[FakeTurn]] = {}
         for number, size in enumerate(sizes):
             progress(f"forward and backward in shapes, micro-batch {size}", number / len(sizes))
             found, turns[size] = _pass(workload, model, units, size, rates, world)
             uses.add(found)
+            progress(f"recomputation in shapes, micro-batch {size}", (number + 0.5) / len(sizes))
+            with suppress(UserError), switched(units, keep_random_state=False) as switch:
+                more, then = _pass(workload, model, units, size, rates, world, switch)
+                if more == found:
+                    again[size] = then
         if len(uses) > 1:
             raise UserError(
                 f"{workload.name}: the order in which modules are used depends on the micro-batch size"
@@ -65,12 +78,20 @@ def in_shapes(
             tuple(unit_entry(unit) for unit in units),
             uses.pop(),
             turns,
+            again if len(again) == len(turns) else {},
             frozenset(unit.name for unit in units if _looks_up(unit.module)),
+            leaves(units),
         )
 
 
 def _pass(
-    workload: Workload, model: nn.Module, units: Sequence[Unit], size: int, rates: Rates, world: int
+    workload: Workload,
+    model: nn.Module,
+    units: Sequence[Unit],
+    size: int,
+    rates: Rates,
+    world: int,
+    switch: Switch | None = None,
 ) -> tuple[tuple[Use, ...], list[FakeTurn]]:
     """The uses of a forward and backward, and what each would cost."""
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
@@ -82,7 +103,8 @@ def _pass(
     turns.ledger = ledger
     try:
         with workload.in_shapes(), ledger:
-            uses = turns.run(lambda: workload.loss(model, batch), ledger)
+            step = partial(workload.loss, model, batch)
+            uses = turns.run(step if switch is None else switch.around(step), ledger)
             found = ledger.turns()
     except Exception as error:  # the user's model, which may raise anything
         raise UserError(

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from hzplan.errors import UserError, one_line
 from hzplan.formats.profile import UseCost, UseEntry
+from hzplan.models.recompute import Switch, leaves, switched
 from hzplan.models.units import Unit
+from hzplan.profiler.again import Again, by_forwards, differences, with_again
 from hzplan.profiler.clock import clock
+from hzplan.profiler.fake import FakeTurn
 from hzplan.profiler.flops import FlopProbe
 from hzplan.profiler.memory import Segment, memory_trace
 from hzplan.profiler.ranks import Ranks
@@ -73,15 +76,30 @@ def measure_uses(
         progress(0.2 * len(passes) / len(steps))
     if len({each.uses for each in passes}) > 1:
         raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} the micro-batch size")
-    repeats = _times(ranks, turns, passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
-    costs = [_costs(each, mine) for each, mine in zip(passes, repeats, strict=True)]
+    with switched(units) as switch:
+        more = [] if shapes is not None else _recomputing(ranks, turns, passes, switch)
+        all_passes = [*passes, *more]
+        repeats = _times(ranks, turns, all_passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
+    measured = [_costs(each, mine) for each, mine in zip(all_passes, repeats, strict=True)]
+    costs, with_more = measured[: len(passes)], measured[len(passes) :]
+    if shapes is not None:
+        again: Again = {
+            each.micro_batch: by_forwards(each.uses, mine, _bytes(shapes.again[each.micro_batch]))
+            for each, mine in zip(passes, costs, strict=True)
+            if shapes.again
+        }
+    else:
+        again = {
+            each.micro_batch: differences(mine, then)
+            for each, mine, then in zip(more, costs, with_more, strict=False)
+        }
     first = next(iter(steps.values()))
     if shapes is None:
         unread = frozenset.intersection(*ranks.gather(unread_uses(turns, units, first)))
     else:
         unread = frozenset(i for i, use in enumerate(passes[0].uses) if not shapes.reads(use))
-    mine = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[-1])
-    return tuple(
+    mine = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[len(passes) - 1])
+    entries = [
         UseEntry(
             unit=use.unit,
             phase=use.phase,
@@ -89,7 +107,30 @@ def measure_uses(
             costs=tuple(by_use[index] for by_use in costs),
         )
         for index, use in enumerate(passes[0].uses)
-    ), mine
+    ]
+    return with_again(entries, again, leaves(units)), mine
+
+
+def _bytes(turns: Sequence[FakeTurn]) -> list[tuple[int, int]]:
+    return [(turn.retained_bytes, turn.peak_bytes) for turn in turns]
+
+
+def _recomputing(ranks: Ranks, turns: Turns, passes: Sequence[Pass], switch: Switch) -> list[Pass]:
+    """The same passes with every unit's forward computed again; none where the model does not allow it."""
+    found = []
+    for each in passes:
+        step, segments, as_before = switch.around(each.step), list[Segment](), False
+        try:
+            turns.run(step)
+            with memory_trace(ranks.device) as trace:
+                as_before = turns.run(step, trace) == each.uses
+            segments = trace.segments()
+        except Exception:  # the user's model, which may not bear to be run twice
+            as_before = False
+        if not all(ranks.gather(as_before)):
+            return []
+        found.append(Pass(each.micro_batch, step, each.uses, _middle(ranks.gather(segments)), each.flops))
+    return found
 
 
 _NOT_FIXED = "must be fixed for a plan; take branches out that depend on"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
 from hzplan.memory import assign_slots
 from hzplan.models.hooks import attach
+from hzplan.models.recompute import leaves, recompute
 from hzplan.models.units import Unit, blocks_of, find_units
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
@@ -37,7 +38,7 @@ class Choice:
 
     ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
     what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
-    the model says.
+    the model says. ``recompute``: the units that compute their forward again in their backward.
     """
 
     mesh: Mesh
@@ -50,6 +51,7 @@ class Choice:
     reduce_dtype: str | None = None
     gradient_buffers: int | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recompute: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -70,6 +72,7 @@ class Choice:
             reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
             requires={unit.name: unit.requires for unit in plan.units},
+            recompute=plan.recomputed,
         )
 
 
@@ -160,8 +163,31 @@ def apply(
     engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, world, streams)
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
     engine.optimizer = optimizer
-    engine.detach = attach(units, engine)
+    modules = recomputed_modules(units, choice.recompute)
+    undo = [attach(units, engine), *map(recompute, modules)]
+
+    def detach() -> None:
+        for one in undo:
+            one()
+
+    engine.detach = detach
     return model, optimizer
+
+
+def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> list[nn.Module]:
+    """Those of the units named; UserError for one that the model lacks or that has units inside."""
+    listed = {unit.name: unit for unit in units}
+    inner = leaves(listed.values())
+    for name in sorted(names):
+        if name not in listed:
+            raise UserError(
+                f"the plan recomputes unit {name}, which the model does not have; profile and solve again"
+            )
+        if name not in inner:
+            raise UserError(
+                f"the plan recomputes unit {name}, which has other units inside; solve again without it"
+            )
+    return [listed[name].module for name in sorted(names)]
 
 
 def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:

@@ -15,7 +15,14 @@ from typing import TypeVar
 
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
-from hzplan.formats.profile import CalibratedEntry, CollectivePoint, OptimizerPoint, Profile, UseCost
+from hzplan.formats.profile import (
+    CalibratedEntry,
+    CollectivePoint,
+    OptimizerPoint,
+    Profile,
+    RecomputedCost,
+    UseCost,
+)
 from hzplan.solver.evaluate import Evaluation, replay
 
 LEAST, MOST = 1 / 16, 16.0
@@ -73,13 +80,15 @@ class Factors:
         )
 
 
-Point = TypeVar("Point", UseCost, CollectivePoint, OptimizerPoint)
+Point = TypeVar("Point", UseCost, RecomputedCost, CollectivePoint, OptimizerPoint)
 
 
 def _times(point: Point, factor: float) -> Point:
-    update = {"seconds": round(point.seconds * factor, 9)}
+    update: dict[str, object] = {"seconds": round(point.seconds * factor, 9)}
     if isinstance(point, UseCost):
         update["late_seconds"] = round(point.late_seconds * factor, 9)
+        if point.recomputed is not None:
+            update["recomputed"] = _times(point.recomputed, factor)
     return point.model_copy(update=update)
 
 

@@ -9,31 +9,40 @@ from hzplan.formats.profile import Profile
 from hzplan.solver.search import Request
 from hzplan.solver.solve import searches_of
 
-MEMORY = "--memory"
+MEMORY, BAN = "--memory", "--recompute none"
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """``groups``: the budget and pins that exclude each other, none of which could stay away (an irreducible
-    set); ``relief``: by pin of it, the least memory in bytes without that pin."""
+    """``groups``: the budget and what was decided beforehand that exclude each other, none of which could
+    stay away (an irreducible set); ``relief``: by group but for the budget, the least memory in bytes without
+    it."""
 
     groups: tuple[str, ...]
     relief: Mapping[str, int]
 
 
+def decided(profile: Profile, request: Request) -> dict[str, Request]:
+    """What a question says beforehand, as it is written on the command line, and the question without it."""
+    found = {f"--pin {pin!r}": _without(request, pin) for pin in request.pins}
+    if request.recompute == "none" and any(cost.recomputed for use in profile.uses for cost in use.costs):
+        found[BAN] = replace(request, recompute="choose")
+    return found
+
+
 def conflict(profile: Profile, request: Request) -> Conflict:
-    """For a question that nothing fits, by a deletion filter: a pin without which still nothing fits is let
-    go for good; those that remain are needed, and so is the budget, because without one anything fits."""
-    needed = list(request.pins)
-    for pin in request.pins:
-        fewer = [other for other in needed if other != pin]
-        if least_bytes(profile, replace(request, pins=tuple(fewer))) > request.memory_bytes:
-            needed = fewer
-    relief = {
-        pin: least_bytes(profile, replace(request, pins=tuple(other for other in needed if other != pin)))
-        for pin in needed
-    }
-    return Conflict((MEMORY, *(f"--pin {pin!r}" for pin in needed)), relief)
+    """For a question that nothing fits, by a deletion filter: what nothing fits without either is let go for
+    good; what remains is needed, and so is the budget, because without one anything fits."""
+    for name in decided(profile, request):
+        fewer = decided(profile, request)[name]
+        if least_bytes(profile, fewer) > request.memory_bytes:
+            request = fewer
+    relief = {name: least_bytes(profile, fewer) for name, fewer in decided(profile, request).items()}
+    return Conflict((MEMORY, *relief), relief)
+
+
+def _without(request: Request, pin: str) -> Request:
+    return replace(request, pins=tuple(other for other in request.pins if other != pin))
 
 
 def least_bytes(profile: Profile, request: Request) -> int:

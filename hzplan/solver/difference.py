@@ -56,8 +56,18 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
     for name, (before, after) in pairs.items():
         if before != after:
             yield Choice(name, (), before, after)
+    if one.source.recompute != other.source.recompute:
+        yield Choice("recomputation", (), one.source.recompute, other.source.recompute)
+    for unit in one.units:
+        then = {u.name: u.recompute for u in other.units}
+        if unit.recompute != then.get(unit.name, unit.recompute):
+            yield Choice(unit.name, (), _again(again=unit.recompute), _again(again=not unit.recompute))
     if one.uses != other.uses:
         yield Choice("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
+
+
+def _again(*, again: bool) -> str:
+    return "forward computed again" if again else "activations kept"
 
 
 def _listed(names: Iterable[str]) -> str | None:

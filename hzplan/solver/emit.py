@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,6 +41,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         memory_budget_bytes=request.memory_bytes,
         asked_gap=request.gap,
         pins=request.pins,
+        recompute=request.recompute,
     )
     return as_plan(profile, solved.best, request, proof=proof, source=source)
 
@@ -70,7 +70,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         source=source,
         proof=proof,
         predicted=predict(profile, chosen),
-        units=_units(profile, chosen.levels),
+        units=_units(profile, chosen),
         uses=tuple(str(use.use) for use in profile.uses),
     )
 
@@ -97,8 +97,8 @@ def predict(profile: Profile, chosen: Evaluation) -> Predicted:
     )
 
 
-def _units(profile: Profile, levels: Mapping[str, tuple[Levels, ...]]) -> tuple[PlanUnit, ...]:
-    tensors = tensors_of(profile)
+def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
+    tensors, levels = tensors_of(profile), chosen.levels
     units = []
     for unit in profile.units:
         buckets = bucketise(zip(tensors[unit.name], levels.get(unit.name, ()), strict=True), profile.mesh)
@@ -106,6 +106,7 @@ def _units(profile: Profile, levels: Mapping[str, tuple[Levels, ...]]) -> tuple[
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
+                recompute=unit.name in chosen.recompute,
                 buckets=tuple(
                     BucketEntry(
                         shards=_shards(profile.mesh, bucket.levels),

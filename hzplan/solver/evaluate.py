@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from hzplan.cost import CostModel, UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
-from hzplan.formats.plan import Plan
+from hzplan.formats.plan import Plan, Recompute
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import Dtype, TensorSpec, bucketise
@@ -24,7 +24,8 @@ MAX_ACCUMULATION = 1024  # forward passes in a step
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``levels``: the triple of every tensor, by unit; ``durations_ns``: of the schedule's tasks.
+    """``levels``: the triple of every tensor, by unit; ``recompute``: the units whose forward is computed
+    again; ``durations_ns``: of the schedule's tasks.
 
     The timelines are computed when they are asked for.
     """
@@ -37,6 +38,7 @@ class Evaluation:
     units: Mapping[str, UnitCost]
     durations_ns: Sequence[int]
     memory: Memory
+    recompute: frozenset[str] = frozenset()
 
     @cached_property
     def floor_ns(self) -> float:
@@ -76,10 +78,11 @@ def evaluate(
     schedule: Schedule,
     micro_batch: int,
     slots: Slots | None = None,
+    recompute: frozenset[str] = frozenset(),
 ) -> Evaluation:
-    """Replay a choice of levels."""
+    """Replay a choice of levels, and of units to recompute."""
     slots = slots or assign_slots(schedule, tensors_of(model.profile))
-    units = unit_costs(model, levels)
+    units = unit_costs(model, levels, recompute)
     return Evaluation(
         model,
         levels,
@@ -88,11 +91,14 @@ def evaluate(
         slots,
         units,
         model.durations(schedule, units, micro_batch),
-        memory(units, slots, schedule, model.activation_peak_bytes(micro_batch)),
+        memory(units, slots, schedule, model.activation_peak_bytes(micro_batch, recompute)),
+        recompute,
     )
 
 
-def unit_costs(model: CostModel, levels: Mapping[str, tuple[Levels, ...]]) -> dict[str, UnitCost]:
+def unit_costs(
+    model: CostModel, levels: Mapping[str, tuple[Levels, ...]], recompute: Collection[str] = ()
+) -> dict[str, UnitCost]:
     """What every unit costs."""
     known: dict[object, UnitCost] = {}  # units with the same tensors and levels cost the same
     units = {}
@@ -101,7 +107,7 @@ def unit_costs(model: CostModel, levels: Mapping[str, tuple[Levels, ...]]) -> di
         if key not in known:
             tiers = len(model.mesh.tiers)
             known[key] = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(tiers)
-        units[unit] = known[key]
+        units[unit] = replace(known[key], recompute=True) if unit in recompute else known[key]
     return units
 
 
@@ -175,7 +181,11 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
         clip=plan.clip,
         gradient_buffers=plan.gradient_buffers,
     )
-    return evaluate(model, levels, schedule, plan.batch.micro_batch)
+    for unit in sorted(plan.recomputed - {*model.recomputable}):
+        raise UserError(
+            f"{path}: field units: {unit} is recomputed, which {plan.source.profile} knows no cost of"
+        )
+    return evaluate(model, levels, schedule, plan.batch.micro_batch, recompute=plan.recomputed)
 
 
 def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
@@ -218,9 +228,17 @@ def schemes(mesh: Mesh) -> dict[str, Levels]:
 
 
 def baselines(
-    model: CostModel, *, global_batch: int, clip: bool, depths: Iterable[int], memory_bytes: int
+    model: CostModel,
+    *,
+    global_batch: int,
+    clip: bool,
+    depths: Iterable[int],
+    memory_bytes: int,
+    recompute: Recompute = "choose",
 ) -> dict[str, Evaluation]:
-    """Every known scheme at its best: the fastest micro-batch size and depth that fit, else the smallest."""
+    """Every known scheme at its best: the fastest micro-batch size and depth that fit, else the smallest;
+    all units compute their forward again or none."""
+    agains = recomputations(model, recompute)
     found = {}
     for name, levels in schemes(model.mesh).items():
         tried = [
@@ -234,13 +252,22 @@ def baselines(
                     gradient_buffers=buffers,
                 ),
                 micro_batch,
+                recompute=again,
             )
+            for again in agains
             for micro_batch in model.profile.micro_batches
             if global_batch % (model.mesh.world * micro_batch) == 0
             for depth, buffers in model.paces(depths)
         ]
         found[name] = _best(tried, memory_bytes)
     return found
+
+
+def recomputations(model: CostModel, recompute: Recompute) -> list[frozenset[str]]:
+    """The plain choices of what is recomputed: nothing, everything, or what is given."""
+    everything = frozenset(model.recomputable)
+    found = {"none": [frozenset[str]()], "all": [everything]}
+    return found.get(recompute, list(dict.fromkeys([frozenset[str](), everything])))
 
 
 def _best(tried: Sequence[Evaluation], memory_bytes: int) -> Evaluation:

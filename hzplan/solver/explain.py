@@ -24,6 +24,7 @@ DOING: Mapping[Kind, str] = {
     Kind.REGATHER: "gathering gradients to replicas",
     Kind.SYNC: "gathering updated parameters",
     Kind.UPDATE: "optimizer",
+    Kind.COMPUTE: "computing forwards again",
 }
 
 
@@ -50,11 +51,14 @@ class Chain:
 
 def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     """The chain of a plan's own durations; links are not shared in it."""
-    network = Network(found.model, found.schedule, found.schedule, list(found.units), found.micro_batch)
+    switches = {unit: f"recompute {unit}" for unit in found.model.recomputable}
+    names = [*found.units, *switches.values()]
+    network = Network(found.model, found.schedule, found.schedule, names, found.micro_batch, switches)
     durations = network.durations(found.units)
     cut = max(network.walks(durations), key=lambda walk: walk.at(durations))
     spent = cut.weights * durations
-    names = list(network.rows)
+    unit_of = {name: unit for unit, name in switches.items()}
+    names = [unit_of.get(name, name) for name in names]
     sums: dict[str, np.ndarray] = {}
     for column, (kind, tier) in enumerate(network.columns):
         where = f" over {tier_names[tier]}" if tier >= 0 else ""
@@ -101,7 +105,9 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int) -> list[Altern
         levels = tuple(triple if tensor.trainable else frozen for tensor in tensors[unit])
         if levels != found.levels[unit]:
             changed = {**found.levels, unit: levels}
-            one = evaluate(found.model, changed, found.schedule, found.micro_batch, found.slots)
+            one = evaluate(
+                *(found.model, changed, found.schedule, found.micro_batch, found.slots, found.recompute)
+            )
             tried.append((triple, one, one.memory.peak <= budget_bytes))
     tried.sort(key=lambda item: (not item[2], item[1].objective_ns))
     listed = [

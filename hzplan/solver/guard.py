@@ -119,6 +119,7 @@ def request_of(plan: Plan) -> Request:
         clip=plan.clip,
         reduce_dtype=plan.reduce_dtype,
         pins=plan.source.pins,
+        recompute=plan.source.recompute,
     )
 
 

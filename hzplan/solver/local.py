@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hzplan.hierarchy import Levels
+from hzplan.simulate import events
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.patterns import MAX_BUCKETS
 
-MOST_TASKS = 60_000
-"""Tasks that are replayed from one start; a second or two."""
+MOST_EVENTS = 240_000
+"""Ends of tasks that are simulated from one start; a second or two."""
 WORTH = 1e-4
 """A shorter step is taken for one when it is shorter by this share."""
 
@@ -27,17 +28,20 @@ Choice = Mapping[str, Pattern]
 class Surroundings:
     """``alike``: units that have the same tensors, in groups; ``trained``: which of a unit's tensors are;
     ``known``: for the first unit of a group, patterns that some plan has used; ``triples``: all legal ones.
+    ``switched``: units for which it may be chosen whether their forward is computed again, like ones in
+    groups.
     """
 
     alike: Sequence[Sequence[str]]
     trained: Mapping[str, Sequence[bool]]
     known: Mapping[str, Sequence[Pattern]]
     triples: Sequence[Levels]
+    switched: Sequence[Sequence[str]] = ()
 
 
 def improve(
     start: Evaluation,
-    replays: Sequence[Callable[[Choice], Evaluation]],
+    replays: Sequence[Callable[[Choice, frozenset[str]], Evaluation]],
     around: Surroundings,
     fits: Callable[[Evaluation], bool],
     late: Callable[[], bool] = lambda: False,
@@ -45,27 +49,28 @@ def improve(
     """The start, or a better plan that fits. ``replays``: one for every pace, the start's first; ``late``:
     whether to stop."""
     best, replay = start, replays[0]
-    tries = max(len(replays), MOST_TASKS // len(start.schedule.tasks))
+    slowest = start.model.late_ns(start.schedule, start.micro_batch)
+    tries = max(len(replays), MOST_EVENTS // events(start.schedule, slowest))
     for other in replays[1:]:
         if late():
             return best
         tries -= 1
-        candidate = other(best.levels)
+        candidate = other(best.levels, best.recompute)
         if fits(candidate) and _shorter(candidate, best):
             best, replay = candidate, other
-    seen: set[tuple[tuple[str, Pattern], ...]] = set()
+    seen: set[tuple[tuple[tuple[str, Pattern], ...], frozenset[str]]] = set()
     improved = True
     while improved:
         improved = False
-        for choice in _neighbours(best.levels, around):
-            key = tuple(sorted(choice.items()))
+        for choice, again in _neighbours(best, around):
+            key = tuple(sorted(choice.items())), again
             if key in seen:
                 continue
             if tries <= 0 or late():
                 return best
             seen.add(key)
             tries -= 1
-            candidate = replay(choice)
+            candidate = replay(choice, again)
             if fits(candidate) and _shorter(candidate, best):
                 best, improved = candidate, True
                 break
@@ -77,12 +82,24 @@ def _shorter(one: Evaluation, other: Evaluation) -> bool:
     return one.objective_ns < goal and one.predicted.period_ns < goal  # the objective is a lower bound
 
 
-def _neighbours(levels: Choice, around: Surroundings) -> Iterator[Choice]:
+def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, frozenset[str]]]:
     """What is a step away, what changes most first.
 
-    All units of a kind take a pattern known from other plans; or one of their buckets takes another triple;
-    or one of their tensors does; or one unit alone takes a known pattern.
+    All units of a kind are recomputed or none; or they take a pattern known from other plans; or one of their
+    buckets takes another triple; or one of their tensors does; or one unit alone takes a known pattern, or
+    is recomputed or not.
     """
+    for some in around.switched:
+        yield best.levels, best.recompute | {*some}
+        yield best.levels, best.recompute - {*some}
+    for choice in _other_levels(best.levels, around):
+        yield choice, best.recompute
+    for some in around.switched:
+        for unit in some:
+            yield best.levels, best.recompute ^ {unit}
+
+
+def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
     for units in around.alike:
         for pattern in around.known[units[0]]:
             yield {**levels, **dict.fromkeys(units, pattern)}

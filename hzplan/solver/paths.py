@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from hzplan.cost import CostModel, UnitCost
 from hzplan.schedule import Kind, Schedule, Task
-from hzplan.solver.patterns import duration_keys
+from hzplan.solver.patterns import SWITCHED, duration_keys
 
 MS = 1e-6  # nanoseconds to milliseconds
 MAX_PASSES = 12
@@ -52,13 +52,20 @@ class Cut:
 class Network:
     """The schedule's edges, and every task's duration as a linear function of the units' durations.
 
-    ``units``: those that have a choice, in the order of the rows of durations and weights.
+    ``units``: those that have a choice, in the order of the rows of durations and weights; among them may be
+    ``switches``, by the unit that each is of.
     """
 
     def __init__(
-        self, model: CostModel, short: Schedule, whole: Schedule, units: Sequence[str], micro_batch: int
+        self,
+        model: CostModel,
+        short: Schedule,
+        whole: Schedule,
+        units: Sequence[str],
+        micro_batch: int,
+        switches: Mapping[str, str],
     ) -> None:
-        self.model, self.whole, self.micro_batch = model, whole, micro_batch
+        self.model, self.whole, self.micro_batch, self.switches = model, whole, micro_batch, switches
         self.rows = {unit: row for row, unit in enumerate(units)}
         keys = duration_keys(short.tiers)
         self.columns = {key: column for column, key in enumerate(keys)}
@@ -102,6 +109,11 @@ class Network:
             if task.kind is Kind.COMPUTE:
                 index = task.position % len(self.whole.uses)
                 constant += times * self.model.compute_ns(index, self.micro_batch) * MS
+                switch = self.switches.get(self.whole.uses[index].unit)
+                again = self.model.again_ns(index, self.micro_batch) * MS
+                if switch is not None and again:
+                    at = self.rows[switch] * self.shape[1] + self.columns[SWITCHED]
+                    terms.append((at, times * again))
             elif (key := (task.kind, task.tier)) in self.columns:
                 terms += [
                     (self.rows[unit] * self.shape[1] + self.columns[key], float(times))
@@ -166,27 +178,30 @@ class Network:
 
     def durations(self, units: Mapping[str, UnitCost]) -> Weights:
         """Milliseconds [units, keys] of some costs."""
-        return (
-            np.array(
-                [[units[unit].duration_ns(kind, tier) for kind, tier in self.columns] for unit in self.rows]
-            )
-            * MS
-        )
+        found = np.zeros(self.shape)
+        for unit, row in self.rows.items():
+            if unit in units:
+                found[row] = [units[unit].duration_ns(kind, tier) * MS for kind, tier in self.columns]
+        for unit, switch in self.switches.items():
+            found[self.rows[switch], self.columns[SWITCHED]] = float(units[unit].recompute)
+        return found
 
     @cached_property
     def capacities(self) -> list[Cut]:
         """The whole load of every tier, and of the processors with the share of speed that tiers take."""
         tiers = range(self.whole.tiers)
         loads = [np.zeros(self.shape) for _ in tiers]
-        compute = 0.0
+        compute, work = 0.0, np.zeros(self.shape)
         for task in self.whole.tasks:
             constant, terms = self._part([task], 1)
             compute += constant
-            for at, many in terms if task.tier >= 0 else ():
-                loads[task.tier].flat[at] += many
+            if task.kind is Kind.COMPUTE or task.tier >= 0:
+                load = work if task.kind is Kind.COMPUTE else loads[task.tier]
+                for at, many in terms:
+                    load.flat[at] += many
         cuts = [Cut(0.0, load) for load in loads]
-        lost = self.model.interference.lost
-        work = sum((share * load for share, load in zip(lost, loads, strict=True)), np.zeros(self.shape))
+        for share, load in zip(self.model.interference.lost, loads, strict=True):
+            work += share * load
         return [*cuts, Cut(compute, work)]
 
 

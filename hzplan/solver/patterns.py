@@ -34,7 +34,11 @@ MAX_NS = 24 * 3600 * 10**9
 def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
     """The (kind, tier) of every task that a pattern gives a duration, in the order of ``durations_ns``."""
     kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER, Kind.SYNC)
-    return [(kind, tier) for kind in kinds for tier in range(tiers)] + [(Kind.UPDATE, -1)]
+    return [(kind, tier) for kind in kinds for tier in range(tiers)] + [(Kind.UPDATE, -1), SWITCHED]
+
+
+SWITCHED = (Kind.COMPUTE, -1)
+"""A switch that is on counts a millisecond here, as many times as a use's backward takes longer."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Family:
 
     ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
     bytes ``resident``, ``unshard``, ``staging``, ``temporary`` [patterns] and ``scratch`` [patterns, tiers].
+    ``recompute``: 1 for a switch that is on (``switch``), else 0.
     """
 
     levels: tuple[tuple[Levels, ...], ...]
@@ -52,6 +57,7 @@ class Family:
     staging: NDArray[np.int64]
     scratch: NDArray[np.int64]
     temporary: NDArray[np.int64]
+    recompute: NDArray[np.int64]
 
     @cached_property
     def plainest(self) -> list[int]:
@@ -62,7 +68,8 @@ class Family:
     @cached_property
     def leanest(self) -> list[int]:
         """Indices of the patterns that no other undercuts in bytes; enough where time is ignored."""
-        parts = (self.resident, self.unshard, self.staging, self.temporary)
+        again = (self.recompute, -self.recompute)  # what is leaner differs from event to event
+        parts = (self.resident, self.unshard, self.staging, self.temporary, *again)
         sizes = np.column_stack([*parts, self.scratch])
         return _undominated(sizes[:, :0], sizes)
 
@@ -112,6 +119,29 @@ def enumerate_patterns(
         staging=sizes[:, 2],
         temporary=sizes[:, 3],
         scratch=sizes[:, 4:],
+        recompute=np.zeros(len(kept), dtype=np.int64),
+    )
+
+
+def switch(tiers: int, states: Sequence[bool]) -> Family:
+    """Whether a unit computes its forward again, in the shape of a family: one pattern per state.
+
+    What that costs and saves does not depend on the unit's levels, so it is a choice of its own, which the
+    relaxation, the ILP and the rounding take for one more unit. Time and bytes depend on the micro-batch
+    size, and are in the network and in the buffer of activations.
+    """
+    keys, none = duration_keys(tiers), np.zeros(len(states), dtype=np.int64)
+    durations = np.zeros((len(states), len(keys)), dtype=np.int64)
+    durations[:, keys.index(SWITCHED)] = [10**6 * state for state in states]
+    return Family(
+        ((),) * len(states),
+        durations,
+        resident=none,
+        unshard=none,
+        staging=none,
+        temporary=none,
+        scratch=np.zeros((len(states), tiers), dtype=np.int64),
+        recompute=np.array(states, dtype=np.int64),
     )
 
 

@@ -35,15 +35,31 @@ Coefficients = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
+class Events:
+    """MiB at every event of a step: ``base`` [events], and by unit what each of its patterns adds [patterns,
+    events]."""
+
+    base: Coefficients
+    added: Mapping[str, Coefficients]
+
+    def at(self, choice: Mapping[str, int]) -> Coefficients:
+        """With a pattern of every unit."""
+        return sum((of[choice[unit]] for unit, of in self.added.items()), self.base)
+
+
+NO_EVENTS = Events(np.zeros(0), {})
+
+
+@dataclass(frozen=True)
 class Buffer:
-    """What units share: as large as the largest of them needs, of which ``free_mib`` are there anyway.
+    """What units share: as large as the largest of them needs, and as is needed at every event.
 
     ``sizes``: MiB of every pattern, by unit.
     """
 
     name: str
     sizes: Mapping[str, Coefficients]
-    free_mib: float = 0.0
+    events: Events = NO_EVENTS
 
 
 @dataclass(frozen=True)
@@ -63,13 +79,15 @@ class Question:
     short: Schedule  # of as many micro-batches as have nodes of their own
     slots: Slots
     families: Mapping[str, Family]
+    switches: Mapping[str, str]  # those of the families that are, by their units
     micro_batch: int
     budget_bytes: int
 
     @cached_property
     def network(self) -> Network:
         """The schedule, ready for durations."""
-        return Network(self.model, self.short, self.schedule, list(self.families), self.micro_batch)
+        units = list(self.families)
+        return Network(self.model, self.short, self.schedule, units, self.micro_batch, self.switches)
 
     @cached_property
     def durations_ms(self) -> dict[str, Coefficients]:
@@ -82,34 +100,51 @@ class Question:
         return np.array([self.durations_ms[unit][choice[unit]] for unit in self.families])
 
     @cached_property
-    def activations_bytes(self) -> int:
-        """The most that activations take."""
-        return self.model.activation_peak_bytes(self.micro_batch)
+    def activations(self) -> Events:
+        """What activations take at every use, without uses at which it is never the most.
+
+        An event e is left out where another, f, takes as much under every choice: base_e − base_f +
+        Σ_units max over patterns of (added_e − added_f) ≤ 0.
+        """
+        base = np.array(self.model.activation_bytes(self.micro_batch), dtype=float)
+        added = {}
+        for unit, switch in self.switches.items():
+            on = np.array(self.model.activation_bytes(self.micro_batch, {unit}), dtype=float) - base
+            added[switch] = np.outer(self.families[switch].recompute, on)
+        kept: list[int] = []
+        for event in np.argsort(-base, kind="stable"):
+            more = base[event] - base[kept]
+            for of in added.values():
+                more = more + np.max(of[:, [event]] - of[:, kept], axis=0, initial=-np.inf)
+            if not (more <= 0).any():
+                kept.append(int(event))
+        return Events(base[kept] * MIB, {unit: of[:, kept] * MIB for unit, of in added.items()})
 
     @property
     def room_mib(self) -> float:
-        """What is left of the budget beside activations."""
-        return (self.budget_bytes - self.activations_bytes) * MIB
+        """The budget."""
+        return self.budget_bytes * MIB
 
     @cached_property
     def room(self) -> Room:
         """What patterns take.
 
-        Buffers: every unshard and gradient slot, exchange buffers per tier, and the optimizer's temporaries,
-        with clipping what they exceed the activations by. A slot that one unit uses is the unit's own.
+        Buffers: every unshard and gradient slot, exchange buffers per tier, activations, and the optimizer's
+        temporaries, which with clipping are there when activations are not. A slot that one unit uses is the
+        unit's own.
         """
         families, slots = self.families, self.slots
         resident = {unit: family.resident * MIB for unit, family in families.items()}
         shared: list[Buffer] = []
 
-        def share(name: str, users: Mapping[str, NDArray[np.int64]], free: int = 0) -> None:
-            if not any((sizes > free).any() for sizes in users.values()):
+        def share(name: str, users: Mapping[str, NDArray[np.int64]]) -> None:
+            if not any(sizes.any() for sizes in users.values()):
                 return
-            if len(users) == 1 and not free:
+            if len(users) == 1:
                 ((unit, sizes),) = users.items()
                 resident[unit] = resident[unit] + sizes * MIB
             else:
-                shared.append(Buffer(name, {u: sizes * MIB for u, sizes in users.items()}, free * MIB))
+                shared.append(Buffer(name, {u: sizes * MIB for u, sizes in users.items()}))
 
         for slot in sorted(set(slots.unshard.values())):
             users = {u: f.unshard for u, f in families.items() if slots.unshard.get(u) == slot}
@@ -119,8 +154,14 @@ class Question:
             share(f"gradient_slot_{slot}", users)
         for tier in range(self.short.tiers):
             share(f"exchange_{tier}", {u: family.scratch[:, tier] for u, family in families.items()})
-        free = self.activations_bytes if self.short.clip else 0
-        share("update", {unit: family.temporary for unit, family in families.items()}, free)
+        updates = {unit: family.temporary for unit, family in families.items() if family.temporary.any()}
+        if not self.short.clip:
+            share("update", updates)
+            updates = {}
+        events = self.activations
+        least = sum((of.min(axis=0) for of in events.added.values()), events.base).max(initial=0.0)
+        larger = {unit: sizes * MIB for unit, sizes in updates.items() if (sizes * MIB > least).any()}
+        shared.append(Buffer("activations", larger, events))
         return Room(resident, shared)
 
 
@@ -197,7 +238,8 @@ def _with_choices(question: Question, offered: Mapping[str, Sequence[int]]) -> P
 
 
 def _memory(problem: Problem) -> Terms:
-    """Σ x·resident bytes + Σ b, and for every shared buffer b and unit u: b ≥ Σ_p x[u,p]·bytes_p − free."""
+    """Σ x·resident bytes + Σ b, and for every shared buffer b: b ≥ Σ_p x[u,p]·bytes_p for every unit u,
+    b ≥ base_e + Σ_u Σ_p x[u,p]·added_{p,e} for every event e."""
     room = problem.question.room
     terms = [term for unit, sizes in room.resident.items() for term in problem.patterns(unit, sizes)]
     for buffer in room.shared:
@@ -206,7 +248,11 @@ def _memory(problem: Problem) -> Terms:
         for unit, sizes in buffer.sizes.items():
             held = problem.patterns(unit, -sizes)
             row = f"{buffer.name} holds {unit}"
-            problem.add(row, [(variable, 1.0), *held], pulp.LpConstraintGE, -buffer.free_mib)
+            problem.add(row, [(variable, 1.0), *held], pulp.LpConstraintGE, 0.0)
+        for event, base in enumerate(buffer.events.base):
+            held = [t for u, of in buffer.events.added.items() for t in problem.patterns(u, -of[:, event])]
+            row = f"{buffer.name} at event {event}"
+            problem.add(row, [(variable, 1.0), *held], pulp.LpConstraintGE, float(base))
     return terms
 
 

@@ -3,7 +3,8 @@
     min T                    (or the memory, for the least that fits)
     Σ_p x[u,p] = 1           for every unit u
     T ≥ every walk           (``paths``)
-    memory ≥ Σ bytes·x + Σ buffers,  buffer ≥ bytes of every unit that uses it (``problem.room``)
+    memory ≥ Σ bytes·x + Σ buffers,  buffer ≥ bytes of every unit that uses it, and at every event
+                             (``problem.room``)
     memory ≤ budget + over   where ``over`` costs more and more
 
 With r_p the reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs
@@ -65,7 +66,7 @@ class Relaxation:
         buffers = dict.fromkeys(self.buffers, -1.0)
         self.total = self._row(0.0, INFINITY, {self.memory: 1.0, self.over: 1.0, **buffers})
         self.holds = [
-            {unit: self._row(-buffer.free_mib, INFINITY, {column: 1.0}) for unit in buffer.sizes}
+            {unit: self._row(0.0, INFINITY, {column: 1.0}) for unit in buffer.sizes}
             for column, buffer in zip(self.buffers, self.room.shared, strict=True)
         ]
         self.allowed = {unit: np.ones(len(f.levels), dtype=bool) for unit, f in question.families.items()}
@@ -76,6 +77,38 @@ class Relaxation:
         for rows, buffer in zip(self.holds, self.room.shared, strict=True):
             for unit, row in rows.items():
                 self._bytes[unit].append((row, buffer.sizes[unit]))
+        self._events: list[set[int]] = [set() for _ in self.buffers]  # those that have a row
+        for number, buffer in enumerate(self.room.shared):
+            if len(buffer.events.base):
+                self._at_event(number, int(np.argmax(buffer.events.base)))
+
+    def _at_event(self, number: int, event: int) -> None:
+        """A buffer is as large as is needed at an event."""
+        events = self.room.shared[number].events
+        entries = {self.buffers[number]: 1.0}
+        for unit, of in events.added.items():
+            added = of[self.offered[unit], event]
+            entries |= dict(zip(self._places[unit], (-added).tolist(), strict=True))
+        row = self._row(float(events.base[event]), INFINITY, entries)
+        for unit, of in events.added.items():
+            self._bytes[unit].append((row, of[:, event]))
+        self._events[number].add(event)
+
+    def widen(self) -> bool:
+        """Add the event of every buffer at which it is farthest from large enough; whether there was one."""
+        found = False
+        for number, (column, buffer) in enumerate(zip(self.buffers, self.room.shared, strict=True)):
+            if not len(buffer.events.base):
+                continue
+            needed = buffer.events.base.copy()
+            for unit, of in buffer.events.added.items():
+                for pattern, share in self.shares(unit).items():
+                    needed += share * of[pattern]
+            event = int(np.argmax(needed))
+            if needed[event] > float(self.values[column]) + TOLERANCE and event not in self._events[number]:
+                self._at_event(number, event)
+                found = True
+        return found
 
     def _column(
         self, cost: float, low: float, high: float, entries: Mapping[int, float] | None = None
@@ -126,7 +159,7 @@ class Relaxation:
         }
         for number, (column, buffer) in enumerate(zip(self.buffers, self.room.shared, strict=True)):
             low, high = limits.get(number, (0.0, INFINITY))
-            self.lp.changeColBounds(column, max(0.0, low - buffer.free_mib), INFINITY)
+            self.lp.changeColBounds(column, low, INFINITY)
             for unit, sizes in buffer.sizes.items():
                 self.allowed[unit] &= sizes <= high
         for unit, allowed in self.allowed.items():
@@ -154,9 +187,9 @@ class Relaxation:
         """
         worst, found = TOLERANCE, None
         for number, (column, buffer) in enumerate(zip(self.buffers, self.room.shared, strict=True)):
-            held = float(self.values[column]) + buffer.free_mib + TOLERANCE
+            held = float(self.values[column]) + TOLERANCE
             taken = [float(buffer.sizes[u][p]) for u in buffer.sizes for p in self.shares(u)]
-            if max(taken) - held > worst:
+            if max(taken, default=0.0) - held > worst:
                 worst = max(taken) - held
                 above = min(size for size in taken if size > held)
                 below = max(float(np.max(of, where=of < above, initial=0.0)) for of in buffer.sizes.values())
@@ -231,7 +264,7 @@ class Relaxation:
         """What the memory of a unit's patterns costs at the duals."""
         found = np.zeros(len(self.question.families[unit].levels))
         for place, sizes in self._bytes[unit]:
-            if self.duals[place]:
+            if place < len(self.duals) and self.duals[place]:  # else a row that is newer
                 found += self.duals[place] * sizes
         return found
 

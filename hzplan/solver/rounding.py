@@ -59,19 +59,23 @@ class _Filled:
         for held, buffer in zip(self.held, self.room.shared, strict=True):
             for unit, sizes in buffer.sizes.items():
                 held[self.place[unit]] = sizes[choice[unit]]
+        self.at_events = [buffer.events.at(choice) for buffer in self.room.shared]
 
     def fits(self) -> bool:
         """Whether it is within the budget."""
         total = self.resident
-        for held, buffer in zip(self.held, self.room.shared, strict=True):
-            total += max(0.0, float(held.max()) - buffer.free_mib)
+        for held, needed in zip(self.held, self.at_events, strict=True):
+            total += max(float(held.max()), float(needed.max(initial=0.0)))
         return total <= self.budget_mib
 
     def change(self, unit: str, pattern: int) -> None:
         """Another pattern for a unit."""
         resident = self.room.resident[unit]
         self.resident += float(resident[pattern]) - float(resident[self.choice[unit]])
-        for held, buffer in zip(self.held, self.room.shared, strict=True):
+        for number, buffer in enumerate(self.room.shared):
             if unit in buffer.sizes:
-                held[self.place[unit]] = buffer.sizes[unit][pattern]
+                self.held[number][self.place[unit]] = buffer.sizes[unit][pattern]
+            added = buffer.events.added.get(unit)
+            if added is not None:
+                self.at_events[number] = self.at_events[number] + added[pattern] - added[self.choice[unit]]
         self.choice[unit] = pattern

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hzplan.cost import CostModel, UnitCost
+from hzplan.formats.plan import Recompute
 from hzplan.hierarchy import Levels
 from hzplan.layout import Dtype
 from hzplan.memory import assign_slots, memory
@@ -40,7 +41,8 @@ SMALLEST_S = 10.0  # for each ILP that looks for the least memory
 class Request:
     """What is asked of the solver.
 
-    ``reduce_dtype``: what gradients travel in; None: as they are kept. ``pins``: what is decided already.
+    ``reduce_dtype``: what gradients travel in; None: as they are kept. ``pins``: what is decided already, and
+    ``recompute``: whether it is decided which units compute their forward again.
     """
 
     memory_bytes: int
@@ -51,6 +53,11 @@ class Request:
     reduce_dtype: Dtype | None = None
     depths: tuple[int, ...] = PREFETCH_DEPTHS
     pins: tuple[str, ...] = ()
+    recompute: Recompute = "choose"
+
+
+Plain = tuple[Levels, frozenset[str]]
+"""One triple for all tensors, and the units that are recomputed."""
 
 
 class Known(NamedTuple):
@@ -59,7 +66,7 @@ class Known(NamedTuple):
 
     communication_ns: float
     floor_ns: float
-    triple: Levels
+    plain: Plain
     search: Search
 
 
@@ -79,6 +86,7 @@ class Search:
         pace: tuple[int, int],
         request: Request,
         families: Mapping[str, Family],
+        switches: Mapping[str, str],
     ) -> None:
         accumulation = request.global_batch // (model.mesh.world * micro_batch)
         prefetch, buffers = pace
@@ -91,7 +99,9 @@ class Search:
         )
         slots = assign_slots(schedule, tensors_of(model.profile))
         self.request, self.families = request, families
-        self.question = Question(model, schedule, short, slots, families, micro_batch, request.memory_bytes)
+        self.question = Question(
+            model, schedule, short, slots, families, switches, micro_batch, request.memory_bytes
+        )
         self.lp = Relaxation(self.question)
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
@@ -111,12 +121,16 @@ class Search:
 
     def evaluate(self, choice: Mapping[str, int]) -> Evaluation:
         """Replay a choice of patterns."""
-        return self.replay({unit: self.families[unit].levels[index] for unit, index in choice.items()})
+        switches = self.question.switches
+        names = {*switches.values()}
+        levels = {u: self.families[u].levels[index] for u, index in choice.items() if u not in names}
+        again = (unit for unit, name in switches.items() if self.families[name].recompute[choice[name]])
+        return self.replay(levels, frozenset(again))
 
-    def replay(self, levels: Mapping[str, tuple[Levels, ...]]) -> Evaluation:
-        """Replay a choice of levels."""
+    def replay(self, levels: Mapping[str, tuple[Levels, ...]], recompute: frozenset[str]) -> Evaluation:
+        """Replay a choice of levels and of units to recompute."""
         q = self.question
-        return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots)
+        return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots, recompute)
 
     @property
     def bound_ms(self) -> float:
@@ -202,7 +216,8 @@ class Search:
             if self.rounded is not None:  # walks between here and a plan cut deeper
                 walks += network.walks((durations + self.rounded) / 2)
             walks = [walk for walk in walks if walk.at(durations) > period]
-            converged = not lp.grow(reduced) and not walks
+            widened = lp.widen()
+            converged = not lp.grow(reduced) and not walks and not widened
             done = converged or not self._worth(best, found)
             if done or number in (1, ROUNDS):
                 self._add(rounded(lp), found)
@@ -235,7 +250,7 @@ class Search:
     def _weight(self, unit: str) -> Coefficients:
         """The bytes of a unit's patterns, whatever is shared."""
         family = self.families[unit]
-        return np.asarray(family.resident + family.unshard + family.staging, dtype=float)
+        return np.asarray(family.resident + family.unshard + family.staging - family.recompute, dtype=float)
 
     @property
     def smallest(self) -> Evaluation:
@@ -251,7 +266,6 @@ class Search:
     def _smallest(self) -> tuple[Evaluation, float]:
         """The choice, and a bound on the memory in bytes; by the same argument as ``run``."""
         bound, excess = self._least_memory()
-        fixed = self.question.activations_bytes
         for unit, family in self.families.items():
             lean = np.full(len(family.levels), np.inf)
             lean[family.leanest] = excess[unit][family.leanest]
@@ -263,10 +277,10 @@ class Search:
             solved = optimise(problem, 0.0, SMALLEST_S)
             if solved == "nothing":  # large, and out of time: a plain answer
                 plain = {unit: int(np.argmin(self._weight(unit))) for unit in self.families}
-                return self.evaluate(plain), bound / MIB + fixed
+                return self.evaluate(plain), bound / MIB
             found = self.evaluate(problem.choice())
             if solved != "optimal":
-                return found, bound / MIB + fixed
+                return found, bound / MIB
             reach = problem.lp.objective.value() - bound + TOLERANCE
             needed = sum(int((values <= reach).sum()) for values in excess.values())
             if sum(map(len, offered.values())) >= needed:
@@ -280,19 +294,20 @@ class Search:
             lp.offer(unit, [int(np.argmin(self._weight(unit))), *family.plainest])
         while True:
             assert lp.solve(), "without a budget something always fits"
-            reduced = lp.reduced_costs()
-            if not lp.grow(reduced):
+            reduced, widened = lp.reduced_costs(), lp.widen()
+            if not lp.grow(reduced) and not widened:
                 return lp.bound(reduced)
 
-    def floors(self, plain: Mapping[Levels, Mapping[str, UnitCost]]) -> list[Known]:
+    def floors(self, plain: Mapping[Plain, Mapping[str, UnitCost]]) -> list[Known]:
         """Of plans with one triple for all tensors: those that fit, with the least that they can take."""
         q, found = self.question, []
-        for triple, units in plain.items():
-            room = memory(units, q.slots, q.schedule, q.activations_bytes)
+        peaks = {again: q.model.activation_peak_bytes(q.micro_batch, again) for _, again in plain}
+        for one, units in plain.items():
+            room = memory(units, q.slots, q.schedule, peaks[one[1]])
             if room.peak <= self.request.memory_bytes:
                 durations = q.network.durations(units)
                 *loads, processors = (cut.at(durations) / MS for cut in q.network.capacities)
-                found.append(Known(sum(loads), max(processors, *loads), triple, self))
+                found.append(Known(sum(loads), max(processors, *loads), one, self))
         return found
 
     def run(self, found: Candidates, seconds: float) -> None:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 from hzplan.cost import CostModel
 from hzplan.errors import UserError
+from hzplan.formats.plan import Recompute
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES
 from hzplan.solver.candidates import NEAR, Candidates
-from hzplan.solver.evaluate import MAX_ACCUMULATION, Evaluation, fastest_of, tensors_of, uniform, unit_costs
+from hzplan.solver.evaluate import (
+    MAX_ACCUMULATION,
+    Evaluation,
+    fastest_of,
+    recomputations,
+    tensors_of,
+    uniform,
+    unit_costs,
+)
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.paths import MS
-from hzplan.solver.patterns import Family, enumerate_patterns
+from hzplan.solver.patterns import Family, enumerate_patterns, switch
 from hzplan.solver.pins import Pins
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
@@ -174,12 +183,19 @@ def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -
     model = searches[0].question.model
     pins = Pins(searches[0].request.pins, model.profile)
     uniforms = {triple: uniform(model.profile, triple) for triple in model.mesh.triples()}
-    plain = {t: unit_costs(model, of) for t, of in uniforms.items() if pins.keep(model.profile, of)}
+    agains = recomputations(model, searches[0].request.recompute)
+    plain = {
+        (triple, again): unit_costs(model, of, again)
+        for triple, of in uniforms.items()
+        if pins.keep(model.profile, of)
+        for again in agains
+    }
     fastest = fastest_of(found.all).predicted.period_ns
     for known in sorted(chain(*(search.floors(plain) for search in searches)), key=lambda one: one[:2]):
         if known.floor_ns > fastest * (1 + NEAR):
             continue
-        one = known.search.replay(uniforms[known.triple])
+        triple, again = known.plain
+        one = known.search.replay(uniforms[triple], again)
         if one.objective_ns <= fastest * (1 + NEAR) and one.predicted.period_ns <= fastest * (1 + NEAR):
             found.all.append(one)
             fastest = min(fastest, one.predicted.period_ns)
@@ -192,10 +208,9 @@ def _improved(
 ) -> list[Evaluation]:
     """The plan predicted fastest, and the one with a single triple, changed as long as that helps."""
     families, profile = searches[0].families, searches[0].question.model.profile
-    alike: dict[int, list[str]] = {}
-    for unit, family in families.items():
-        alike.setdefault(id(family), []).append(unit)
-    groups = list(alike.values())
+    switches = searches[0].question.switches
+    groups = _alike({unit: f for unit, f in families.items() if unit not in {*switches.values()}})
+    free = {unit: families[name] for unit, name in switches.items() if len(families[name].levels) > 1}
     around = Surroundings(
         groups,
         {unit: [tensor.trainable for tensor in tensors] for unit, tensors in tensors_of(profile).items()},
@@ -204,6 +219,7 @@ def _improved(
             for units in groups
         },
         searches[0].question.model.mesh.triples(),
+        _alike(free),
     )
 
     def triples(one: Evaluation) -> set[Levels]:
@@ -225,6 +241,14 @@ def _improved(
         replays = [search.replay for search in paces]
         improved.append(improve(start, replays, around, fits, lambda: time.monotonic() > deadline))
     return improved
+
+
+def _alike(families: Mapping[str, Family]) -> list[list[str]]:
+    """Units that have one family, in groups."""
+    found: dict[int, list[str]] = {}
+    for unit, family in families.items():
+        found.setdefault(id(family), []).append(unit)
+    return list(found.values())
 
 
 def searches_of(profile: Profile, request: Request) -> list[Search]:
@@ -259,6 +283,23 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
             if key not in alike:
                 alike[key] = enumerate_patterns(tensors, model, triples, allowed if request.pins else None)
             families[unit] = alike[key]
+    switches = _switches(model, request.recompute, families)
     return [
-        Search(model, size, pace, request, families) for size in sizes for pace in model.paces(request.depths)
+        Search(model, size, pace, request, families, switches)
+        for size in sizes
+        for pace in model.paces(request.depths)
     ]
+
+
+def _switches(model: CostModel, recompute: Recompute, families: dict[str, Family]) -> dict[str, str]:
+    """Add to the families a switch for every unit that may be recomputed, the same one for like units; their
+    names, by unit."""
+    if recompute == "none":
+        return {}
+    states, made = ([False, True] if recompute == "choose" else [True]), dict[int, Family]()
+    found = {}
+    for unit in model.recomputable:
+        found[unit] = name = f"recompute {unit}"
+        kind = id(families.get(unit))
+        families[name] = made.setdefault(kind, switch(len(model.mesh.tiers), states))
+    return found

@@ -117,8 +117,11 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
     parameters = dict(model.named_parameters())
     names = sorted(tensor for unit in plan.units for bucket in unit.buckets for tensor in bucket.tensors)
 
+    def under(unit: str, layer: str) -> bool:
+        return unit == layer or unit.startswith(f"{layer}.")
+
     def kind(layer: str) -> tuple[object, ...]:
-        """Its class; what its tensors are and where; how it is used."""
+        """Its class; what its tensors are and where; how it is used; what is recomputed."""
         inside = f"{layer}."
         tensors = [
             (name.removeprefix(inside), p.shape, p.requires_grad, choice.levels[name])
@@ -129,9 +132,10 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
         uses = [
             (use.phase, use.reads, use.unit.removeprefix(layer))
             for use in choice.uses
-            if use.unit == layer or use.unit.startswith(inside)
+            if under(use.unit, layer)
         ]
-        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses)
+        again = [unit.removeprefix(layer) for unit in sorted(choice.recompute) if under(unit, layer)]
+        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses), tuple(again)
 
     # As many that a slot and a gradient buffer are used by more than two.
     buffers = min(choice.gradient_buffers or 0, MOST_BUFFERS)
@@ -145,6 +149,7 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
             for unit, others in choice.requires.items()
             if (new := renamed(unit)) is not None
         },
+        recompute=frozenset(filter(None, map(renamed, choice.recompute))),
     )
 
 

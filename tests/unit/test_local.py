@@ -15,12 +15,15 @@ from tests.instances import random_profile
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hzplan.solver.local.MOST_TASKS", 10**9)
+    monkeypatch.setattr("hzplan.solver.local.MOST_EVENTS", 10**9)
     profile = random_profile(random.Random(seed), micro_batches=(1,))
     model = CostModel(profile)
     schedules = [model.schedule(prefetch=depth, accumulation=2, clip=True) for depth in (1, 2)]
-    replays = [lambda levels, s=schedule: evaluate(model, levels, s, 1) for schedule in schedules]
-    start = replays[0](uniform(profile, Levels(*[profile.mesh.levels] * 3)))
+    replays = [
+        lambda levels, again, s=schedule: evaluate(model, levels, s, 1, recompute=again)
+        for schedule in schedules
+    ]
+    start = replays[0](uniform(profile, Levels(*[profile.mesh.levels] * 3)), frozenset())
     budget = int(start.memory.peak * 1.3)
 
     def fits(one: Evaluation) -> bool:
@@ -29,7 +32,8 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
     tensors = {unit: specs for unit, specs in tensors_of(profile).items() if specs}
     trained = {unit: [tensor.trainable for tensor in specs] for unit, specs in tensors.items()}
     known = {unit: [start.levels[unit]] for unit in tensors}
-    around = Surroundings([[unit] for unit in tensors], trained, known, model.mesh.triples())
+    switched = [[unit] for unit in model.recomputable]
+    around = Surroundings([[unit] for unit in tensors], trained, known, model.mesh.triples(), switched)
     found = improve(start, replays, around, fits)
     assert fits(found)
     assert found.predicted.period_ns <= start.predicted.period_ns
@@ -40,23 +44,30 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
                 levels = list(found.levels[unit])
                 levels[index] = triple if specs[index].trainable else Levels(*[triple.param] * 3)
                 other: Choice = {**found.levels, unit: tuple(levels)}
-                candidate = evaluate(model, other, found.schedule, 1)
+                candidate = evaluate(model, other, found.schedule, 1, recompute=found.recompute)
                 assert (
                     not fits(candidate)
                     or len(set(levels)) > 3
                     or (candidate.predicted.period_ns >= found.predicted.period_ns * (1 - WORTH))
                 )
 
+    for unit in model.recomputable:
+        again = found.recompute ^ {unit}
+        candidate = evaluate(model, found.levels, found.schedule, 1, recompute=again)
+        assert not fits(candidate) or (
+            candidate.predicted.period_ns >= found.predicted.period_ns * (1 - WORTH)
+        )
+
 
 def test_is_over_when_enough_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hzplan.solver.local.MOST_TASKS", 0)
+    monkeypatch.setattr("hzplan.solver.local.MOST_EVENTS", 0)
     profile = random_profile(random.Random(1), micro_batches=(1,))
     model = CostModel(profile)
     schedule = model.schedule(prefetch=1, accumulation=1, clip=True)
     start = evaluate(model, uniform(profile, Levels(0, 0, 0)), schedule, 1)
     tried = []
 
-    def replay(levels: Choice) -> Evaluation:
+    def replay(levels: Choice, again: frozenset[str]) -> Evaluation:
         tried.append(levels)
         return evaluate(model, levels, schedule, 1)
 

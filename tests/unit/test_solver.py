@@ -12,11 +12,11 @@ import pytest
 
 from hzplan.cost import CostModel
 from hzplan.errors import UserError
-from hzplan.formats.plan import Plan
+from hzplan.formats.plan import Plan, Recompute
 from hzplan.hierarchy import Levels
 from hzplan.simulate import objective_ns
 from hzplan.solver.candidates import Candidates
-from hzplan.solver.conflict import conflict
+from hzplan.solver.conflict import conflict, decided
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
 from hzplan.solver.paths import MS
@@ -36,7 +36,8 @@ def _instance(seed: int) -> tuple[object, Request]:
     profile = random_profile(rng, micro_batches=rng.choice([(1,), (2,), (1, 2)]), dtype=dtype)
     batch = profile.mesh.world * profile.micro_batches[-1]  # at most two micro-batches a step
     request = Request(1, batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2), time_limit_s=600)
-    request = replace(request, reduce_dtype=None if seed % 3 else "bfloat16")
+    recompute: Recompute = {0: "none", 1: "all"}.get(seed % 7, "choose")  # type: ignore[assignment]
+    request = replace(request, reduce_dtype=None if seed % 3 else "bfloat16", recompute=recompute)
     least = try_everything(profile, request).smallest_bytes
     return profile, replace(request, memory_bytes=int(least * rng.choice(BUDGETS)))
 
@@ -143,13 +144,14 @@ def test_a_conflict_is_irreducible(seed: int) -> None:
     request = replace(request, pins=pins, memory_bytes=(free + pinned) // 2)
     assert isinstance(solve(profile, request), Infeasible)
     found = conflict(profile, request)
-    kept = tuple(pin for pin in pins if f"--pin {pin!r}" in found.groups)
-    assert found.groups[0] == "--memory" and len(found.groups) == 1 + len(kept) and kept
-    assert isinstance(solve(profile, replace(request, pins=kept)), Infeasible)
-    for pin in kept:
-        fewer = tuple(other for other in kept if other != pin)
-        assert isinstance(solve(profile, replace(request, pins=fewer)), Solved)
-        assert found.relief[pin] == try_everything(profile, replace(request, pins=fewer)).smallest_bytes
+    for name in decided(profile, request):
+        request = request if name in found.groups else decided(profile, request)[name]
+    kept = decided(profile, request)
+    assert kept and found.groups == ("--memory", *kept)
+    assert isinstance(solve(profile, request), Infeasible)
+    for name, fewer in kept.items():
+        assert isinstance(solve(profile, fewer), Solved)
+        assert found.relief[name] == try_everything(profile, fewer).smallest_bytes
 
 
 @pytest.mark.parametrize(

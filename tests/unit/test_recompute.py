@@ -1,0 +1,180 @@
+"""Recomputation: the same numbers in less memory, and what a profile and a plan say of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hzplan.cost import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Mesh
+from hzplan.models.recompute import leaves, recompute, switched
+from hzplan.models.units import find_units
+from hzplan.models.workload import load
+from hzplan.profiler import measure
+from hzplan.profiler.memory import HostMemory
+from hzplan.profiler.turns import Turns
+from hzplan.runtime.apply import recomputed_modules
+from hzplan.solver.solve import Infeasible, Request, Solved, solve
+from tests.plans import make_plan
+from tests.unit.test_analytic import analysed
+
+MODEL = "gpt:tiny"
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    with pytest.MonkeyPatch.context() as short:
+        for name, value in (("uses.MAX_BLOCKS", 2), ("optimizer.MAX_REPEATS", 3)):
+            short.setattr(f"hzplan.profiler.{name}", value)
+        return measure(
+            load(MODEL),
+            mesh=Mesh.parse("1"),
+            tier_names=("node",),
+            micro_batches=[2],
+            dtype="float32",
+            optimizer="adamw",
+            progress=lambda text, fraction: None,
+        )
+
+
+def test_memory_of_every_choice_is_as_predicted(profile: Profile) -> None:
+    """Of each of the 16 sets of layers: run, and followed to the byte."""
+    model = CostModel(profile)
+    layers = [unit for unit in model.recomputable if unit.startswith("layers.")]
+    assert len(layers) == 4
+    for count in range(len(layers) + 1):
+        for again in itertools.combinations(layers, count):
+            measured = _peak(lambda units, again=again: [u for u in units if u.name in again])
+            assert model.activation_peak_bytes(2, again) == pytest.approx(measured, rel=0.02)
+    assert model.activation_peak_bytes(2, layers) < 0.6 * model.activation_peak_bytes(2)
+
+
+def _peak(chosen: Callable[[tuple], list]) -> int:
+    workload = load(MODEL)
+    model = workload.build()
+    units = workload.units_of(model)
+    for unit in chosen(units):
+        recompute(unit.module)
+    turns, batch = Turns(units, 1), workload.batch(2, torch.Generator().manual_seed(0))
+    turns.run(lambda: workload.loss(model, batch))
+    with HostMemory() as trace:
+        turns.run(lambda: workload.loss(model, batch), trace)
+    level = peak = 0
+    for segment in trace.segments():
+        peak = max(peak, level + segment.peak_bytes)
+        level += segment.retained_bytes
+    return peak
+
+
+def test_time_is_that_of_a_forward() -> None:
+    """As modelled: what a layer's backward takes longer is its forward, less what nobody asks for."""
+    model = CostModel(analysed(load(MODEL), 2))
+    uses = model.profile.uses
+    forward = {use.unit: use.costs[0].seconds for use in uses if use.phase == "forward"}
+    for index, use in enumerate(uses):
+        again = model.again_ns(index, 2) / 1e9
+        if use.unit.startswith("layers.") and use.phase == "backward":
+            assert 0.5 * forward[use.unit] < again <= 1.01 * forward[use.unit]
+        else:
+            assert again == 0
+
+
+def test_modelled_like_measured(profile: Profile) -> None:
+    modelled, measured = CostModel(analysed(load(MODEL), 2, dtype="float32")), CostModel(profile)
+    assert modelled.recomputable == measured.recomputable
+    again = measured.recomputable
+    theirs = measured.activation_bytes(2, again)
+    assert modelled.activation_bytes(2, again) == pytest.approx(theirs, rel=0.05, abs=2**16)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.second(torch.dropout(torch.relu(self.first(x)) * scale, 0.5, True))
+
+
+def test_gradients_are_the_same_bits_also_with_dropout() -> None:
+    torch.manual_seed(0)
+    module, x = Dropping(), torch.randn(4, 8)
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(1)
+        found = module(x, scale=2.0).square().sum()
+        module.zero_grad()
+        found.backward()
+        return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+    plain = gradients()
+    undo = recompute(module)
+    again = gradients()
+    undo()
+    assert "forward" not in module.__dict__
+    assert len(plain) == 4 and all(map(torch.equal, plain, again))
+
+
+def test_a_switch_decides_when_forward_begins() -> None:
+    workload = load("gpt:nano")
+    model = workload.build()
+    calls: list[bool] = []
+    inner = model.layers[0].mlp if hasattr(model.layers[0], "mlp") else next(model.layers[0].children())
+    inner.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    batch = workload.batch(1, torch.Generator().manual_seed(0))
+    with switched(workload.units_of(model)) as switch:
+        workload.loss(model, batch).backward()
+        assert len(calls) == 1
+        switch.around(lambda: workload.loss(model, batch))().backward()
+        assert len(calls) == 3
+        with torch.no_grad():
+            switch.around(lambda: workload.loss(model, batch))()
+        assert len(calls) == 4
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_only_units_without_units_inside() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model.register_parameter("own", nn.Parameter(torch.ones(1)))
+    units = find_units(model)
+    names = {unit.name for unit in units}
+    assert "" in names and "" not in leaves(units) and leaves(units) == names - {""}
+    with pytest.raises(UserError, match="has other units inside"):
+        recomputed_modules(units, [""])
+    with pytest.raises(UserError, match="which the model does not have"):
+        recomputed_modules(units, ["elsewhere"])
+
+
+def test_a_backward_that_reads_nothing_cannot_compute_again(tmp_path: Path) -> None:
+    plan = make_plan("gpt:nano", recompute=["embed"])
+    data = json.loads(plan.model_dump_json())
+    data["uses"] = [use.replace("B embed", "b embed") for use in data["uses"]]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match="embed is recomputed, but its backward"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_less_memory_than_without_and_never_more_than_asked() -> None:
+    profile = analysed(load(MODEL), 2)
+    batch = 2 * profile.mesh.world
+
+    def least(recompute: str) -> int:
+        found = solve(profile, Request(1, batch, recompute=recompute))  # type: ignore[arg-type]
+        assert isinstance(found, Infeasible)
+        return found.smallest.memory.peak
+
+    free, without, everything = least("choose"), least("none"), least("all")
+    assert free <= everything and free < without
+    found = solve(profile, Request((free + without) // 2, batch))
+    assert isinstance(found, Solved) and found.best.recompute
+    loose = solve(profile, Request(2**40, batch))
+    assert isinstance(loose, Solved) and not loose.best.recompute
