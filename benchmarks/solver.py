@@ -2,27 +2,35 @@
 
 Profiles are modelled, so any machine will do; one core is used. For every model the communication's seconds
 are scaled so that all of it, under ZeRO-3, takes so many times as long as compute; memory is so many times
-the least that fits. Every search is whole: all micro-batch sizes and paces.
+the least that fits. Every search is whole: all micro-batch sizes, paces and sets of units to recompute.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import pulp
 import typer
 
 from benchmarks.__main__ import about
 from hzplan.cost import CostModel
 from hzplan.formats.base import write_text
 from hzplan.formats.profile import Profile
+from hzplan.models.hf import CONFIGS
+from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import evaluate, uniform
-from hzplan.solver.solve import Infeasible, Request, Solved, Standing, solve
+from hzplan.solver.problem import build_fastest
+from hzplan.solver.search import FIRST_OFFER
+from hzplan.solver.solve import Infeasible, Request, Solved, Standing, searches_of, solve
 
 RATIOS = (0.3, 1.0, 3.0)
 ROOMS = (1.05, 1.5, 3.0)
@@ -32,20 +40,50 @@ LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class Case:
-    """A profile, and how many forward passes of the smallest micro-batch a step has."""
+    """A model on nodes of eight H100, and how many forward passes of the smallest micro-batch a step has.
+
+    ``layers``: instead of those that the model has.
+    """
 
     name: str
-    profile: Path
+    model: str
+    nodes: int
+    seq_len: int
+    micro_batches: str = "1,2"
+    layers: int | None = None
+    units: tuple[str, ...] = ()
     passes: int = 2
+
+    def profile(self, folder: Path) -> Path:
+        """Made once, by ``hzplan profile --analytic``."""
+        path = folder / f"{self.name.replace(' ', '-')}.json"
+        if not path.exists():
+            spec = self.model
+            if self.layers is not None:
+                made = folder / self.name.replace(" ", "-") / "config.json"
+                data = json.loads((CONFIGS / f"{self.model.removeprefix('hf:')}.json").read_text())
+                write_text(made, json.dumps(data | {"num_hidden_layers": self.layers}))
+                spec = f"hf:{made}"
+            options = [
+                "--analytic",
+                "--cluster",
+                "h100-8x400g",
+                "--nodes",
+                str(self.nodes),
+                "--dtype",
+                "bf16",
+            ]
+            options += ["--micro-batch", self.micro_batches, "--seq-len", str(self.seq_len), "-o", str(path)]
+            options += [part for unit in self.units for part in ("--unit", unit)]
+            subprocess.run([sys.executable, "-m", "hzplan", "profile", spec, *options], check=True)
+        return path
 
 
 CASES = (
-    Case("llama3-8b on 64", Path("plans/profiles/llama3-8b-h100-8.json")),
-    Case("qwen3-32b on 128", Path("plans/profiles/qwen3-32b-h100-16.json")),
-    Case("mixtral-8x7b on 128", Path("plans/profiles/mixtral-8x7b-h100-16.json")),
-    Case("llama3-70b on 128", Path("plans/profiles/llama3-70b-h100-16.json")),
-    Case("gpt3-175b on 512", Path("plans/profiles/gpt3-175b-h100-64.json")),
-    Case("llama3-405b on 1024", Path("plans/profiles/llama3-405b-h100-128.json")),
+    Case("llama3-8b on 64", "hf:llama3-8b", 8, 4096),
+    Case("61-layer MoE on 512", "hf:mixtral-8x7b", 64, 2048, layers=61),
+    Case("llama3-70b on 1024", "hf:llama3-70b", 128, 4096),
+    Case("llama3-405b on 16384", "hf:llama3-405b", 2048, 2048, "1", units=("LlamaAttention", "LlamaMLP")),
 )
 
 
@@ -61,6 +99,7 @@ class Result:
     to_one_percent_s: float | None
     to_a_thousandth_s: float | None
     predicted_over_objective: float
+    recomputed: int
     curve: list[tuple[float, float, float]]
 
 
@@ -85,9 +124,9 @@ def scaled(profile: Profile, ratio: float, passes: int) -> Profile:
     return profile.model_copy(update={"collectives": collectives})
 
 
-def measure(case: Case) -> Iterator[Result]:
+def measure(case: Case, folder: Path) -> Iterator[Result]:
     """All ratios and rooms of a case."""
-    profile = Profile.load(case.profile)
+    profile = Profile.load(case.profile(folder))
     batch = profile.mesh.world * profile.micro_batches[0] * case.passes
     nothing = solve(profile, Request(1, batch))
     assert isinstance(nothing, Infeasible)
@@ -118,46 +157,111 @@ def _one(case: Case, profile: Profile, ratio: float, room: float, request: Reque
     best = outcome.best
     gap = curve[-1][1] / curve[-1][2] - 1
     over = best.predicted.period_ns / best.objective_ns
-    return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, curve)
+    again = len(best.recompute)
+    return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, again, curve)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One ILP, the same for both solvers: seconds, and the gap that each reached (None: no solution)."""
+
+    case: str
+    patterns: int
+    rows: int
+    seconds: tuple[float, float]
+    gaps: tuple[float | None, float | None]
+
+
+def beside(case: Case, folder: Path) -> Beside:
+    """HiGHS and CBC on the ILP that is left of a case's first pace after its relaxation, at 1 and 1.5."""
+    profile = scaled(Profile.load(case.profile(folder)), 1.0, case.passes)
+    batch = profile.mesh.world * profile.micro_batches[0] * case.passes
+    nothing = solve(profile, Request(1, batch))
+    assert isinstance(nothing, Infeasible)
+    request = Request(int(nothing.smallest.memory.peak * 1.5), batch, TIGHTER)
+    one = searches_of(profile, request)[0]
+    found = Candidates()
+    while one.open and one.worth(found):
+        one.expand(found, defaultdict(set))
+    offered = one.offered(found, FIRST_OFFER)
+    solvers = (
+        pulp.HiGHS(msg=False, threads=1, gapRel=TIGHTER, timeLimit=LIMIT_S),
+        pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=TIGHTER, timeLimit=LIMIT_S),
+    )
+    took, gaps, rows = [], [], 0
+    for solver in solvers:
+        problem = build_fastest(one.question, offered, [cut for _, cut in one.lp.cuts])
+        rows = len(problem.lp.constraints)
+        started = time.monotonic()
+        problem.lp.solve(solver)
+        took.append(time.monotonic() - started)
+        value = problem.lp.objective.value()
+        gaps.append(value / one.relaxed_ms - 1 if problem.lp.sol_status in (1, 2) and value else None)
+    patterns = sum(map(len, offered.values()))
+    return Beside(case.name, patterns, rows, (took[0], took[1]), (gaps[0], gaps[1]))
 
 
 def main(
     only: Annotated[str | None, typer.Option(help="Cases whose name contains this.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON here.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Where to write the tables.")] = None,
+    work: Annotated[Path, typer.Option(help="Profiles; one there is taken as it is.")] = Path("build/solver"),
 ) -> None:
     """Solve every case and print a table."""
     results = []
-    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim")
+    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim", "again")
     print(f"{'case':<22}" + "".join(f"{title:>10}" for title in titles))
     for case in CASES:
         if only is None or only in case.name:
-            for result in measure(case):
+            for result in measure(case, work):
                 results.append(result)
                 print(_line(result), flush=True)
+    both = [beside(case, work) for case in CASES if only is None or only in case.name]
+    for pair in both:
+        print(" | ".join(_pair(pair)), flush=True)
     peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
     print(f"peak memory of this process {peak}")
     if output is not None:
         found = {**about(), "peak_memory": peak, "results": [asdict(result) for result in results]}
+        found["beside"] = [asdict(pair) for pair in both]
         write_text(output, json.dumps(found, indent=1) + "\n")
     if docs is not None:
-        write_text(docs, _page(results, peak))
+        write_text(docs, _page(results, both, peak))
 
 
-def _page(results: list[Result], peak: str) -> str:
+def _page(results: list[Result], both: list[Beside], peak: str) -> str:
     made = about()
     head = f"""# How near to proven, and how soon
 
 `python -m benchmarks.solver --docs docs/solver.md`, {made["date"]}, {made["commit"]}, one core.
-At most {LIMIT_S:g} s were given, a gap of {TIGHTER:.1%} was asked for; the process took {peak}. Modelled
-profiles of `plans/profiles/`; communication is scaled to take so many times as long as compute under ZeRO-3,
-and memory is so many times the least that fits. Every search is whole: all micro-batch sizes and paces.
-`sim` is the predicted step over the objective, in which links are not shared.
+At most {LIMIT_S:g} s were given, a gap of {TIGHTER:.1%} was asked for; the process took {peak}. Profiles are
+modelled, for nodes of eight H100; communication is scaled to take so many times as long as compute under
+ZeRO-3, and memory is so many times the least that fits. Every search is whole: all micro-batch sizes, paces
+and sets of units to recompute. `sim` is the predicted step over the objective, in which links are not shared;
+`again`: how many units are recomputed.
 
-| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim |
-|---|--:|--:|--:|--:|--:|--:|--:|
+| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | again |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|
 """
-    return head + "".join(f"| {' | '.join(_cells(result))} |\n" for result in results)
+    page = head + "".join(f"| {' | '.join(_cells(result))} |\n" for result in results)
+    page += f"""
+## HiGHS and CBC
+
+The ILP over the {FIRST_OFFER} best patterns of every unit that is left of a case's first pace, at
+communication/compute 1 and memory 1.5: seconds and gap to the relaxation's bound, HiGHS then CBC, one thread, at
+most {LIMIT_S:g} s each.
+
+| model and ranks | patterns | rows | HiGHS s | gap | CBC s | gap |
+|---|--:|--:|--:|--:|--:|--:|
+"""
+    return page + "".join(f"| {' | '.join(_pair(pair))} |\n" for pair in both)
+
+
+def _pair(pair: Beside) -> list[str]:
+    cells = [pair.case, str(pair.patterns), str(pair.rows)]
+    for seconds, gap in zip(pair.seconds, pair.gaps, strict=True):
+        cells += [f"{seconds:.1f}", "none" if gap is None else f"{max(0.0, gap):.2%}"]
+    return cells
 
 
 def _line(result: Result) -> str:
@@ -178,6 +282,7 @@ def _cells(result: Result) -> list[str]:
         seconds(result.to_one_percent_s),
         seconds(result.to_a_thousandth_s),
         f"{result.predicted_over_objective:.2f}",
+        str(result.recomputed),
     ]
 
 

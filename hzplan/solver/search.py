@@ -315,7 +315,7 @@ class Search:
         deadline = time.monotonic() + seconds
         question, limit = self.question, FIRST_OFFER
         while self.excess:
-            offered = _cheapest(self.excess, self._reach(found), limit)
+            offered = self.offered(found, limit)
             if not all(offered.values()):  # nothing better than what was found
                 self.proven_ms = max(self.proven_ms, found.least_ms)
                 return
@@ -326,6 +326,10 @@ class Search:
             if self.bound_ms >= goal or needed <= limit or time.monotonic() >= deadline:
                 return
             limit = min(needed, 16 * limit)
+
+    def offered(self, found: Candidates, limit: int) -> dict[str, list[int]]:
+        """For every unit so many patterns, at most, that may be part of a better plan, the best first."""
+        return _cheapest(self.excess, self._reach(found), limit)
 
     def _solve(
         self, question: Question, offered: Mapping[str, list[int]], found: Candidates, deadline: float

@@ -162,10 +162,8 @@ def _explored(
         min(unproven, key=lambda search: search.bound_ms).expand(found, useful)
     feasible = searches
     if not found.all:  # perhaps only an exact choice fits, perhaps none does
-        fitting = [s.smallest for s in searches if s.smallest.memory.peak <= request.memory_bytes]
-        found.all += fitting
-        if fitting:
-            feasible = [search for search in searches if not search.certainly_too_large]
+        found.all += [s.smallest for s in searches if s.smallest.memory.peak <= request.memory_bytes]
+        feasible = [search for search in searches if not search.certainly_too_large]
     feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
         left = deadline - time.monotonic()

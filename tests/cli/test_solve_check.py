@@ -116,7 +116,7 @@ def test_check_holds_a_plan(tmp_path: Path, profile: Profile) -> None:
     answer = json.loads(done.stdout)
     assert not answer["ok"]
     (verdict,) = answer["plans"]
-    assert set(verdict) == {"plan", "ok", "reason", "objective_s", "peak_memory_bytes"}
+    assert set(verdict) >= {"plan", "ok", "reason", "objective_s", "peak_memory_bytes"}
     assert "objective" in verdict["reason"]
     assert verdict["objective_s"]["now"] > verdict["objective_s"]["golden"] * 1.005
     assert json.loads(plan.read_text()) == data  # nothing is written unasked
