@@ -248,8 +248,8 @@ and sets of units to recompute. `sim` is the predicted step over the objective, 
 ## HiGHS and CBC
 
 The ILP over the {FIRST_OFFER} best patterns of every unit that is left of a case's first pace, at
-communication/compute 1 and memory 1.5: seconds and gap to the relaxation's bound, HiGHS then CBC, one thread, at
-most {LIMIT_S:g} s each.
+communication/compute 1 and memory 1.5: seconds and gap to the relaxation's bound, HiGHS then CBC, one thread,
+at most {LIMIT_S:g} s each.
 
 | model and ranks | patterns | rows | HiGHS s | gap | CBC s | gap |
 |---|--:|--:|--:|--:|--:|--:|

@@ -54,7 +54,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 def test_what_is_read_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{}")
     with pytest.raises(UserError, match="is what is read"):
-        check_writable(tmp_path / "p.json", keep=tmp_path / "p.json")
+        check_writable(tmp_path / "p.json", keep=[tmp_path / "p.json"])
 
 
 def test_an_endless_file_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
