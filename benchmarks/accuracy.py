@@ -148,12 +148,14 @@ def _calibrated(plans: Sequence[Path], profile_path: Path, entry: Mapping[str, A
 
 
 def _plans(profile_path: Path, global_batch: int, folder: Path, seed: str) -> list[Path]:
-    """Random plans that differ: of one triple, of one per unit, and of one per tensor."""
+    """Random plans that differ: of one triple, of one per unit, and of one per tensor; every other one
+    recomputes half of the units that can be."""
     profile = Profile.load(profile_path)
     model, rng = CostModel(profile), random.Random(seed)
     written = []
     for number in range(PLANS):
-        found = _random(profile, model, global_batch, rng, number % 3)
+        again = [unit for unit in model.recomputable if number % 2 and rng.random() < 0.5]
+        found = _random(profile, model, global_batch, rng, number % 3, frozenset(again))
         path = folder / f"random{number}.json"
         given(profile, profile_path, found, Request(UNLIMITED, global_batch)).save(path)
         written.append(path)
@@ -161,7 +163,12 @@ def _plans(profile_path: Path, global_batch: int, folder: Path, seed: str) -> li
 
 
 def _random(
-    profile: Profile, model: CostModel, global_batch: int, rng: random.Random, variety: int
+    profile: Profile,
+    model: CostModel,
+    global_batch: int,
+    rng: random.Random,
+    variety: int,
+    again: frozenset[str],
 ) -> Evaluation:
     triples = model.mesh.triples()
     prefetch, buffers = rng.choice(model.paces(PREFETCH_DEPTHS))
@@ -181,7 +188,7 @@ def _random(
         clip=True,
         gradient_buffers=buffers,
     )
-    return evaluate(model, levels, schedule, MICRO_BATCH)
+    return evaluate(model, levels, schedule, MICRO_BATCH, recompute=again)
 
 
 def measured_s(plan: Mapping[str, Any]) -> float:
