@@ -109,7 +109,7 @@ def make_plan(
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
-                recompute=unit.name in recompute,
+                recompute=True if unit.name in recompute else None,
                 buckets=(
                     (BucketEntry(shards=shards(unit.name), tensors=tuple(t.name for t in unit.tensors)),)
                     if unit.tensors

@@ -41,12 +41,12 @@ class BucketEntry(Strict):
 class PlanUnit(Strict):
     """A unit and its buckets; a unit without tensors of its own (tied weights) has none.
 
-    ``recompute``: whether its forward is computed again in its backward, and what that needs not kept.
+    ``recompute``: true where its forward is computed again in its backward, and what that needs is not kept.
     """
 
     name: str
     requires: tuple[str, ...]
-    recompute: bool = False
+    recompute: Literal[True] | None = None
     buckets: tuple[BucketEntry, ...]
 
 

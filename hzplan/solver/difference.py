@@ -58,10 +58,11 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
             yield Choice(name, (), before, after)
     if one.source.recompute != other.source.recompute:
         yield Choice("recomputation", (), one.source.recompute, other.source.recompute)
-    for unit in one.units:
-        then = {u.name: u.recompute for u in other.units}
-        if unit.recompute != then.get(unit.name, unit.recompute):
-            yield Choice(unit.name, (), _again(again=unit.recompute), _again(again=not unit.recompute))
+    both = {unit.name for unit in one.units} & {unit.name for unit in other.units}
+    for unit in (unit.name for unit in one.units if unit.name in both):
+        before, after = unit in one.recomputed, unit in other.recomputed
+        if before != after:
+            yield Choice(unit, (), _again(again=before), _again(again=after))
     if one.uses != other.uses:
         yield Choice("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
 

@@ -106,7 +106,7 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
-                recompute=unit.name in chosen.recompute,
+                recompute=True if unit.name in chosen.recompute else None,
                 buckets=tuple(
                     BucketEntry(
                         shards=_shards(profile.mesh, bucket.levels),
