@@ -9,7 +9,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-che
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-full accuracy fuzz soak convergence clean $(VENV)
+.PHONY: help demo test lint bench bench-full accuracy fuzz exhaustive soak convergence clean $(VENV)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ accuracy: $(STAMP) ## measure predictions on emulated clusters and publish the e
 fuzz: $(STAMP) ## throw guided nonsense at every reader of files, a minute each (FUZZ='plan 600': one, longer)
 	$(PIP_INSTALL) -e '.[fuzz]'
 	$(PY) -m tests.fuzz $(FUZZ)
+
+exhaustive: $(STAMP) ## the solver against trying everything, on 600 random questions (some minutes)
+	HZPLAN_INSTANCES=600 $(PY) -m pytest --numprocesses 2 tests/unit/test_solver.py -k equals_trying_everything
 
 soak: $(STAMP) ## train 2,000 steps under random plans in turn, beside one process (several minutes)
 	OMP_NUM_THREADS=1 $(PY) -m tests.distributed.soak

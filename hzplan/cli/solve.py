@@ -52,9 +52,16 @@ def command(
         str | None,
         typer.Option(
             metavar="AXIS=VALUES",
-            help="Solve at several points: memory=40GiB,60GiB,80GiB, each a plan of its own beside OUTPUT, "
-            "or network=0.5,1,2, times as fast as profiled.",
+            help="Solve at several points: memory=40GiB,60GiB,80GiB or nodes=8,16,32 (of a modelled "
+            "profile), each a plan of its own beside OUTPUT, or network=0.5,1,2, times as fast as profiled.",
         ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Also draw what --sweep finds.")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="On so many nodes; of a modelled profile, which is then written beside OUTPUT."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
@@ -70,6 +77,7 @@ def command(
     from hzplan.cli.quantities import parse_bytes, parse_dtype
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
+    from hzplan.rings import with_nodes
     from hzplan.solver.solve import Failed, Request, Standing, solve
     from hzplan.solver.solve import Infeasible as NothingFits
 
@@ -77,7 +85,11 @@ def command(
         raise UserError("--gap must be a number of at least 0, --time-limit one above 0")
     if recompute not in get_args(Recompute):
         raise UserError(f"--recompute {recompute}: write {', '.join(get_args(Recompute))}")
+    if plot is not None and sweep is None:
+        raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
+    if nodes is not None:
+        loaded = with_nodes(loaded, nodes)
     budget = (
         parse_bytes(memory, "--memory")
         if memory is not None
@@ -98,7 +110,7 @@ def command(
     if sweep is not None:
         from hzplan.cli import sweep as sweeping
 
-        sweeping.run(sweep, loaded, request, profile, output, as_json=as_json)
+        sweeping.run(sweep, loaded, request, profile, output, plot=plot, as_json=as_json)
         return
     with console.Bar("solve") as bar:
 
@@ -110,22 +122,32 @@ def command(
         raise Infeasible(_nothing_fits(loaded, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
+    if nodes is not None:
+        profile = output.with_name(f"{output.stem}.profile.json")
+        loaded.save(profile)
     _write(loaded, request, outcome, profile, output, as_json=as_json)
 
 
 def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, as_json: bool) -> str:
     """The smallest memory that would, what takes it, and which pins are in the way."""
     from hzplan.cli import console
-    from hzplan.solver.conflict import conflict, decided
+    from hzplan.solver.conflict import conflict, decided, more_nodes
 
     smallest = outcome.smallest
     least = smallest.memory.peak
     found = conflict(profile, request) if decided(profile, request) else None
+    nodes = more_nodes(profile, request)
     if as_json:
-        answer = {"status": "infeasible", "smallest_memory_bytes": least, "solve_s": outcome.seconds}
+        answer: dict[str, object] = {
+            "status": "infeasible",
+            "smallest_memory_bytes": least,
+            "solve_s": outcome.seconds,
+        }
         answer |= {"smallest_memory_by_category": smallest.memory.by_category()}
         if found is not None:
             answer |= {"conflict": found.groups, "smallest_memory_without": found.relief}
+        if nodes is not None:
+            answer |= {"smallest_memory_on_nodes": {nodes[0]: nodes[1]}}
         print(json.dumps(answer))
     largest = max(smallest.memory.by_category().items(), key=lambda item: item[1])
     said = (
@@ -133,6 +155,8 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
         f"{least} B ({console.size(least)}), at micro-batch {smallest.micro_batch}; "
         f"{console.size(largest[1])} of it is {largest[0].replace('_', ' ')}"
     )
+    if nodes is not None:
+        said += f"; on {nodes[0]} nodes it is {console.size(nodes[1])}"
     if found is None or not found.relief:
         return said
     without = ", ".join(f"{console.size(of)} without {what}" for what, of in found.relief.items())

@@ -8,22 +8,39 @@ from dataclasses import replace
 from pathlib import Path
 
 from hzplan.cli import console
+from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.errors import Infeasible, JobFailed, UserError
 from hzplan.formats.profile import Profile
+from hzplan.rings import with_nodes
+from hzplan.show import front
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Failed, Request, Solved, Standing
 from hzplan.solver.sweep import Point, on_front, sweep, with_network
 
-AXES = "memory=40GiB,60GiB,80GiB or network=0.5,1,2 (times as fast as profiled)"
+MOST_NODES = 1 << 20
+AXES = "memory=40GiB,60GiB,80GiB, nodes=8,16,32, or network=0.5,1,2 (times as fast as profiled)"
 
 
-def run(text: str, profile: Profile, request: Request, path: Path, output: Path, *, as_json: bool) -> None:
-    """Solve every point; plans of other budgets are written beside ``output``, one each.
+def run(
+    text: str,
+    profile: Profile,
+    request: Request,
+    path: Path,
+    output: Path,
+    *,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Solve every point; plans of other budgets or numbers of nodes are written beside ``output``, one each,
+    those of other nodes with their profiles.
 
-    A plan for another network would need that network's profile, so those are shown only.
+    Plans for another network are shown only: no cluster has it. ``plot``: a figure of memory and time.
     """
     asked = _points(text, profile, request)
+    if plot is not None:
+        check_writable(plot, keep=[path])
+        front.check()
     with console.Bar("solve") as bar:
         done: list[str] = []
 
@@ -40,25 +57,44 @@ def run(text: str, profile: Profile, request: Request, path: Path, output: Path,
         raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
     written = [_written(point, path, output) for point in points]
     rows = [
-        _row(point, front, plan) for point, front, plan in zip(points, on_front(points), written, strict=True)
+        _row(point, best, plan) for point, best, plan in zip(points, on_front(points), written, strict=True)
     ]
+    if plot is not None:
+        front.draw(profile.model.name, [_place(point) for point in points], plot)
     if as_json:
         print(json.dumps({"sweep": rows}))
         return
     _show(profile, rows)
+    if plot is not None:
+        console.stdout().print(f"plot: {plot}", soft_wrap=True)
+
+
+def _place(point: Point) -> tuple[str, float, int] | None:
+    if not isinstance(point.outcome, Solved):
+        return None
+    best = point.outcome.best
+    return point.label, best.step_s, best.memory.peak
 
 
 def _points(text: str, profile: Profile, request: Request) -> list[tuple[str, Profile, Request]]:
     axis, _, given = text.partition("=")
     values = list(dict.fromkeys(value.strip() for value in given.split(",") if value.strip()))
-    if axis not in ("memory", "network") or not values:
+    if axis not in ("memory", "nodes", "network") or not values:
         raise UserError(f"--sweep {text}: write {AXES}")
+    if axis == "nodes":
+        return [(f"nodes={value}", with_nodes(profile, _count(value, text)), request) for value in values]
     if axis == "memory":
         return [
             (f"memory={value}", profile, replace(request, memory_bytes=parse_bytes(value, "--sweep memory")))
             for value in values
         ]
     return [(f"network={value}", with_network(profile, _factor(value, text)), request) for value in values]
+
+
+def _count(value: str, text: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= MOST_NODES:
+        raise UserError(f"--sweep {text}: {value} is no number of nodes; write {AXES}")
+    return int(value)
 
 
 def _factor(value: str, text: str) -> float:
@@ -72,15 +108,18 @@ def _factor(value: str, text: str) -> float:
 
 
 def _written(point: Point, path: Path, output: Path) -> Path | None:
-    if not isinstance(point.outcome, Solved) or not point.label.startswith("memory="):
+    if not isinstance(point.outcome, Solved) or point.label.startswith("network="):
         return None
     plan_path = output.with_name(f"{output.stem}.{point.label.replace('=', '-')}{output.suffix}")
+    if point.label.startswith("nodes="):
+        path = plan_path.with_name(f"{plan_path.stem}.profile.json")
+        point.profile.save(path)
     plan = emit(point.profile, point.request, point.outcome, profile_path=path, plan_path=plan_path)
     plan.save(plan_path)
     return plan_path
 
 
-def _row(point: Point, front: bool, plan: Path | None) -> dict[str, object]:
+def _row(point: Point, best_of: bool, plan: Path | None) -> dict[str, object]:
     row: dict[str, object] = {"point": point.label}
     if isinstance(point.outcome, Solved):
         best = point.outcome.best
@@ -90,7 +129,7 @@ def _row(point: Point, front: bool, plan: Path | None) -> dict[str, object]:
             "step_s": best.step_s,
             "peak_memory_bytes": best.memory.peak,
             "micro_batch": best.micro_batch,
-            "on_front": front if point.label.startswith("memory") else None,
+            "on_front": None if point.label.startswith("network") else best_of,
             "plan": str(plan) if plan else None,
         }
     else:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hzplan.errors import UserError
-from hzplan.formats.cluster import ClusterModel, Device, TierModel
+from hzplan.formats.cluster import ClusterModel, Device
 from hzplan.formats.profile import (
     ClusterEntry,
-    CollectiveCurve,
-    CollectivePoint,
     ModelledEntry,
     OptimizerEntry,
     OptimizerPoint,
@@ -19,7 +17,7 @@ from hzplan.formats.profile import (
     UseCost,
     UseEntry,
 )
-from hzplan.hierarchy import Mesh, Stage
+from hzplan.hierarchy import Mesh
 from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 from hzplan.models.workload import Workload
 from hzplan.profiler.again import differences, with_again
@@ -29,8 +27,9 @@ from hzplan.profiler.machine import provenance
 from hzplan.profiler.optimizer import footprint
 from hzplan.profiler.samples import nanoseconds
 from hzplan.profiler.shapes import Shapes, in_shapes
+from hzplan.rings import collectives, travelling_bytes
 
-LEAST_BYTES, LEAST_ELEMENTS = 1 << 10, 1 << 10
+LEAST_ELEMENTS = 1 << 10
 
 
 def analyse(
@@ -84,7 +83,7 @@ def analyse(
         optimizer=_optimizer(optimizer, dtype, rates, largest),
         units=joined_units(entries, uses),
         uses=uses,
-        collectives=_collectives(cluster, mesh, largest * ITEM_BYTES[MASTER_DTYPE[dtype]]),
+        collectives=collectives(cluster, mesh, travelling_bytes(entries, dtype)),
     )
 
 
@@ -137,39 +136,3 @@ def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> Optimizer
             for elements in sorted({LEAST_ELEMENTS, max(largest, LEAST_ELEMENTS + 1)})
         ),
     )
-
-
-def _collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
-    """Rings: n − 1 hops, (n − 1)/n of the bytes through each rank (Thakur, Rabenseifner, Gropp 2005, §4).
-
-    Lines in bytes, so two points say all.
-    """
-    return tuple(
-        CollectiveCurve(
-            operation=operation,
-            low=stage.low,
-            high=stage.high,
-            points=tuple(
-                CollectivePoint(
-                    bytes=size,
-                    seconds=nanoseconds(
-                        _ring_s(_tier_of(cluster, mesh, stage), mesh.group_size(stage), size)
-                    ),
-                    spread=0.0,
-                )
-                for size in (LEAST_BYTES, max(largest_bytes, 2 * LEAST_BYTES))
-            ),
-        )
-        for stage in mesh.stages()
-        for operation in ("all_gather", "reduce_scatter")
-    )
-
-
-def _tier_of(cluster: ClusterModel, mesh: Mesh, stage: Stage) -> TierModel:
-    bounds = enumerate(mesh.tier_bounds)
-    return cluster.tiers[next(tier for tier, (low, high) in bounds if low <= stage.low < high)]
-
-
-def _ring_s(tier: TierModel, ranks: int, nbytes: int) -> float:
-    rate = tier.bytes_per_s.value * tier.bytes_share.value
-    return (ranks - 1) * (tier.latency_s.value + nbytes / ranks / rate)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
+from hzplan.rings import nodes_of, with_nodes
 from hzplan.solver.search import Request
 from hzplan.solver.solve import searches_of
 
@@ -43,6 +45,16 @@ def conflict(profile: Profile, request: Request) -> Conflict:
 
 def _without(request: Request, pin: str) -> Request:
     return replace(request, pins=tuple(other for other in request.pins if other != pin))
+
+
+def more_nodes(profile: Profile, request: Request) -> tuple[int, int] | None:
+    """Twice the nodes, and the least memory in bytes there; None where the profile cannot say, or where the
+    batch cannot be cut so."""
+    try:
+        nodes = 2 * nodes_of(profile)
+        return nodes, least_bytes(with_nodes(profile, nodes), request)
+    except UserError:
+        return None
 
 
 def least_bytes(profile: Profile, request: Request) -> int:

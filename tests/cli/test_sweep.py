@@ -48,13 +48,66 @@ def test_a_faster_network_is_never_slower(question: list[object], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", ["memory", "memory=", "memory=3", "nodes=1", "network=fast", "network=0", "network=nan"]
+    "text",
+    [
+        "memory",
+        "memory=",
+        "memory=3",
+        "nodes=1",
+        "nodes=x",
+        "nodes=0",
+        "network=fast",
+        "network=0",
+        "network=nan",
+    ],
 )
 def test_a_sweep_of_nothing_is_refused(question: list[object], tmp_path: Path, text: str) -> None:
     done = hzplan(*question, "--sweep", text, cwd=tmp_path)
     assert done.code == 2
     (line,) = done.stderr.splitlines()
-    assert "--sweep" in line
+    assert "--sweep" in line or "was measured on its nodes" in line
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a profile without a cluster."""
+    folder = tmp_path_factory.mktemp("modelled")
+    options = (
+        "--analytic",
+        "--cluster",
+        "h100-8x400g",
+        "--nodes",
+        "2",
+        "--dtype",
+        "bf16",
+        "--micro-batch",
+        "1",
+    )
+    done = hzplan("profile", "gpt:nano", *options, "-o", "profile.json", cwd=folder)
+    assert done.code == 0, done.stderr
+    return folder
+
+
+def test_other_numbers_of_nodes_and_a_plot(modelled: Path) -> None:
+    ask = ("solve", "profile.json", "--global-batch", "64", "-o", "plan.json")
+    done = hzplan(*ask, "--sweep", "nodes=1,4", "--plot", "front.svg", "--json", cwd=modelled)
+    assert done.code == 0, done.stderr
+    rows = json.loads(done.stdout)["sweep"]
+    for row, nodes in zip(rows, (1, 4), strict=True):
+        plan = Plan.load(modelled / row["plan"])
+        assert plan.mesh.world == 8 * nodes and plan.batch.global_batch == 64
+        assert hzplan("check", row["plan"], cwd=modelled).code == 0
+    svg = (modelled / "front.svg").read_text()
+    assert svg.startswith("<?xml") and "nodes=4" in svg.replace("<!--", "").replace("-->", "")
+    done = hzplan(*ask, "--nodes", "4", cwd=modelled)
+    assert done.code == 0, done.stderr
+    assert Plan.load(modelled / "plan.json").mesh.world == 32
+    assert hzplan("check", "plan.json", cwd=modelled).code == 0
+    done = hzplan(*ask, "--memory", "1KiB", "--json", cwd=modelled)
+    assert done.code == 3 and "; on 4 nodes it is " in done.stderr
+    assert list(json.loads(done.stdout)["smallest_memory_on_nodes"]) == ["4"]
+    for options in (("--plot", "x.svg"), ("--sweep", "nodes=1", "--plot", "profile.json"), ("--nodes", "0")):
+        assert hzplan(*ask, *options, cwd=modelled).code == 2
 
 
 def test_nothing_fits_at_any_point(question: list[object], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hzplan.models.hf import known_configs
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
 from hzplan.profiler.analytic import analyse
+from hzplan.rings import nodes_of, with_nodes
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request, Solved, solve
 from tests.unit.memory_tracker import MICRO_BATCH
@@ -168,6 +169,26 @@ def test_a_slower_network_makes_collectives_slower_and_nothing_else(tmp_path: Pa
     for before, after in zip(found[0].collectives, found[1].collectives, strict=True):
         slower = after.points[-1].seconds > before.points[-1].seconds
         assert slower == (before.low >= mesh.tier_bounds[1][0])
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 16])
+def test_on_other_nodes_as_if_profiled_there(nodes: int) -> None:
+    data, device = find_cluster("h100-8x400g")
+    here, there = (
+        analyse(
+            load("gpt:nano"),
+            data,
+            device,
+            mesh=Mesh.of_tiers(8, size),
+            micro_batches=[1],
+            dtype="bfloat16",
+            optimizer="adamw",
+        )
+        for size in (4, nodes)
+    )
+    assert nodes_of(here) == 4
+    same = {"provenance": there.provenance}
+    assert with_nodes(here, nodes).model_copy(update=same) == there
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

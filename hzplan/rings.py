@@ -1,0 +1,81 @@
+"""Collectives of clusters that nobody measured, by formula; and a modelled profile on more or fewer nodes."""
+
+from __future__ import annotations
+
+from math import prod
+
+from hzplan.errors import UserError
+from hzplan.formats.cluster import ClusterModel, TierModel, find_cluster
+from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile, UnitEntry
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
+
+LEAST_BYTES = 1 << 10
+
+
+def collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
+    """Rings: n − 1 hops, (n − 1)/n of the bytes through each rank (Thakur, Rabenseifner, Gropp 2005, §4).
+
+    Lines in bytes, so two points say all.
+    """
+    return tuple(
+        CollectiveCurve(
+            operation=operation,
+            low=stage.low,
+            high=stage.high,
+            points=tuple(
+                CollectivePoint(
+                    bytes=size,
+                    seconds=round(_ring_s(_tier_of(cluster, mesh, stage), mesh.group_size(stage), size), 9),
+                    spread=0.0,
+                )
+                for size in (LEAST_BYTES, max(largest_bytes, 2 * LEAST_BYTES))
+            ),
+        )
+        for stage in mesh.stages()
+        for operation in ("all_gather", "reduce_scatter")
+    )
+
+
+def _tier_of(cluster: ClusterModel, mesh: Mesh, stage: Stage) -> TierModel:
+    bounds = enumerate(mesh.tier_bounds)
+    return cluster.tiers[next(tier for tier, (low, high) in bounds if low <= stage.low < high)]
+
+
+def _ring_s(tier: TierModel, ranks: int, nbytes: int) -> float:
+    rate = tier.bytes_per_s.value * tier.bytes_share.value
+    return (ranks - 1) * (tier.latency_s.value + nbytes / ranks / rate)
+
+
+def travelling_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:
+    """Of the largest unit's gradients."""
+    largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
+    return largest * ITEM_BYTES[MASTER_DTYPE[dtype]]
+
+
+def nodes_of(profile: Profile) -> int:
+    """How many groups of the tiers inside it the outermost tier joins."""
+    return prod(profile.mesh.tiers[-1])
+
+
+def with_nodes(profile: Profile, nodes: int) -> Profile:
+    """A modelled profile on so many nodes. UserError for a measured one, or of a cluster of the user's."""
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}: a cluster has at least 1 node")
+    if profile.modelled is None:
+        raise UserError(f"--nodes {nodes}: the profile was measured on its nodes; profile on that many")
+    try:
+        cluster, _ = find_cluster(profile.modelled.cluster)
+    except UserError:
+        raise UserError(
+            f"--nodes {nodes}: cluster {profile.modelled.cluster} does not come with hzplan; profile again "
+            f"with --nodes {nodes}"
+        ) from None
+    mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
+    largest = travelling_bytes(profile.units, profile.model.dtype)
+    return profile.model_copy(
+        update={
+            "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),
+            "collectives": collectives(cluster, mesh, largest),
+        }
+    )
