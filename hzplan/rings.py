@@ -73,9 +73,9 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
         ) from None
     mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
     largest = travelling_bytes(profile.units, profile.model.dtype)
-    return profile.model_copy(
-        update={
-            "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),
-            "collectives": collectives(cluster, mesh, largest),
-        }
-    )
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}
+    fields |= {  # a copy would take what is cached along, the mesh among it
+        "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),
+        "collectives": collectives(cluster, mesh, largest),
+    }
+    return Profile(**fields)

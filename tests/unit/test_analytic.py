@@ -188,7 +188,8 @@ def test_on_other_nodes_as_if_profiled_there(nodes: int) -> None:
     )
     assert nodes_of(here) == 4
     same = {"provenance": there.provenance}
-    assert with_nodes(here, nodes).model_copy(update=same) == there
+    moved = with_nodes(here, nodes)
+    assert moved.model_copy(update=same) == there and moved.mesh.world == 8 * nodes
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
