@@ -235,7 +235,7 @@ class CostModel:
         able = {unit.name: False for unit in self.profile.units}
         able |= {use.unit: True for use in self.profile.uses}
         for use in self.profile.uses:
-            able[use.unit] &= all(cost.recomputed is not None for cost in use.costs)
+            able[use.unit] &= use.reads and all(cost.recomputed is not None for cost in use.costs)
         return tuple(unit for unit, can in able.items() if can)
 
     def late_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:

@@ -11,6 +11,7 @@ from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 
 LEAST_BYTES = 1 << 10
+MOST_NODES = 1 << 20
 
 
 def collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
@@ -60,8 +61,8 @@ def nodes_of(profile: Profile) -> int:
 
 def with_nodes(profile: Profile, nodes: int) -> Profile:
     """A modelled profile on so many nodes. UserError for a measured one, or of a cluster of the user's."""
-    if nodes < 1:
-        raise UserError(f"--nodes {nodes}: a cluster has at least 1 node")
+    if not 1 <= nodes <= MOST_NODES:
+        raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
     if profile.modelled is None:
         raise UserError(f"--nodes {nodes}: the profile was measured on its nodes; profile on that many")
     try:

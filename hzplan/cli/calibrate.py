@@ -35,10 +35,11 @@ def command(
     from hzplan.formats.metrics import read_metrics
     from hzplan.formats.plan import Plan
     from hzplan.formats.profile import Profile
+    from hzplan.formats.source import profile_path
     from hzplan.solver.calibrate import calibrate
 
     ran = Plan.load(plan)
-    source = profile or plan.parent / ran.source.profile
+    source = profile or profile_path(plan, ran)
     loaded = Profile.load(source)
     measured = read_metrics(metrics)
     check_writable(output, keep=[source])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hzplan.errors import CheckFailed, UserError, printable
+from hzplan.errors import CheckFailed, UserError, one_line, printable
 
 if TYPE_CHECKING:
     from hzplan.solver.guard import Verdict
@@ -61,17 +61,25 @@ def command(
     if github and as_json:
         raise UserError("--github and --json both go to stdout; choose one")
     paths = _plans(plans)
-    page = Path(os.environ["GITHUB_STEP_SUMMARY"]) if github and "GITHUB_STEP_SUMMARY" in os.environ else None
-    summaries = [path for path in (summary, page) if path is not None]
-    for report in [*summaries, *([junit] if junit is not None else [])]:
-        check_writable(report, keep=[*paths, *_profiles(paths)])
-    tolerances = _tolerances(plans if plans.is_dir() else plans.parent)
+    folder = plans if plans.is_dir() else plans.parent
+    page = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
+    summaries = [path for path in (summary, Path(page) if page else None) if path is not None]
+    read = [*paths, *_profiles(paths), folder / TOLERANCES]
+    for report in summaries:
+        check_writable(report, keep=read)
+    if junit is not None:
+        check_writable(junit, keep=read)
+        if junit.resolve() in [path.resolve() for path in summaries]:
+            raise UserError(f"--junit {junit}: the summary goes there; name another file")
+    tolerances = _tolerances(folder)
     verdicts: list[Verdict] = []
     with console.Bar("check") as bar:
         for number, path in enumerate(paths):
             bar.update(printable(path), number / len(paths))
             verdict = _checked(path, tolerance_of(path, tolerances), replay_only=replay_only)
-            verdicts.append(_verified(verdict, fresh=update) if verify else verdict)
+            verdicts.append(
+                _verified(verdict, fresh=update) if verify and not verdict.unreadable else verdict
+            )
     if update:
         for verdict in verdicts:
             if verdict.fresh is not None and verdict.trains:
@@ -104,8 +112,7 @@ def _conclude(verdicts: Sequence[Verdict], command: str, *, update: bool) -> Non
         )
     if update and (beyond := [verdict for verdict in failed if verdict.fresh is None]):
         raise CheckFailed(
-            f"{_named(beyond)}: not updated, no plan was found within the budget; "
-            "solve again with more --memory"
+            f"{_named(beyond)}: not updated, because solving again found no plan (why is said above)"
         )
     if failed and not update:
         raise CheckFailed(
@@ -121,11 +128,12 @@ def _named(verdicts: Sequence[Verdict]) -> str:
 def _profiles(paths: Sequence[Path]) -> list[Path]:
     """Of those plans that can be read."""
     from hzplan.formats.plan import Plan
+    from hzplan.formats.source import profile_path
 
     found = []
     for path in paths:
         with contextlib.suppress(UserError):
-            found.append(path.parent / Plan.load(path).source.profile)
+            found.append(profile_path(path, Plan.load(path)))
     return found
 
 
@@ -148,7 +156,7 @@ def _tolerances(folder: Path) -> Mapping[str, float]:
             raise UserError(f"{path}: field tolerance.{name}: write a name that has dots in quotes")
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise UserError(f"{path}: field tolerance.{name}: {share!r} is not a share, as in 0.005")
-        if name != "default" and not (folder / f"{name}.json").exists():
+        if name != "default" and not os.path.exists(folder / f"{name}.json"):
             raise UserError(f"{path}: field tolerance.{name}: there is no {name}.json beside it")
     return found
 
@@ -161,14 +169,18 @@ def _verified(verdict: Verdict, *, fresh: bool) -> Verdict:
     from hzplan.solver.guard import Change
     from hzplan.training.verify import verify
 
-    if verdict.unreadable is not None:
-        return verdict
     plan = verdict.fresh if fresh and verdict.fresh is not None else Plan.load(verdict.path)
     if not plan.model.name.startswith(BUILT_IN):
         said = Change("training", f"{plan.model.name} is a factory and was not run; use hzplan verify", False)
-    elif (found := verify(plan)).ok:
-        return verdict
     else:
+        try:
+            found = verify(plan)
+        except UserError as error:
+            return replace(verdict, unreadable=f"{verdict.path}: cannot be verified: {error}")
+        except Exception as error:
+            return replace(verdict, unreadable=f"{verdict.path}: cannot be verified: {one_line(error)}")
+        if found.ok:
+            return verdict
         said = Change("training", f"differs from one process, farthest in {found.worst}", True)
     return replace(verdict, changes=(*verdict.changes, said))
 

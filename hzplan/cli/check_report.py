@@ -25,15 +25,15 @@ def report(
 ) -> None:
     """Everything that was asked for; a table in Markdown is appended to ``summaries``."""
     print(json.dumps(_as_json(verdicts))) if as_json else _show(verdicts)
-    if junit is not None:
-        write_text(junit, _junit(verdicts))
-    for path in summaries:
-        _append(path, _markdown(verdicts))
     if github:
         for verdict in verdicts:
             for fails, said in _remarks(verdict):
                 level = "error" if fails else "notice"
                 print(f"::{level} file={_property(printable(verdict.path))}::{_message(said)}")
+    if junit is not None:
+        write_text(junit, _junit(verdicts))
+    for path in summaries:
+        _append(path, _markdown(verdicts))
 
 
 def _remarks(verdict: Verdict) -> Iterator[tuple[bool, str]]:
@@ -74,7 +74,7 @@ def _show(verdicts: Sequence[Verdict]) -> None:
     out.print(table)
     for verdict in verdicts:
         for _, said in _remarks(verdict):
-            about = "" if verdict.unreadable is not None else f"{_name(verdict.path)}: "  # it names itself
+            about = "" if verdict.unreadable is not None else f"{verdict.path}: "  # it names itself
             out.print(f"{about}{said}", soft_wrap=True)
 
 
@@ -83,7 +83,7 @@ _HEAD = ("plan", "objective", "now", "peak", "now", "")
 
 def _row(verdict: Verdict) -> list[str]:
     return [
-        _name(verdict.path.stem),
+        verdict.path.stem,
         *(console.duration(seconds) for seconds in verdict.objective_s or ()),
         *(console.size(nbytes) for nbytes in verdict.peak_memory_bytes or ()),
         *("" for _ in range(0 if verdict.unreadable is None else 4)),
@@ -95,12 +95,6 @@ def _word(verdict: Verdict) -> str:
     if verdict.unreadable is not None:
         return "UNREADABLE"
     return "WORSE" if not verdict.ok else "changed" if verdict.changes else "ok"
-
-
-def _name(path: Path | str) -> str:
-    """A file's name, which never begins a line as a workflow command of GitHub does."""
-    text = printable(path)
-    return f"./{text}" if text.startswith((":", "#")) else text
 
 
 def _junit(verdicts: Sequence[Verdict]) -> str:
@@ -128,9 +122,9 @@ def _markdown(verdicts: Sequence[Verdict]) -> str:
     failed = sum(not verdict.ok for verdict in verdicts)
     lines = [f"### hzplan check: {failed} of {len(verdicts)} plans got worse", ""]
     lines += [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
-    lines += [f"| {' | '.join(map(_cell, _row(verdict)))} |" for verdict in verdicts]
+    lines += [f"| {' | '.join(_cell(printable(text)) for text in _row(verdict))} |" for verdict in verdicts]
     lines += [""]
-    lines += [f"- {_cell(_name(v.path))}: {_cell(said)}" for v in verdicts for _, said in _remarks(v)]
+    lines += [f"- {_cell(printable(v.path))}: {_cell(said)}" for v in verdicts for _, said in _remarks(v)]
     return "\n".join(lines) + "\n"
 
 
@@ -142,6 +136,7 @@ def _cell(text: str) -> str:
 
 def _append(path: Path, text: str) -> None:
     try:
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:

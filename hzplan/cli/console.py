@@ -11,6 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hzplan.errors import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -22,9 +24,24 @@ _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 """Names and paths are the user's: ``[bold]`` in them is text."""
 
 
+def _plain(value: object) -> Any:
+    """Text of others' making as it may be shown: on one line, and nothing that a terminal or CI obeys."""
+    return printable(value).replace("::", ": :").replace("##[", "# #[") if isinstance(value, str) else value
+
+
+class _Table(Table):
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*map(_plain, cells), **options)
+
+
+class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*map(_plain, objects), **options)
+
+
 def stdout() -> Console:
     """Results go here; 80 columns unless a terminal says otherwise."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, **_PLAIN)
+    return _Console(width=None if sys.stdout.isatty() else WIDTH, **_PLAIN)
 
 
 def stderr() -> Console:
@@ -39,7 +56,9 @@ def remark(text: str) -> None:
 
 def table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = _Table(
+        title=_plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for index, column in enumerate(columns):
         made.add_column(column, justify="right" if index else "left", overflow="fold")
     return made

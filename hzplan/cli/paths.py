@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ def check_writable(path: Path, *, keep: Iterable[Path] = ()) -> None:
 
     Leaves nothing behind, and what is there untouched.
     """
-    if path.exists() and any(read.exists() and path.samefile(read) for read in keep):
+    if os.path.exists(path) and any(os.path.exists(read) and path.samefile(read) for read in keep):
         raise UserError(f"{path}: is what is read; name another file to write")
     if path.resolve().is_dir():
         raise UserError(f"{path}: is a folder; name a file to write")

@@ -88,8 +88,10 @@ def command(
     if plot is not None and sweep is None:
         raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
+    made = output.with_name(f"{output.stem}.profile.json")
     if nodes is not None:
         loaded = with_nodes(loaded, nodes)
+        check_writable(made, keep=[profile])
     budget = (
         parse_bytes(memory, "--memory")
         if memory is not None
@@ -107,6 +109,8 @@ def command(
         pins=tuple(pin or ()),
         recompute=cast(Recompute, recompute),
     )
+    if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
+        console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
     if sweep is not None:
         from hzplan.cli import sweep as sweeping
 
@@ -123,7 +127,7 @@ def command(
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
     if nodes is not None:
-        profile = output.with_name(f"{output.stem}.profile.json")
+        profile = made
         loaded.save(profile)
     _write(loaded, request, outcome, profile, output, as_json=as_json)
 

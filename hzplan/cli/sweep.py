@@ -12,13 +12,12 @@ from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.errors import Infeasible, JobFailed, UserError
 from hzplan.formats.profile import Profile
-from hzplan.rings import with_nodes
+from hzplan.rings import MOST_NODES, with_nodes
 from hzplan.show import front
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Failed, Request, Solved, Standing
 from hzplan.solver.sweep import Point, on_front, sweep, with_network
 
-MOST_NODES = 1 << 20
 AXES = "memory=40GiB,60GiB,80GiB, nodes=8,16,32, or network=0.5,1,2 (times as fast as profiled)"
 
 
@@ -92,7 +91,7 @@ def _points(text: str, profile: Profile, request: Request) -> list[tuple[str, Pr
 
 
 def _count(value: str, text: str) -> int:
-    if not value.isdecimal() or not 1 <= int(value) <= MOST_NODES:
+    if not value.isdecimal() or len(value) > 9 or not 1 <= int(value) <= MOST_NODES:
         raise UserError(f"--sweep {text}: {value} is no number of nodes; write {AXES}")
     return int(value)
 
@@ -112,8 +111,9 @@ def _written(point: Point, path: Path, output: Path) -> Path | None:
         return None
     plan_path = output.with_name(f"{output.stem}.{point.label.replace('=', '-')}{output.suffix}")
     if point.label.startswith("nodes="):
-        path = plan_path.with_name(f"{plan_path.stem}.profile.json")
-        point.profile.save(path)
+        check_writable(made := plan_path.with_name(f"{plan_path.stem}.profile.json"), keep=[path])
+        point.profile.save(made)
+        path = made
     plan = emit(point.profile, point.request, point.outcome, profile_path=path, plan_path=plan_path)
     plan.save(plan_path)
     return plan_path

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hzplan.formats.base import (
     Gap,
@@ -38,6 +38,12 @@ class BucketEntry(Strict):
     tensors: tuple[str, ...] = Field(min_length=1)
 
 
+def _true(value: bool) -> bool:
+    if not value:
+        raise ValueError("it is true, or left out")
+    return value
+
+
 class PlanUnit(Strict):
     """A unit and its buckets; a unit without tensors of its own (tied weights) has none.
 
@@ -46,7 +52,7 @@ class PlanUnit(Strict):
 
     name: str
     requires: tuple[str, ...]
-    recompute: Literal[True] | None = None
+    recompute: Annotated[bool, AfterValidator(_true)] | None = None
     buckets: tuple[BucketEntry, ...]
 
 

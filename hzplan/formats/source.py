@@ -9,9 +9,18 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 
 
+def profile_path(path: Path, plan: Plan) -> Path:
+    """Where the profile of the plan at ``path`` lies; a link to a plan is that plan."""
+    return (
+        path.resolve().parent / plan.source.profile
+        if path.is_symlink()
+        else path.parent / plan.source.profile
+    )
+
+
 def profile_of(path: Path, plan: Plan) -> Profile:
     """The profile of the plan that lies at ``path``; UserError naming the plan when it cannot be read."""
     try:
-        return Profile.load(path.parent / plan.source.profile)
+        return Profile.load(profile_path(path, plan))
     except UserError as error:
         raise UserError(f"{path}: field source.profile: {error}") from None

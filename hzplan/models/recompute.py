@@ -7,6 +7,7 @@ uses are, and the second forward happens within the unit's turn of backward, whe
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +20,15 @@ from hzplan.models.units import Unit
 
 
 def leaves(units: Iterable[Unit]) -> frozenset[str]:
-    """The units that have no other unit inside, whose turn a second forward of theirs would begin."""
+    """The units that have no other unit inside, whose turn a second forward of theirs would begin, and whose
+    forward is Python's."""
     listed = list(units)
     modules = {id(unit.module) for unit in listed}
     return frozenset(
         unit.name
         for unit in listed
-        if not any(id(module) in modules for module in unit.module.modules() if module is not unit.module)
+        if not isinstance(unit.module, torch.jit.ScriptModule)
+        and not any(id(module) in modules for module in unit.module.modules() if module is not unit.module)
     )
 
 
@@ -33,31 +36,83 @@ def recompute(
     module: nn.Module, wanted: Callable[[], bool] = lambda: True, *, keep_random_state: bool = True
 ) -> Callable[[], None]:
     """Let a module compute its forward again in backward, where that is ``wanted`` when forward begins; the
-    function returned undoes it. ``keep_random_state``: dropout is the same both times."""
-    forward = module.forward
+    function returned undoes it. ``keep_random_state``: dropout is the same both times. Buffers that forward
+    changes, such as BatchNorm's, change once."""
     own = module.__dict__.get("forward")
+    changing = _Buffers()
 
-    @functools.wraps(forward)
-    def again(*arguments: Any, **keywords: Any) -> Any:
+    def again(this: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        forward = own if own is not None else functools.partial(type(this).forward, this)
         if not torch.is_grad_enabled() or not wanted():
             return forward(*arguments, **keywords)
-        return checkpoint(
-            forward,
+        return checkpoint(  # which has keywords of its own
+            functools.partial(changing.once, this, functools.partial(forward, **keywords)),
             *arguments,
             use_reentrant=False,
             preserve_rng_state=keep_random_state,
-            **keywords,
         )
 
-    module.forward = again
+    # A method, so that a copy of the module is bound to the copy.
+    module.forward = types.MethodType(functools.wraps(type(module).forward)(again), module)
 
     def undo() -> None:
-        if own is None:
-            del module.forward
-        else:
+        module.__dict__.pop("forward", None)
+        if own is not None:
             module.forward = own
 
     return undo
+
+
+class _Buffers:
+    """The buffers that a forward changes, which its second run leaves as the first one did."""
+
+    def __init__(self) -> None:
+        self._changed: dict[tuple[bool, ...], set[tuple[str, str]]] = {}
+
+    def once(self, module: nn.Module, forward: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a forward, the first time or, within a backward, again.
+
+        What it changes is seen once, for each way in which modules are in training or not: operations do not
+        always tell (torch's batch norm leaves versions as they are).
+        """
+        mode = tuple(inner.training for inner in module.modules())
+        if torch._C._current_graph_task_id() == -1:
+            if mode in self._changed:
+                return forward(*arguments)
+            before = {key: (tensor, tensor.clone()) for key, tensor in _buffers(module)}
+            found = forward(*arguments)
+            self._changed[mode] = {
+                key
+                for key, tensor in _buffers(module)
+                if key in before and not (tensor is before[key][0] and _equal(tensor, before[key][1]))
+            }
+            return found
+        changed = self._changed.get(mode, set())
+        kept = [(key, tensor, tensor.clone()) for key, tensor in _buffers(module) if key in changed]
+        try:
+            return forward(*arguments)
+        finally:
+            inner = dict(module.named_modules()) if kept else {}
+            with torch.no_grad():
+                for (path, name), tensor, values in kept:
+                    tensor.copy_(values)
+                    inner[path]._buffers[name] = tensor
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Not so of fake ones, which have no values."""
+    try:
+        return torch.equal(one, other)
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """With the module's path and the name in it."""
+    for path, inner in module.named_modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                yield (path, name), buffer
 
 
 class Switch:

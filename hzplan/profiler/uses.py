@@ -79,8 +79,12 @@ def measure_uses(
     with switched(units) as switch:
         more = [] if shapes is not None else _recomputing(ranks, turns, passes, switch)
         all_passes = [*passes, *more]
-        repeats = _times(ranks, turns, all_passes, label, progress=lambda done: progress(0.2 + 0.8 * done))
-    measured = [_costs(each, mine) for each, mine in zip(all_passes, repeats, strict=True)]
+        repeats = _times(ranks, turns, all_passes, progress=lambda done: progress(0.2 + 0.8 * done))
+    if not all(repeats[: len(passes)]):
+        raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} chance or earlier calls")
+    if not all(repeats[len(passes) :]):  # what was right a few times may not be always
+        more = []
+    measured = [_costs(each, mine) for each, mine in zip([*passes, *more], repeats, strict=False)]
     costs, with_more = measured[: len(passes)], measured[len(passes) :]
     if shapes is not None:
         again: Again = {
@@ -196,9 +200,10 @@ def _flops(turns: Turns, step: Step) -> list[int]:
 
 
 def _times(
-    ranks: Ranks, turns: Turns, passes: Sequence[Pass], label: str, *, progress: Callable[[float], None]
+    ranks: Ranks, turns: Turns, passes: Sequence[Pass], *, progress: Callable[[float], None]
 ) -> list[list[list[list[float]]]]:
-    """Seconds of each use, by micro-batch size, repeat and rank."""
+    """Seconds of each use, by pass, repeat and rank; nothing of a pass whose uses were others, or that
+    failed, once."""
     results = rounds(
         ranks,
         [partial(_block, ranks, turns, each) for each in passes],
@@ -208,22 +213,26 @@ def _times(
         progress=progress,
         enough=lambda so_far: all(map(_steady, so_far)),
     )
-    if not all(block for result in results for by_rank in result for block in by_rank):
-        raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} chance or earlier calls")
     return [
         [[*rows] for by_rank in result for rows in zip(*by_rank, strict=True)]  # blocks' passes, side by side
+        if all(block for by_rank in result for block in by_rank)
+        else []
         for result in results
     ]
 
 
 def _block(ranks: Ranks, turns: Turns, each: Pass) -> list[list[float]]:
-    """A few passes' seconds of each use; nothing when the uses were others."""
+    """A few passes' seconds of each use; nothing when the uses were others, or one of many failed, which on
+    one rank alone must not keep the others waiting."""
     rows: list[list[float]] = []
     as_recorded = True
     for _ in range(BLOCK):
         ranks.barrier()
         timer = clock(ranks.device)
-        as_recorded &= turns.run(each.step, timer) == each.uses
+        try:
+            as_recorded &= turns.run(each.step, timer) == each.uses
+        except Exception:  # the user's model, which has run before
+            as_recorded = False
         rows.append(timer.seconds())
     return rows if as_recorded else []
 

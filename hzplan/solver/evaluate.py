@@ -154,6 +154,8 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
         name: plan.levels(bucket) for unit in plan.units for bucket in unit.buckets for name in bucket.tensors
     }
     levels: dict[str, tuple[Levels, ...]] = {}
+    for name in sorted(levels_of.keys() - {t.name for unit in profile.units for t in unit.tensors}):
+        raise UserError(f"{path}: tensor {name} is not in the profile {plan.source.profile}; solve again")
     for unit, tensors in tensors_of(profile).items():
         for tensor in tensors:
             if tensor.name not in levels_of:

@@ -13,6 +13,7 @@ from hzplan.schedule import Kind
 from hzplan.simulate import tier_loads_ns
 from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
 from hzplan.solver.paths import Network
+from hzplan.solver.patterns import switch_names
 
 MOST_SIMULATED = 8
 """Alternatives of a unit that are simulated, those of the least objective first."""
@@ -51,7 +52,7 @@ class Chain:
 
 def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     """The chain of a plan's own durations; links are not shared in it."""
-    switches = {unit: f"recompute {unit}" for unit in found.model.recomputable}
+    switches = switch_names(found.model)
     names = [*found.units, *switches.values()]
     network = Network(found.model, found.schedule, found.schedule, names, found.micro_batch, switches)
     durations = network.durations(found.units)

@@ -10,7 +10,7 @@ from typing import Literal
 from hzplan.errors import UserError, printable
 from hzplan.formats.base import fingerprint, to_text
 from hzplan.formats.plan import Plan
-from hzplan.formats.source import profile_of
+from hzplan.formats.source import profile_of, profile_path
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, replay
@@ -91,7 +91,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
         outcome = solve(profile, request)
         if isinstance(outcome, Solved):
             now = outcome.best
-            source = path.parent / plan.source.profile
+            source = profile_path(path, plan)
             fresh = emit(profile, request, outcome, profile_path=source, plan_path=path)
             changes += _solved(plan, fresh, now, tolerance)
             changes += _text(path, plan, fresh, same_data=same_data)
@@ -129,6 +129,10 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
         yield Change("cost data", "the profile is not the one that the plan was solved from", True)
     if not Pins(plan.source.pins, now.model.profile).keep(now.model.profile, now.levels):
         yield Change("choice", "the recorded plan is not as its field source.pins says", True)
+    everything = frozenset(now.model.recomputable)
+    asked = {"none": frozenset[str](), "all": everything}.get(plan.source.recompute, now.recompute)
+    if now.recompute != asked:
+        yield Change("choice", "the recorded plan is not as its field source.recompute says", True)
     if now.memory.peak > plan.source.memory_budget_bytes:
         yield Change("prediction", "the recorded plan no longer fits its budget", True)
     kind: Kind = "formula" if same_data else "prediction"

@@ -123,6 +123,14 @@ def enumerate_patterns(
     )
 
 
+def switch_names(model: CostModel) -> dict[str, str]:
+    """By unit that can be recomputed, a name for its switch that no unit has."""
+    prefix = "recompute "
+    while any(unit.name.startswith(prefix) for unit in model.profile.units):
+        prefix = f"re{prefix}"
+    return {unit: f"{prefix}{unit}" for unit in model.recomputable}
+
+
 def switch(tiers: int, states: Sequence[bool]) -> Family:
     """Whether a unit computes its forward again, in the shape of a family: one pattern per state.
 

@@ -27,7 +27,7 @@ from hzplan.solver.evaluate import (
 )
 from hzplan.solver.local import Surroundings, improve
 from hzplan.solver.paths import MS
-from hzplan.solver.patterns import Family, enumerate_patterns, switch
+from hzplan.solver.patterns import Family, enumerate_patterns, switch, switch_names
 from hzplan.solver.pins import Pins
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
@@ -296,8 +296,8 @@ def _switches(model: CostModel, recompute: Recompute, families: dict[str, Family
         return {}
     states, made = ([False, True] if recompute == "choose" else [True]), dict[int, Family]()
     found = {}
-    for unit in model.recomputable:
-        found[unit] = name = f"recompute {unit}"
+    for unit, name in switch_names(model).items():
+        found[unit] = name
         kind = id(families.get(unit))
         families[name] = made.setdefault(kind, switch(len(model.mesh.tiers), states))
     return found

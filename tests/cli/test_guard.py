@@ -357,3 +357,58 @@ def test_diff_names_what_was_asked(tmp_path: Path) -> None:
         "memory budget",
         "pins",
     ]
+
+
+def test_a_plan_contradicts_what_it_says_of_itself(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    source = plan.source.model_copy(update={"recompute": "all"})
+    plan.model_copy(update={"source": source}).save(tmp_path / "plan.json")
+    profile = Profile.load(tmp_path / "profile.json")
+    able = CostModel(profile).recomputable
+    assert guard(tmp_path / "plan.json", replay_only=True).ok == (plan.recomputed == frozenset(able))
+    unit = next(unit for unit in plan.units if unit.buckets)
+    ghost = unit.buckets[0].model_copy(update={"tensors": (*unit.buckets[0].tensors, "ghost.weight")})
+    units = [
+        u.model_copy(update={"buckets": (ghost, *u.buckets[1:])}) if u is unit else u for u in plan.units
+    ]
+    plan.model_copy(update={"units": tuple(units)}).save(tmp_path / "plan.json")
+    done = hzplan("check", "plan.json", "--replay-only", cwd=tmp_path)
+    assert done.code == 2 and "ghost.weight is not in the profile" in done.stderr
+
+
+def test_a_link_to_a_plan_is_that_plan(tmp_path: Path) -> None:
+    solved(tmp_path)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/plan.json").symlink_to(tmp_path / "plan.json")
+    found = guard(tmp_path / "links/plan.json")
+    assert found.ok and found.changes == ()
+
+
+def test_reports_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+    solved(tmp_path)
+    plans = _only_plans(tmp_path)
+    check = ("check", ".", "--replay-only")
+    for options in (("--junit", "r", "--summary", "r"), ("--junit", "check.toml")):
+        (plans / "check.toml").write_text("[tolerance]\n")
+        assert hzplan(*check, *options, cwd=plans).code == 2
+        assert (plans / "check.toml").read_text() == "[tolerance]\n"
+    done = hzplan(*check, "--github", "--summary", "new/folder/s.md", cwd=plans, GITHUB_STEP_SUMMARY="")
+    assert done.code == 0 and (plans / "new/folder/s.md").read_text().startswith("### hzplan check")
+    (plans / "check.toml").write_text(f"[tolerance]\n{'x' * 400} = 0.1\n")
+    done = hzplan(*check, cwd=plans)
+    assert done.code == 2 and "Errno" not in done.stderr
+
+
+def test_no_name_reaches_the_terminal_or_ci_as_a_command(tmp_path: Path) -> None:
+    plan = solved(tmp_path)
+    data = json.loads((tmp_path / "plan.json").read_text().replace("u0", "u0\\u001b[31m\\n::error::no"))
+    (tmp_path / "other.json").write_text(json.dumps(data))
+    done = hzplan("diff", "plan.json", "other.json", cwd=tmp_path)
+    assert done.code == 0 and plan.units
+    assert "\x1b" not in done.stdout and "::error" not in done.stdout
+    wide = tmp_path / f"{'x' * 30} ::warning::no.json"
+    wide.write_text("{")
+    done = hzplan("check", tmp_path, "--replay-only", "--github", cwd=tmp_path)
+    assert done.code == 2
+    commands = [line for line in done.stdout.splitlines() if line.strip().startswith("::")]
+    assert commands and all(line.startswith("::error file=") for line in commands)

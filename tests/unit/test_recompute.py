@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from hzplan.runtime.apply import recomputed_modules
 from hzplan.solver.solve import Infeasible, Request, Solved, solve
 from tests.plans import make_plan
 from tests.unit.test_analytic import analysed
+from tests.unit.test_profiler import workload_of
 
 MODEL = "gpt:tiny"
 
@@ -178,3 +181,81 @@ def test_less_memory_than_without_and_never_more_than_asked() -> None:
     assert isinstance(found, Solved) and found.best.recompute
     loose = solve(profile, Request(2**40, batch))
     assert isinstance(loose, Solved) and not loose.best.recompute
+
+
+class Odd(nn.Module):
+    """Counts, and takes keywords that torch's checkpoint has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, debug: bool = False, early_stop: int = 0, function: int = 1) -> Tensor:
+        found: Tensor = self.linear(self.norm(x)) * (2.0 if debug else 1.0) + early_stop
+        return found * function
+
+
+def test_buffers_change_once_and_keywords_arrive() -> None:
+    def trained(*, again: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        module, x = Odd(), torch.randn(4, 8)
+        undo = recompute(module) if again else lambda: None
+        out = module(x, debug=True, early_stop=5, function=3)
+        out.square().sum().backward()
+        undo()
+        undo()  # once more does no harm
+        return out.detach(), {name: b.clone() for name, b in module.named_buffers()}
+
+    plain, again = trained(again=False), trained(again=True)
+    assert torch.equal(plain[0], again[0])
+    assert plain[1].keys() == again[1].keys() and plain[1]["norm.num_batches_tracked"] == 1
+    assert all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
+
+
+def test_a_copy_runs_its_own_forward() -> None:
+    module = Odd()
+    recompute(module)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.linear.weight.zero_()
+        copied.linear.bias.zero_()
+    assert copied(torch.randn(4, 8)).abs().max() == 0 and module(torch.randn(4, 8)).abs().max() > 0
+
+
+def test_what_fails_now_and_then_is_no_choice() -> None:
+    """A forward that is not the same twice, seldom: the profile is made, without recomputation."""
+
+    class Seldom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in "12"
+            )
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def odd(self: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        found = nn.Sequential.forward(self, x)
+        return found if len(calls) < 40 or len(calls) % 2 else found.sin().sin()
+
+    calls: list[int] = []
+    model = Seldom()
+    model.layers[0].forward = types.MethodType(odd, model.layers[0])
+    workload = workload_of(lambda: model, 16, rows=8)
+    with pytest.MonkeyPatch.context() as short:
+        short.setattr("hzplan.profiler.optimizer.MAX_REPEATS", 3)
+        found = measure(
+            workload,
+            mesh=Mesh.parse("1"),
+            tier_names=("node",),
+            micro_batches=[1],
+            dtype="float32",
+            optimizer="sgd",
+            progress=lambda text, fraction: None,
+        )
+    assert CostModel(found).recomputable == () and found.uses
