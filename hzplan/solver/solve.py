@@ -19,13 +19,14 @@ from hzplan.solver.candidates import NEAR, Candidates
 from hzplan.solver.evaluate import (
     MAX_ACCUMULATION,
     Evaluation,
+    evaluate,
     fastest_of,
     recomputations,
     tensors_of,
     uniform,
     unit_costs,
 )
-from hzplan.solver.local import Surroundings, improve
+from hzplan.solver.local import WORTH, Surroundings, improve
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family, enumerate_patterns, switch, switch_names
 from hzplan.solver.pins import Pins
@@ -140,6 +141,8 @@ def solve(
     tell("done")
     bound = min(found.least_ns, *(search.bound_ms / MS for search in feasible))
     best = found.choose(bound, request.gap)
+    if request.gap > 0:
+        best = _tidied(best, searches, request.memory_bytes)
     gap = (best.objective_ns - bound) / max(bound, 1.0)
     proven = gap <= request.gap + TOLERANCE  # floating point of the solver
     return Solved("optimal" if proven else "feasible", best, bound, gap, time.monotonic() - started)
@@ -239,6 +242,26 @@ def _improved(
         replays = [search.replay for search in paces]
         improved.append(improve(start, replays, around, fits, lambda: time.monotonic() > deadline))
     return improved
+
+
+def _tidied(best: Evaluation, searches: Sequence[Search], memory_bytes: int) -> Evaluation:
+    """Of like units the first are recomputed, as many as were, where that is as good: later ones then keep
+    less while those compute again, and a reader sees one run of layers."""
+    families, again = searches[0].families, set(best.recompute)
+    switches = searches[0].question.switches  # the same in all
+    for units in _alike({unit: families[name] for unit, name in switches.items()}):
+        count = len(again.intersection(units))
+        again = again.difference(units) | set(units[:count])
+    if again == best.recompute:
+        return best
+    tidy = evaluate(*(best.model, best.levels, best.schedule, best.micro_batch, best.slots, frozenset(again)))
+    worse = 1 + WORTH
+    as_good = (
+        tidy.memory.peak <= memory_bytes
+        and tidy.objective_ns <= best.objective_ns * worse
+        and tidy.predicted.period_ns <= best.predicted.period_ns * worse
+    )
+    return tidy if as_good else best
 
 
 def _alike(families: Mapping[str, Family]) -> list[list[str]]:
