@@ -59,7 +59,8 @@ def run(
         _row(point, best, plan) for point, best, plan in zip(points, on_front(points), written, strict=True)
     ]
     if plot is not None:
-        front.draw(profile.model.name, [_place(point) for point in points], plot)
+        axis = text.partition("=")[0]
+        front.draw(profile.model.name, PLOTTED[axis], [_place(point) for point in points], plot)
     if as_json:
         print(json.dumps({"sweep": rows}))
         return
@@ -68,11 +69,19 @@ def run(
         console.stdout().print(f"plot: {plot}", soft_wrap=True)
 
 
-def _place(point: Point) -> tuple[str, float, int] | None:
+PLOTTED = {
+    "memory": "memory per rank that the plan takes (GiB)",
+    "nodes": "nodes",
+    "network": "network, times as fast as profiled",
+}
+
+
+def _place(point: Point) -> tuple[float, float] | None:
     if not isinstance(point.outcome, Solved):
         return None
+    axis, _, value = point.label.partition("=")
     best = point.outcome.best
-    return point.label, best.step_s, best.memory.peak
+    return best.memory.peak / 2**30 if axis == "memory" else float(value), best.step_s
 
 
 def _points(text: str, profile: Profile, request: Request) -> list[tuple[str, Profile, Request]]:
@@ -129,7 +138,7 @@ def _row(point: Point, best_of: bool, plan: Path | None) -> dict[str, object]:
             "step_s": best.step_s,
             "peak_memory_bytes": best.memory.peak,
             "micro_batch": best.micro_batch,
-            "on_front": None if point.label.startswith("network") else best_of,
+            "on_front": best_of if point.label.startswith("memory") else None,
             "plan": str(plan) if plan else None,
         }
     else:

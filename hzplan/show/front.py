@@ -1,4 +1,4 @@
-"""A figure of several plans: the memory that each takes against the step that it is predicted to make."""
+"""A figure of several plans: what was varied against the step that each is predicted to make."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def check() -> None:
         raise UserError("--plot: needs the package matplotlib; pip install 'hzplan[report]'")
 
 
-def draw(title: str, points: Sequence[tuple[str, float, int] | None], path: Path) -> None:
-    """Write an SVG: of every point its label, seconds of a step, and bytes per rank; None where nothing fits.
+def draw(title: str, axis: str, points: Sequence[tuple[float, float] | None], path: Path) -> None:
+    """Write an SVG: of every point its place on the axis and seconds of a step; None where nothing fits.
 
     UserError when the file cannot be written.
     """
@@ -26,13 +26,14 @@ def draw(title: str, points: Sequence[tuple[str, float, int] | None], path: Path
     matplotlib.rcParams["svg.hashsalt"] = "hzplan"  # the same figures, the same file
     from matplotlib import pyplot
 
-    found = sorted((point for point in points if point is not None), key=lambda point: point[2])
+    found = sorted(point for point in points if point is not None)
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    memory, seconds = [point[2] / 2**30 for point in found], [point[1] for point in found]
-    axes.plot(memory, seconds, marker="o", linewidth=0.8)
-    for label, step_s, nbytes in found:
-        axes.annotate(label, (nbytes / 2**30, step_s), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set(xlabel="memory per rank (GiB)", ylabel="predicted step (s)", title=title)
+    axes.plot(*zip(*found, strict=True), marker="o", linewidth=0.8)
+    for place, step_s in found:
+        axes.annotate(
+            f"{step_s:.3g} s", (place, step_s), textcoords="offset points", xytext=(4, 4), fontsize=8
+        )
+    axes.set(xlabel=axis, ylabel="predicted step (s)", title=title)
     axes.set_ylim(bottom=0)
     figure.tight_layout()
     try:
