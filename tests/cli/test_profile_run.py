@@ -83,7 +83,7 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
     assert metrics[0]["loss"] == result["loss_first"]
     assert metrics[-1]["loss"] == result["loss_last"]
     assert "torchrun --nproc-per-node 2 -m hzplan run plan.json" in done.stderr
-    assert "trace.json shows no prediction: profile.json" in done.stderr
+    assert "trace.json shows no prediction: plan.json: field source.profile: profile.json" in done.stderr
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
