@@ -36,7 +36,9 @@ class _Table(Table):
 
 class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*map(_plain, objects), **options)
+        """Line breaks are ours; what is on the lines need not be."""
+        shown = ("\n".join(map(_plain, o.split("\n"))) if isinstance(o, str) else o for o in objects)
+        super().print(*shown, **options)
 
 
 def stdout() -> Console:
