@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.plans import VARIANTS
-from benchmarks.regimes import COUNT, Regime
+from benchmarks.regimes import COUNT, Regime, bits_per_s
 from benchmarks.verdict import BARS, SHARE, Verdict, fits, judge, ratio_of
 from hzplan.peers import LOCAL, OURS, POORER
 
@@ -140,11 +140,13 @@ def _waits(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Milliseconds of a step in which compute stood still, by stream: measured (predicted), from the same "
-        "records as `hzplan run --trace`. *apart*: the largest difference, as a share of the step."
+        "records as `hzplan run --trace`. *apart*: the largest difference, as a share of the step. *link*: the "
+        "share of the step in which a node's link sends, from the kernel's count of bytes, under the plan "
+        "and under the best fitting peer (of two tiers; three share links)."
     )
     yield ""
-    yield "| regime | waits | apart |"
-    yield "|---|---|---|"
+    yield "| regime | waits | apart | link |"
+    yield "|---|---|---|---|"
     for regime, result in known:
         entry, predicted = _entry(result, OURS), result["predicted"]["exposed_comm_s"]
         waits, step_s = entry["waits_s"], entry["step_s"]["median"]
@@ -154,8 +156,19 @@ def _waits(results: Mapping[str, Any]) -> Iterator[str]:
             for name in names
         ]
         apart = max(abs(waits.get(name, 0.0) - predicted.get(name, 0.0)) for name in names) / step_s
-        yield f"| {regime.name} | {', '.join(cells)} | {apart:.1%} |"
+        verdict = judge(result)
+        link = _busy(regime, entry)
+        if link and verdict is not None and verdict.peer is not None:
+            link += f", {verdict.peer} {_busy(regime, _entry(result, verdict.peer))}"
+        yield f"| {regime.name} | {', '.join(cells)} | {apart:.1%} | {link} |"
     yield ""
+
+
+def _busy(regime: Regime, entry: Mapping[str, Any]) -> str:
+    sent = list(entry["sent_bytes"].values())
+    if regime.tiers.count("x") > 1 or not sent:
+        return ""
+    return f"{sent[-1] * 8 / bits_per_s(regime.network) / entry['step_s']['median']:.0%}"
 
 
 def _peers(results: Mapping[str, Any]) -> Iterator[str]:

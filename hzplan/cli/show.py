@@ -115,7 +115,9 @@ def _what_if(plan: Plan, profile: Profile) -> list[Point]:
     asked = [("the same question again", profile, request), ("1 GiB more", profile, more)]
     asked.append(("a network twice as fast", with_network(profile, 2.0), request))
     with console.Bar("show") as bar:
-        return sweep(asked, lambda standing: bar.update(str(standing), 0.5))
+        return sweep(
+            asked, lambda number, label, standing: bar.update(f"{label}: {standing}", number / len(asked))
+        )
 
 
 def _step_s(point: Point) -> float | None:

@@ -73,13 +73,12 @@ def command(
     Example: hzplan solve profile.json --memory 72GiB --global-batch 512 -o plan.json
     """
     from hzplan.cli import console
+    from hzplan.cli import sweep as sweeping
     from hzplan.cli.paths import check_writable
     from hzplan.cli.quantities import parse_bytes, parse_dtype
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
-    from hzplan.rings import with_nodes
-    from hzplan.solver.solve import Failed, Request, Standing, solve
-    from hzplan.solver.solve import Infeasible as NothingFits
+    from hzplan.solver.solve import Request
 
     if not 0 <= gap < float("inf") or not 0 < time_limit < float("inf"):
         raise UserError("--gap must be a number of at least 0, --time-limit one above 0")
@@ -88,47 +87,53 @@ def command(
     if plot is not None and sweep is None:
         raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
-    made = output.with_name(f"{output.stem}.profile.json")
     if nodes is not None:
-        loaded = with_nodes(loaded, nodes)
-        check_writable(made, keep=[profile])
-    budget = (
-        parse_bytes(memory, "--memory")
-        if memory is not None
-        else int(loaded.cluster.memory_bytes * (1 - RESERVED))
-    )
-    travelling = None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype")
+        loaded, profile = _on_nodes(loaded, nodes, profile, output)
     check_writable(output, keep=[profile])
     request = Request(
-        budget,
+        parse_bytes(memory, "--memory") if memory else int(loaded.cluster.memory_bytes * (1 - RESERVED)),
         global_batch,
         gap=gap,
         time_limit_s=time_limit,
         clip=clip,
-        reduce_dtype=travelling,
+        reduce_dtype=None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype"),
         pins=tuple(pin or ()),
         recompute=cast(Recompute, recompute),
     )
     if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
     if sweep is not None:
-        from hzplan.cli import sweep as sweeping
-
         sweeping.run(sweep, loaded, request, profile, output, plot=plot, as_json=as_json)
-        return
+    else:
+        _solve(loaded, request, profile, output, as_json=as_json)
+
+
+def _on_nodes(loaded: Profile, nodes: int, profile: Path, output: Path) -> tuple[Profile, Path]:
+    """The profile on so many nodes, and where it is written for the plan to name."""
+    from hzplan.cli.paths import check_writable
+    from hzplan.rings import with_nodes
+
+    moved, path = with_nodes(loaded, nodes), output.with_name(f"{output.stem}.profile.json")
+    check_writable(path, keep=[profile])
+    moved.save(path)
+    return moved, path
+
+
+def _solve(loaded: Profile, request: Request, profile: Path, output: Path, *, as_json: bool) -> None:
+    from hzplan.cli import console
+    from hzplan.solver.solve import Failed, Standing, solve
+    from hzplan.solver.solve import Infeasible as NothingFits
+
     with console.Bar("solve") as bar:
 
         def show(standing: Standing) -> None:
-            bar.update(str(standing), min(1.0, standing.seconds / time_limit))
+            bar.update(str(standing), min(1.0, standing.seconds / request.time_limit_s))
 
         outcome = solve(loaded, request, show, interruptible=True)
     if isinstance(outcome, NothingFits):
         raise Infeasible(_nothing_fits(loaded, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
-    if nodes is not None:
-        profile = made
-        loaded.save(profile)
     _write(loaded, request, outcome, profile, output, as_json=as_json)
 
 

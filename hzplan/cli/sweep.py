@@ -1,4 +1,4 @@
-"""``hzplan solve --sweep``: a table of plans over budgets or networks."""
+"""``hzplan solve --sweep``: a table of plans over budgets, numbers of nodes or networks."""
 
 from __future__ import annotations
 
@@ -34,20 +34,16 @@ def run(
     """Solve every point; plans of other budgets or numbers of nodes are written beside ``output``, one each,
     those of other nodes with their profiles.
 
-    Plans for another network are shown only: no cluster has it. ``plot``: a figure of memory and time.
+    Plans for another network are shown only: no cluster has it. ``plot``: a figure of all.
     """
     asked = _points(text, profile, request)
     if plot is not None:
         check_writable(plot, keep=[path])
         front.check()
     with console.Bar("solve") as bar:
-        done: list[str] = []
 
-        def show(standing: Standing) -> None:
-            label = asked[len(done)][0]
-            if standing.doing == "done":
-                done.append(label)
-            bar.update(f"{label}: {standing}", min(1.0, len(done) / len(asked)))
+        def show(number: int, label: str, standing: Standing) -> None:
+            bar.update(f"{label}: {standing}", number / len(asked))
 
         points = sweep(asked, show)
     if all(isinstance(point.outcome, Failed) for point in points):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hzplan.formats.profile import Profile
-from hzplan.solver.solve import Outcome, Request, Solved, Watch, solve
+from hzplan.solver.solve import Outcome, Request, Solved, Standing, solve
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,13 @@ class Point:
     outcome: Outcome
 
 
-def sweep(points: Sequence[tuple[str, Profile, Request]], watch: Watch) -> list[Point]:
-    """Solve every one."""
+def sweep(
+    points: Sequence[tuple[str, Profile, Request]], watch: Callable[[int, str, Standing], None]
+) -> list[Point]:
+    """Solve every one; ``watch`` hears of the number and label of the point that is being solved."""
     return [
-        Point(label, profile, request, solve(profile, request, watch)) for label, profile, request in points
+        Point(label, profile, request, solve(profile, request, partial(watch, number, label)))
+        for number, (label, profile, request) in enumerate(points)
     ]
 
 

@@ -102,6 +102,9 @@ def test_other_numbers_of_nodes_and_a_plot(modelled: Path) -> None:
     done = hzplan(*ask, "--nodes", "4", cwd=modelled)
     assert done.code == 0, done.stderr
     assert Plan.load(modelled / "plan.json").mesh.world == 32
+    done = hzplan(*ask, "--nodes", "4", "--sweep", "memory=8GiB", "--json", cwd=modelled)
+    assert done.code == 0, done.stderr
+    assert hzplan("check", "plan.memory-8GiB.json", cwd=modelled).code == 0
     assert hzplan("check", "plan.json", cwd=modelled).code == 0
     done = hzplan(*ask, "--memory", "1KiB", "--json", cwd=modelled)
     assert done.code == 3 and "; on 4 nodes it is " in done.stderr

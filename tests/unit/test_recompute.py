@@ -20,7 +20,7 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Mesh
 from hzplan.models.recompute import leaves, recompute, switched
 from hzplan.models.units import find_units
-from hzplan.models.workload import load
+from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
 from hzplan.profiler.memory import HostMemory
 from hzplan.profiler.turns import Turns
@@ -33,20 +33,26 @@ from tests.unit.test_profiler import workload_of
 MODEL = "gpt:tiny"
 
 
-@pytest.fixture(scope="module")
-def profile() -> Profile:
-    with pytest.MonkeyPatch.context() as short:
-        for name, value in (("uses.MAX_BLOCKS", 2), ("optimizer.MAX_REPEATS", 3)):
-            short.setattr(f"hzplan.profiler.{name}", value)
+def measured(workload: Workload, size: int, **short: int) -> Profile:
+    """By one process; ``short``: constants of how often things are repeated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hzplan.profiler.optimizer.MAX_REPEATS", 3)
+        for name, value in short.items():
+            patch.setattr(f"hzplan.profiler.uses.{name}", value)
         return measure(
-            load(MODEL),
+            workload,
             mesh=Mesh.parse("1"),
             tier_names=("node",),
-            micro_batches=[2],
+            micro_batches=[size],
             dtype="float32",
             optimizer="adamw",
             progress=lambda text, fraction: None,
         )
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return measured(load(MODEL), 2, MAX_BLOCKS=2)
 
 
 def test_memory_of_every_choice_is_as_predicted(profile: Profile) -> None:
@@ -247,15 +253,5 @@ def test_what_fails_now_and_then_is_no_choice() -> None:
     model = Seldom()
     model.layers[0].forward = types.MethodType(odd, model.layers[0])
     workload = workload_of(lambda: model, 16, rows=8)
-    with pytest.MonkeyPatch.context() as short:
-        short.setattr("hzplan.profiler.optimizer.MAX_REPEATS", 3)
-        found = measure(
-            workload,
-            mesh=Mesh.parse("1"),
-            tier_names=("node",),
-            micro_batches=[1],
-            dtype="float32",
-            optimizer="sgd",
-            progress=lambda text, fraction: None,
-        )
+    found = measured(workload, 1)
     assert CostModel(found).recomputable == () and found.uses
