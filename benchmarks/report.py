@@ -141,8 +141,8 @@ def _waits(results: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "Milliseconds of a step in which compute stood still, by stream: measured (predicted), from the same "
         "records as `hzplan run --trace`. *apart*: the largest difference, as a share of the step. *link*: "
-        "the share of the step in which a node's link sends, from the kernel's count of bytes, under the plan "
-        "and under the best fitting peer (of two tiers; three share links)."
+        "the share of the step in which a node's link sends, from the kernel's count of bytes, under the "
+        "plan and under the best fitting peer (of two tiers; three share links)."
     )
     yield ""
     yield "| regime | waits | apart | link |"
