@@ -9,7 +9,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-che
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-full accuracy fuzz exhaustive soak convergence clean $(VENV)
+.PHONY: help demo test lint bench bench-full accuracy faults fuzz exhaustive soak convergence clean $(VENV)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-full: $(STAMP) ## measure all regimes and write docs/benchmarks.md (over a
 accuracy: $(STAMP) ## measure predictions on emulated clusters and publish the error (about half an hour)
 	$(PIP_INSTALL) -e '.[bench]'
 	$(PY) -m benchmarks.accuracy --docs docs/accuracy.md --publish cost_models/accuracy.json
+
+faults: $(STAMP) ## kill, cut and damage runs and checkpoints, hundreds of times (about an hour)
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults --docs docs/reliability.md
 
 fuzz: $(STAMP) ## throw guided nonsense at every reader of files, a minute each (FUZZ='plan 600': one, longer)
 	$(PIP_INSTALL) -e '.[fuzz]'

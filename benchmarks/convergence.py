@@ -108,7 +108,7 @@ def _train(path: Path, steps: int, seeds: int, output: Path) -> None:
     corpus = load_corpus(None, seq_len=workload.seq_len)
     runs: list[dict[str, Any]] = []
     for seed in range(seeds):
-        data = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=seed)
+        data = batches(workload, corpus, plan, seed=seed)
         setting = Setting(plan, workload, data, lr=LR, seed=seed)
         for who in WHO:
             began = time.monotonic()

@@ -1,7 +1,8 @@
 """hzplan plans and runs the fastest sharded data-parallel training that fits in memory.
 
-``hzplan.parallelize`` shards a model as a plan says; ``hzplan.Plan.load`` reads a plan. Everything else is
-the command line's (``hzplan --help``).
+``hzplan.parallelize`` shards a model as a plan says; ``hzplan.Plan.load`` reads a plan;
+``hzplan.Checkpoints`` saves and loads what is trained. Everything else is the command line's
+(``hzplan --help``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hzplan.checkpoint.checkpoints import Checkpoints as Checkpoints
     from hzplan.formats.plan import Plan as Plan
     from hzplan.runtime.apply import full_parameters as full_parameters
     from hzplan.runtime.apply import parallelize as parallelize
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "hzplan.checkpoint.checkpoints",
     "Plan": "hzplan.formats.plan",
     "full_parameters": "hzplan.runtime.apply",
     "parallelize": "hzplan.runtime.apply",

@@ -42,6 +42,12 @@ class JobFailed(UserError):
     exit_code = 4
 
 
+class Preempted(UserError):
+    """The run was asked to end before its time, and has saved."""
+
+    exit_code = 5
+
+
 class StreamError(JobFailed):
     """What this rank did with others, or beside its compute, failed; ``__cause__`` says how.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-from hzplan.errors import CheckFailed, Infeasible, JobFailed, UserError, one_line
+from hzplan.errors import CheckFailed, Infeasible, JobFailed, Preempted, UserError, one_line
 
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ def _share_processors(here: Place) -> None:
 
 def with_exit_code(message: str, exit_code: int) -> UserError:
     """The error that a rank met, made again from what it left word of."""
-    kinds = (UserError, CheckFailed, Infeasible)
+    kinds = (UserError, CheckFailed, Infeasible, Preempted)
     kind = next((kind for kind in kinds if kind.exit_code == exit_code), JobFailed)
     return kind(message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -10,12 +11,12 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hzplan
-from hzplan.errors import JobFailed, UserError
+from hzplan.errors import JobFailed, Preempted, UserError
 from hzplan.job import LAUNCHED, with_exit_code
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def start(arguments: Sequence[str], ranks: int) -> None:
         except SignalException as received:
             if received.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
+            saved = _preempted(Path(folder))
+            if saved is not None:
+                raise saved from None
             raise SystemExit(128 + received.sigval) from None
 
 
@@ -106,6 +110,16 @@ def _as_before() -> Iterator[None]:
             signal.signal(number, handler)
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")
+
+
+def _preempted(folder: Path) -> UserError | None:
+    """What ranks that saved before they ended have left word of; None where none did."""
+    for path in sorted(folder.rglob("error.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            ours = json.loads(path.read_text(encoding="utf-8"))["hzplan"]
+            if ours["exit_code"] == Preempted.exit_code:
+                return with_exit_code(str(ours["message"]), Preempted.exit_code)
+    return None
 
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> UserError:

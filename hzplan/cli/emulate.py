@@ -32,6 +32,10 @@ def command(
         list[str] | None,
         typer.Option(help="A node with a slower link: 1=50mbit. As often as wanted; to see it found."),
     ] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(help="A node whose link fails: 1@10+5, after 10 s for 5 s, or 1@10 for good."),
+    ] = None,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for all ranks' output; by default one kept on failure only.")
     ] = None,
@@ -51,7 +55,7 @@ def command(
     if not run:
         raise UserError("no COMMAND to run; write it after --, as in: -- python train.py")
     code = emulate.run(
-        _cluster(nodes, nproc, network, node_link, tiers, rates, slow or []),
+        _cluster(nodes, nproc, network, node_link, tiers, rates, slow or [], cut or []),
         run,
         logs=logs,
         verify=not no_verify,
@@ -68,6 +72,7 @@ def _cluster(
     tiers: str | None,
     rates: str | None,
     slow: list[str],
+    cut: list[str],
 ) -> Cluster:
     """What the options describe, in either of the two ways."""
     if tiers is not None or rates is not None:
@@ -75,7 +80,9 @@ def _cluster(
             raise UserError("with --tiers and --rates leave out --nodes, --nproc, --network and --node-link")
         if tiers is None or rates is None:
             raise UserError("--tiers and --rates go together, as in --tiers 2x2x2 --rates none,1gbit,200mbit")
-        return Cluster.parse(tiers, rates, slow)
+        return Cluster.parse(tiers, rates, slow, cut)
     if nodes is None or network is None:
         raise UserError("say how large a cluster, as in --nodes 2 --nproc 2 --network 500mbit")
-    return Cluster.parse(f"{1 if nproc is None else nproc}x{nodes}", f"{node_link or 'none'},{network}", slow)
+    return Cluster.parse(
+        f"{1 if nproc is None else nproc}x{nodes}", f"{node_link or 'none'},{network}", slow, cut
+    )

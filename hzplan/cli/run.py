@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hzplan.errors import UserError
+from hzplan.errors import JobFailed, UserError
 from hzplan.job import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hzplan.models.workload import Workload
     from hzplan.show.trace import Span
     from hzplan.training.data import Corpus
+    from hzplan.training.keeper import Saving
 
 MOST_TIMEOUT_S = 1e6
 
@@ -62,6 +64,20 @@ def command(
         ),
     ] = None,
     round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Save checkpoints to this folder, which every rank must see."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints; the end, and SIGTERM, make one too.")
+    ] = 100,
+    keep: Annotated[int, typer.Option(help="How many checkpoints to keep.")] = 2,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, if there is one.")
+    ] = False,
+    check_replicas: Annotated[
+        int | None, typer.Option(help="Every so many steps, compare what ranks hold in common.")
+    ] = None,
     skip_nonfinite: Annotated[
         bool, typer.Option(help="Leave out steps whose gradients are not finite, instead of stopping.")
     ] = False,
@@ -75,13 +91,30 @@ def command(
     Inside a job that torchrun or srun started it trains there, else it starts the plan's ranks here.
 
     Example: hzplan run plan.json --steps 200 --metrics metrics.jsonl
+    Example: hzplan run plan.json --steps 10000 --checkpoint checkpoints --resume
     Example: hzplan run plan.json --against ddp,fsdp2,hsdp --steps 60
     """
     from hzplan.cli import ranks
 
     here = ranks.this_rank(nproc)
     request = _Request(
-        plan, model, data, steps, lr, seed, metrics, trace, against, round_steps, skip_nonfinite, timeout
+        plan=plan,
+        model=model,
+        data=data,
+        steps=steps,
+        lr=lr,
+        seed=seed,
+        metrics=metrics,
+        trace=trace,
+        against=against,
+        round_steps=round_steps,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        check_replicas=check_replicas,
+        skip_nonfinite=skip_nonfinite,
+        timeout_s=timeout,
     )
     request.check_options()
     if here is None:  # what is wrong is said before ranks start
@@ -121,6 +154,11 @@ class _Request:
     trace: Path | None
     against: str | None
     round_steps: int
+    checkpoint: Path | None
+    checkpoint_every: int
+    keep: int
+    resume: bool
+    check_replicas: int | None
     skip_nonfinite: bool
     timeout_s: float
 
@@ -136,7 +174,16 @@ class _Request:
             raise UserError(f"--timeout {self.timeout_s}: between 1 and {MOST_TIMEOUT_S:.0f} seconds")
         if self.against is not None and self.skip_nonfinite:
             raise UserError("--skip-nonfinite is for a run of the plan alone; leave it or --against out")
-        for option, given in (("--metrics", self.metrics), ("--trace", self.trace)):
+        if self.checkpoint_every < 1:
+            raise UserError(f"--checkpoint-every {self.checkpoint_every}: at least 1 step")
+        if self.keep < 1:
+            raise UserError(f"--keep {self.keep}: at least 1 checkpoint")
+        if self.check_replicas is not None and self.check_replicas < 1:
+            raise UserError(f"--check-replicas {self.check_replicas}: at least 1 step")
+        if self.resume and self.checkpoint is None:
+            raise UserError("--resume: say from where with --checkpoint DIR")
+        of_one = (("--metrics", self.metrics), ("--trace", self.trace), ("--checkpoint", self.checkpoint))
+        for option, given in of_one:
             if self.against is not None and given is not None:
                 raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")
 
@@ -148,6 +195,8 @@ class _Request:
         for path in (self.metrics, self.trace) if writes else ():
             if path is not None:
                 check_writable(path, keep=[self.plan])
+        if writes and self.checkpoint is not None:
+            self._check_folder(self.checkpoint)
         plan = self._plan(world)
         if self.skip_nonfinite and not plan.clip:
             raise UserError(
@@ -157,6 +206,18 @@ class _Request:
         peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)
         return _Prepared(plan, workload, self._corpus(workload), peers)
+
+    def _check_folder(self, folder: Path) -> None:
+        """UserError when checkpoints cannot go there, or are there and are not asked for."""
+        from hzplan.checkpoint.folder import listed
+        from hzplan.cli.paths import check_writable
+
+        check_writable(folder / "step")
+        if not self.resume and listed(folder):
+            raise UserError(
+                f"--checkpoint {folder}: has checkpoints of another run; go on from them with --resume, or "
+                "give another folder"
+            )
 
     def compare_provenance(self, plan: Plan) -> None:
         """Say when the plan's figures were measured with another torch or backend than runs here."""
@@ -186,7 +247,7 @@ class _Request:
         from hzplan.cli.run_report import Report
         from hzplan.formats.base import write_text
         from hzplan.show.trace import document
-        from hzplan.training.loop import RunOptions, train
+        from hzplan.training.loop import NothingLeft, RunOptions, train
 
         options = RunOptions(
             steps=self.steps,
@@ -194,13 +255,33 @@ class _Request:
             seed=self.seed,
             record_steps=TRACED_STEPS if self.trace else 0,
             skip_nonfinite=self.skip_nonfinite,
+            saving=self._saving(),
+            check_replicas=self.check_replicas,
         )
-        with Report(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
-            result = train(ready.plan, ready.workload, ready.corpus, options, report.on_step)
+        try:
+            with Report(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
+                result = train(ready.plan, ready.workload, ready.corpus, options, report)
+        except NothingLeft as over:
+            if shown:
+                print(
+                    json.dumps({"steps": 0, "resumed_from": over.steps})
+                    if as_json
+                    else f"Nothing to do: {over}."
+                )
+            return
         if shown:
             if self.trace is not None:
                 write_text(self.trace, document({**self._predicted(ready.plan), **result.recorded}))
             report.show(result, as_json=as_json)
+        if result.unsaved is not None:
+            raise JobFailed(f"the last checkpoint was not saved: {result.unsaved}")
+
+    def _saving(self) -> Saving | None:
+        from hzplan.training.keeper import Saving
+
+        if self.checkpoint is None:
+            return None
+        return Saving(self.checkpoint, self.checkpoint_every, self.keep, self.resume)
 
     def _predicted(self, plan: Plan) -> dict[str, list[Span]]:
         """What the simulator says of a step, to be shown above what was; empty without the plan's profile."""
@@ -231,7 +312,7 @@ class _Request:
         from hzplan.training.batches import batches
 
         plan = ready.plan
-        data = batches(ready.workload, ready.corpus, micro_batch=plan.batch.micro_batch, seed=self.seed)
+        data = batches(ready.workload, ready.corpus, plan, seed=self.seed)
         setting = Setting(plan, ready.workload, data, lr=self.lr, seed=self.seed, text=self.data)
         with console.Bar("compare", shown=shown) as bar:
             found = compare(

@@ -14,13 +14,13 @@ from hzplan.cli import console
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
-from hzplan.training.loop import RunResult, StepStats
+from hzplan.training.loop import RunResult, StepStats, Watcher
 
 CALIBRATE = 0.2
 """A step predicted wrong by more than this share makes ``run`` mention calibration."""
 
 
-class Report:
+class Report(Watcher):
     """Rank 0's side of a run; on other ranks it does nothing."""
 
     def __init__(
@@ -37,14 +37,25 @@ class Report:
             console.remark(f"Training on {self._corpus.description}")
         elif self._shown:
             console.remark("Training on the model's own synthetic batches")
-        if self._path is not None:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("w", encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"{self._path}: cannot be written ({error.strerror})") from None
         self._bar.__enter__()
         return self
+
+    def on_start(self, step: int) -> None:
+        """Open the metrics file; where a run goes on, the lines of the steps before stay."""
+        if self._path is None:
+            return
+        try:
+            kept = _lines_before(self._path, step) if step else []
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be written ({error.strerror})") from None
+
+    def on_remark(self, text: str) -> None:
+        """One line beside the progress."""
+        if self._shown:
+            console.remark(text)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,10 +95,26 @@ class Report:
                 )
 
 
+def _lines_before(path: Path, step: int) -> list[str]:
+    """The lines of steps before this one; what is no such line goes."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [line for line in lines if _step_of(line) < step]
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
     predicted = plan.predicted
     return {
         "steps": result.steps,
+        "resumed_from": result.resumed_from,
         "loss_first": result.loss_first if math.isfinite(result.loss_first) else None,
         "loss_last": result.loss_last if math.isfinite(result.loss_last) else None,
         "skipped_steps": result.skipped_steps,

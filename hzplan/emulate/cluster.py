@@ -30,6 +30,9 @@ class Cluster:
     slow: tuple[tuple[int, int], ...] = ()
     """Nodes whose links have another rate than their tier's: (node, bits/s)."""
 
+    cuts: tuple[tuple[int, float, float | None], ...] = ()
+    """Links that fail: (node, seconds after the ranks' start, for how many seconds; None: for good)."""
+
     def __post_init__(self) -> None:
         if not self.tiers or min(self.tiers) < 1:
             raise UserError(f"tiers {self.sizes}: every size must be at least 1, as in 2x2")
@@ -48,16 +51,20 @@ class Cluster:
                 raise UserError(f"slow node {node}: the cluster has nodes 0 to {self.nodes - 1}")
             if not MIN_RATE <= rate <= (self.rates[1] or MAX_RATE):
                 raise UserError(f"slow node {node}: its rate must be 1mbit to {rate_text(self.rates[1])}")
+        for node, _, _ in self.cuts:
+            if not 0 <= node < self.nodes or len(self.tiers) < 2:
+                raise UserError(f"cut node {node}: the cluster has nodes 0 to {self.nodes - 1}")
         limits = [inf if rate is None else rate for rate in self.rates]
         if limits != sorted(limits, reverse=True):
             texts = ", ".join(rate_text(rate) for rate in self.rates)
             raise UserError(f"rates {texts}: a tier cannot be faster than one inside it; write fastest first")
 
     @classmethod
-    def parse(cls, tiers: str, rates: str, slow: Iterable[str] = ()) -> Cluster:
+    def parse(cls, tiers: str, rates: str, slow: Iterable[str] = (), cuts: Iterable[str] = ()) -> Cluster:
         """``2x2`` and ``none,500mbit``: sizes and rates per tier, fastest first. Raises UserError.
 
-        ``slow``: ``1=50mbit``, nodes with a link of their own rate.
+        ``slow``: ``1=50mbit``, nodes with a link of their own rate; ``cuts``: ``1@10+5``, nodes whose link
+        fails, here after 10 s for 5 s, or ``1@10``, for good.
         """
         sizes = tiers.split("x")
         if not all(re.fullmatch(r"[0-9]{1,6}", size) for size in sizes):
@@ -66,6 +73,7 @@ class Cluster:
             tuple(map(int, sizes)),
             tuple(map(parse_rate, rates.split(","))),
             tuple(map(_parse_slow, slow)),
+            tuple(map(_parse_cut, cuts)),
         )
 
     @property
@@ -123,6 +131,18 @@ def _parse_slow(text: str) -> tuple[int, int]:
     if not re.fullmatch(r"[0-9]{1,6}", node) or bits is None:
         raise UserError(f"slow node {text[:40]!r}: write the node's number and its rate, as in 1=50mbit")
     return int(node), bits
+
+
+def _parse_cut(text: str) -> tuple[int, float, float | None]:
+    match = re.fullmatch(
+        r"([0-9]{1,6})@([0-9]{1,6}(?:\.[0-9]{1,3})?)(?:\+([0-9]{1,6}(?:\.[0-9]{1,3})?))?", text
+    )
+    if match is None:
+        raise UserError(
+            f"cut node {text[:40]!r}: write the node's number, after how many seconds, and for how many, as "
+            "in 1@10+5, or 1@10 for good"
+        )
+    return int(match[1]), float(match[2]), float(match[3]) if match[3] else None
 
 
 def rate_text(rate: float | None) -> str:

@@ -94,6 +94,7 @@ def execute(
         tiers=cluster.tiers,
         rates=cluster.rates,
         slow=cluster.slow,
+        cuts=cluster.cuts,
         executable=_executable(command),
         command=tuple(command),
         ip=str(_tool("ip")),

@@ -21,6 +21,7 @@ class Spec:
     tiers: tuple[int, ...]
     rates: tuple[int | None, ...]
     slow: tuple[tuple[int, int], ...]
+    cuts: tuple[tuple[int, float, float | None], ...]
     executable: str
     command: tuple[str, ...]
     ip: str
@@ -35,7 +36,7 @@ class Spec:
     @property
     def cluster(self) -> Cluster:
         """The one to emulate."""
-        return Cluster(self.tiers, self.rates, self.slow)
+        return Cluster(self.tiers, self.rates, self.slow, self.cuts)
 
     def to_text(self) -> str:
         """For ``from_text``."""
@@ -48,6 +49,7 @@ class Spec:
         for name in ("tiers", "rates", "command"):
             fields[name] = tuple(fields[name])
         fields["slow"] = tuple((node, rate) for node, rate in fields["slow"])
+        fields["cuts"] = tuple((node, start, seconds) for node, start, seconds in fields["cuts"])
         return cls(**fields)
 
     def tell(self, event: str, **what: Any) -> None:

@@ -10,6 +10,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 
 from hzplan.emulate import advice, namespaces, network, verify
@@ -36,6 +37,7 @@ def main() -> None:
         if _called(spec):
             return
         spec.tell("ready")
+        _cut_later(spec)
         ended = Ranks(spec, nodes).run()
         spec.tell("ended", ranks=[vars(end) for end in ended])
     except UserError as error:
@@ -59,6 +61,20 @@ def _build(spec: Spec) -> list[int]:
             _batch(spec.ip, network.node_links(cluster, number))
             _batch(spec.tc, network.node_limits(cluster))
     return nodes
+
+
+def _cut_later(spec: Spec) -> None:
+    """Take links down, and up again, while ranks run; from threads, which are in the bridges' namespace."""
+
+    def later(seconds: float, node: int, state: str) -> None:
+        timer = threading.Timer(seconds, lambda: _batch(spec.ip, [f"link set dev n{node} {state}"]))
+        timer.daemon = True
+        timer.start()
+
+    for node, start_s, seconds in spec.cluster.cuts:
+        later(start_s, node, "down")
+        if seconds is not None:
+            later(start_s + seconds, node, "up")
 
 
 def _batch(tool: str, lines: Iterable[str], descriptors: Iterable[int] = ()) -> None:

@@ -192,7 +192,7 @@ def _child(questions: IO[str], answers: IO[str]) -> None:
     workload = load(asked["model"], seq_len=plan.model.seq_len)
     text = None if asked["data"] is None else Path(asked["data"])
     corpus = load_corpus(text, seq_len=workload.seq_len) if reads_bytes(workload) else None
-    data = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=asked["seed"])
+    data = batches(workload, corpus, plan, seed=asked["seed"])
     engine = _Engine(
         Setting(plan, workload, data, lr=asked["lr"], seed=asked["seed"], text=text), asked["stage"]
     )

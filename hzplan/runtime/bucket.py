@@ -233,13 +233,13 @@ class Bucket:
                 Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).run()
         return self.views(whole)
 
-    def pieces(self, level: int) -> list[tuple[int, Tensor, Tensor]]:
-        """The tensors' parts in this rank's slice of a level ≥ ℓo: (tensor index, master, gradient)."""
+    def owned_master(self, low: int, high: int) -> Tensor:
+        """Elements ``[low, high)`` of the whole buffer, which this rank updates."""
+        start = self.bounds(self.layout.levels.optim)[0]
+        return self.master[low - start : high - start]
+
+    def owned_gradient(self, low: int, high: int) -> Tensor:
+        """Their reduced gradients."""
         assert self.grad is not None
-        start, end = self.bounds(level)
-        master = self.within(self.master, self.layout.levels.optim, level)
-        grad = self.within(self.grad, self.layout.levels.grad, level)
-        return [
-            (index, master[low - start : high - start], grad[low - start : high - start])
-            for index, low, high in self.layout.pieces(start, end)
-        ]
+        start = self.bounds(self.layout.levels.grad)[0]
+        return self.grad[low - start : high - start]

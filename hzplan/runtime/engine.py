@@ -23,6 +23,7 @@ from hzplan.runtime.unit import Life, UnitState
 from hzplan.runtime.world import World
 from hzplan.schedule import Kind, Schedule, Task, Use
 
+BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 MOST_GATHERS = 1 << 8
 """Of a task, told apart by their tags while they are under way together."""
 
@@ -416,9 +417,28 @@ class Engine:
         for name in self._trainable:
             if name not in updated:
                 self.run(Task(-1, Kind.UPDATE, "", (name,)))
-            for tier in reversed(range(len(self.mesh.tiers))):
-                self.run(Task(-1, Kind.SYNC, "", (name,), tier))
+            self._sync(name)
         self.executor.skip_step()
+
+    def _sync(self, name: str) -> None:
+        for tier in reversed(range(len(self.mesh.tiers))):
+            self.run(Task(-1, Kind.SYNC, "", (name,), tier))
+
+    def settle(self) -> None:
+        """Between two steps: return when all that the last one launched is done."""
+        if self.mode is not Mode.BETWEEN:
+            raise RuntimeError(BETWEEN_STEPS)
+        self.executor.drain()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Master weights were written to from outside: gather parameters from them, on every rank."""
+        self.settle()
+        self._make_whole(())
+        for name in self._trainable:
+            for bucket in self.units[name].trainable_buckets:
+                bucket.publish()
+            self._sync(name)
 
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
@@ -428,11 +448,7 @@ class Engine:
     @contextmanager
     def whole(self, unit: str) -> Iterator[UnitState]:
         """A unit's parameters, readable inside the block; between steps only."""
-        if self.mode is not Mode.BETWEEN:
-            raise RuntimeError(
-                "parameters can be read between steps only: after step(), before the next forward"
-            )
-        self.executor.drain()
+        self.settle()
         self._make_whole([unit])
         yield self.units[unit]
         self._make_whole(())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from hzplan.runtime.faults import named
 from hzplan.runtime.world import MAX, MIN
 
 if TYPE_CHECKING:
+    from hzplan.runtime.bucket import Bucket
     from hzplan.runtime.engine import Engine
     from hzplan.runtime.unit import UnitState
 
@@ -38,6 +40,18 @@ NEVER = 2**62
 Group = dict[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor's part that this rank updates: elements ``[low, high)`` of its bucket's whole buffer."""
+
+    unit: str
+    bucket: Bucket
+    index: int
+    low: int
+    high: int
+    param: nn.Parameter
+
+
 class ShardedOptimizer(Optimizer):
     """Drives one inner optimizer per unit, so that a unit can be updated as soon as its gradient is there.
 
@@ -58,24 +72,27 @@ class ShardedOptimizer(Optimizer):
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._inner: dict[str, Optimizer] = {}
-        self._pieces: list[nn.Parameter] = []
+        self.held: list[Held] = []
         self._owned_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's at the finest level
         everything: list[list[nn.Parameter]] = [[] for _ in groups]
         for unit in units:
             mine: list[list[nn.Parameter]] = [[] for _ in groups]
             for bucket in unit.trainable_buckets:
-                for index, param, grad in bucket.pieces(bucket.layout.levels.optim):
+                start, end = bucket.bounds(bucket.layout.levels.optim)
+                for index, low, high in bucket.layout.pieces(start, end):
                     owner = bucket.parameters[index]
                     if id(owner) not in group_of:
                         raise UserError(
                             f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
                             "add it to one, or set requires_grad=False"
                         )
-                    piece = nn.Parameter(param)
-                    piece.grad = grad
+                    piece = nn.Parameter(bucket.owned_master(low, high))
+                    piece.grad = bucket.owned_gradient(low, high)
                     mine[group_of[id(owner)]].append(piece)
+                    self.held.append(Held(unit.name, bucket, index, low, high, piece))
                 owned = self._owned_gradients.setdefault(unit.name, [])
-                owned += [grad for _, _, grad in bucket.pieces(bucket.mesh.levels)]
+                finest = bucket.bounds(bucket.mesh.levels)
+                owned += [bucket.owned_gradient(low, high) for _, low, high in bucket.layout.pieces(*finest)]
             if any(mine):
                 self._inner[unit.name] = optimizer_class(
                     [dict(option, params=params) for option, params in zip(options, mine, strict=True)],
@@ -83,7 +100,6 @@ class ShardedOptimizer(Optimizer):
                 )
             for collected, params in zip(everything, mine, strict=True):
                 collected += params
-                self._pieces += params
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
@@ -94,7 +110,7 @@ class ShardedOptimizer(Optimizer):
         }
         super().__init__(
             [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
-            if self._pieces
+            if self.held
             else [dict(options[0], params=[empty])],
             template.defaults,
         )
@@ -113,6 +129,31 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: the first backward of a step overwrites."""
+
+    def state_of(self, held: Held) -> Mapping[str, Any]:
+        """A piece's state, as torch's optimizer of the class keeps it; empty before its first update."""
+        found: Mapping[str, Any] = self._inner[held.unit].state.get(held.param, {})
+        return found
+
+    def set_state_of(self, held: Held, state: Mapping[str, Any]) -> None:
+        """In place of what there is; between steps only."""
+        if state:
+            self._inner[held.unit].state[held.param] = dict(state)
+        else:
+            self._inner[held.unit].state.pop(held.param, None)
+
+    def device_of_numbers(self, held: Held) -> torch.device:
+        """Where torch's optimizers keep what is one number for a whole tensor."""
+        on_device = any(self.defaults.get(key) for key in ("capturable", "fused"))
+        return held.param.device if on_device else torch.device("cpu")
+
+    def state_dict(self) -> Any:
+        """Refused: it would be this rank's pieces, which nothing could read under another plan."""
+        raise UserError("hzplan's optimizer is sharded: save with hzplan.Checkpoints, not state_dict()")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused, as ``state_dict`` is."""
+        raise UserError("hzplan's optimizer is sharded: load with hzplan.Checkpoints, not load_state_dict()")
 
     def take_over_options(self) -> None:
         """Copy learning rates and the like from ``param_groups`` to the inner optimizers.
@@ -173,8 +214,8 @@ class ShardedOptimizer(Optimizer):
             self.engine.world.all_reduce(total)
         norm = total.sqrt()
         scale = float(max_norm / (norm + 1e-6))
-        if scale < 1.0 and self._pieces:
-            torch._foreach_mul_([p.grad for p in self._pieces if p.grad is not None], scale)
+        if scale < 1.0 and self.held:
+            torch._foreach_mul_([h.param.grad for h in self.held if h.param.grad is not None], scale)
         return norm
 
     def skip_step(self) -> None:

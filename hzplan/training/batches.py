@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hzplan.checkpoint.position import START, Position
+from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
 from hzplan.training.data import Corpus, heldout_windows, sample
 
@@ -29,23 +31,30 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TextBatches:
-    """Windows of a corpus' bytes."""
+    """Windows of a corpus.
+
+    ``since``: where the run has got to when these micro-batches begin; steps before it may have been of
+    another size.
+    """
 
     corpus: Corpus
     micro_batch: int
     seq_len: int
     seed: int
+    world: int
+    accumulation: int
+    since: Position = START
 
     def train(self, step: int, index: int, rank: int) -> Tensor:
-        """Random windows of the training part."""
+        """Random windows of the training part: the same ones in a step, however many ranks share them."""
+        of_step = self.accumulation * self.world * self.micro_batch
+        first = self.since.samples + (step - self.since.step) * of_step
         return sample(
             self.corpus.train,
-            micro_batch=self.micro_batch,
+            first=first + (index * self.world + rank) * self.micro_batch,
+            count=self.micro_batch,
             seq_len=self.seq_len,
             seed=self.seed,
-            step=step,
-            index=index,
-            rank=rank,
         )
 
     def heldout(self, count: int, rank: int, world: int) -> Sequence[Tensor]:
@@ -88,8 +97,13 @@ def reads_bytes(workload: Workload) -> bool:
     )
 
 
-def batches(workload: Workload, corpus: Corpus | None, *, micro_batch: int, seed: int) -> Batches:
-    """Batches of a corpus, or synthetic ones without it."""
+def batches(
+    workload: Workload, corpus: Corpus | None, plan: Plan, *, seed: int, since: Position = START
+) -> Batches:
+    """Batches of a corpus, or synthetic ones without it, as a plan shares them out."""
+    batch = plan.batch
     if corpus is None:
-        return SyntheticBatches(workload, micro_batch, seed)
-    return TextBatches(corpus, micro_batch, workload.seq_len, seed)
+        return SyntheticBatches(workload, batch.micro_batch, seed)
+    return TextBatches(
+        corpus, batch.micro_batch, workload.seq_len, seed, plan.mesh.world, batch.accumulation, since
+    )

@@ -74,21 +74,23 @@ def load_corpus(path: Path | None = None, *, limit_bytes: int | None = None, seq
     return Corpus(train, heldout, description, _entropy_nats(train))
 
 
-def sample(
-    corpus_part: Tensor, *, micro_batch: int, seq_len: int, seed: int, step: int, index: int, rank: int
-) -> Tensor:
-    """Random windows, int64 [micro_batch, seq_len + 1], for one micro-batch of one rank.
+def sample(part: Tensor, *, first: int, count: int, seq_len: int, seed: int) -> Tensor:
+    """Sequences ``first`` to ``first + count`` of a run, int64 [count, seq_len + 1]: windows at random.
 
-    They depend on nothing but the part, the shape and (seed, step, accumulation index, rank), so a resumed
-    run sees what an uninterrupted one would have seen.
+    They depend on nothing but the part, their length, the seed and their number, so whoever resumes a run,
+    on however many ranks, sees what an uninterrupted one would have seen.
 
     Raises UserError when the part is shorter than a window.
     """
-    windows = _windows(corpus_part, seq_len)
-    # A digest, because torch's generators of nearby seeds are not promised to be independent.
-    digest = hashlib.blake2b(f"{seed} {step} {index} {rank}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    return windows[torch.randint(len(windows), (micro_batch,), generator=generator)].long()
+    places = len(_windows(part, seq_len))
+    starts = (_place(seed, number, places) for number in range(first, first + count))
+    return torch.stack([part[start : start + seq_len + 1].long() for start in starts])
+
+
+def _place(seed: int, number: int, places: int) -> int:
+    """Evenly distributed: 2^64 is large beside any text. A digest, as it needs no state."""
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % places
 
 
 def heldout_windows(part: Tensor, seq_len: int, count: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hzplan.errors import UserError
+from hzplan.errors import JobFailed, UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
@@ -22,13 +22,16 @@ from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.replicas import diverged
 from hzplan.runtime.room import room
 from hzplan.show.trace import Span
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
-from hzplan.training.measure import peak_memory_bytes
+from hzplan.training.keeper import Keeper, Saving
+from hzplan.training.measure import hosts, memory_in_use, peak_memory_bytes
 from hzplan.training.recording import Recording
 from hzplan.training.step import forward_backward
+from hzplan.training.watch import Watch
 
 WARM_UP_STEPS = 3
 """Steps at the beginning whose times do not count."""
@@ -47,7 +50,8 @@ class RunOptions:
 
     ``evaluate_every`` counts steps; the end is evaluated in any case. ``record_steps``: of how many steps at
     the end to keep what every stream did. ``skip_nonfinite``: leave out steps whose gradients are not finite
-    (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping.
+    (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping. With ``saving``, SIGTERM saves and
+    ends the run. ``check_replicas``: after every how many steps to compare what ranks hold in common.
     """
 
     steps: int
@@ -58,6 +62,8 @@ class RunOptions:
     heldout_tokens: int = 1 << 16
     record_steps: int = 0
     skip_nonfinite: bool = False
+    saving: Saving | None = None
+    check_replicas: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,16 +82,40 @@ class StepStats:
     skipped: str = ""
 
 
+class NothingLeft(Exception):
+    """The run that is to go on is over."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
+        self.steps = steps
+
+
+class Watcher:
+    """Hears of a run as it goes on; this one says nothing of it. Every rank has one."""
+
+    def on_start(self, step: int) -> None:
+        """The first step is this one: 0, or where a checkpoint left off."""
+
+    def on_step(self, stats: StepStats) -> None:
+        """A step has ended, and so has the one after it: its loss is gathered while that runs."""
+
+    def on_remark(self, text: str) -> None:
+        """Something that people should know, one line."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
 
+    ``steps`` counts from the beginning; the first ``resumed_from`` were trained by an earlier run.
+
     ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
     order of uses and ran unoverlapped; in ``skipped_steps`` gradients were not finite. ``recorded``: what
-    ``RunOptions.record_steps`` asked for, by rank.
+    ``RunOptions.record_steps`` asked for, by rank. ``unsaved``: why the last checkpoint is none.
     """
 
     steps: int
+    resumed_from: int
     losses: tuple[float, ...]
     step_s: float
     exposed_comm_s: Mapping[str, float]
@@ -96,6 +126,7 @@ class RunResult:
     unplanned_steps: int
     skipped_steps: int
     recorded: Mapping[str, list[Span]]
+    unsaved: str | None
 
     @property
     def loss_first(self) -> float:
@@ -118,18 +149,19 @@ def train(
     workload: Workload,
     corpus: Corpus | None,
     options: RunOptions,
-    on_step: Callable[[StepStats], None] = lambda stats: None,
+    watcher: Watcher | None = None,
 ) -> RunResult:
     """Train a workload as a plan says; every rank of the plan's world calls it, with the same arguments.
 
-    Without a corpus the workload's synthetic batches are used. ``on_step`` hears of every step, one step
-    late: the mean loss of a step is gathered while the next one runs, so that it holds nobody up.
+    Without a corpus the workload's synthetic batches are used.
 
-    Raises UserError when world, model or optimizer do not fit the plan, or the loss is no longer finite.
+    Raises NothingLeft when the checkpoint that it goes on from has all the steps already; UserError when
+    world, model or optimizer do not fit the plan, or the loss is no longer finite; Preempted when SIGTERM
+    came to a rank, and all have saved.
     """
     if options.steps < 1:
         raise UserError(f"{options.steps} steps: a run has at least 1")
-    trainer = _Trainer(plan, workload, corpus, options, on_step)
+    trainer = _Trainer(plan, workload, corpus, options, watcher or Watcher())
     with room(plan, lambda: trainer.optimizer.engine):
         result = trainer.train()
     trainer.optimizer.engine.close()  # not after an error: it would wait for ranks that may be gone
@@ -143,19 +175,23 @@ class _Trainer:
         workload: Workload,
         corpus: Corpus | None,
         options: RunOptions,
-        on_step: Callable[[StepStats], None],
+        watcher: Watcher,
     ) -> None:
         self.plan, self.workload, self.corpus = plan, workload, corpus
-        self.options, self.on_step = options, on_step
+        self.options, self.watcher = options, watcher
         self.world = plan.mesh.world
         self.rank = dist.get_rank() if self.world > 1 else 0
-        self.data: Batches = batches(workload, corpus, micro_batch=plan.batch.micro_batch, seed=options.seed)
         torch.manual_seed(options.seed)
         with room(plan, lambda: None):
             model = workload.build().to(dtype=master_dtype_of(getattr(torch, plan.model.dtype)))
             self.device = next(model.parameters()).device
             self.model, self.optimizer = _parallelize(model, plan, options.lr)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
+        self.keeper = Keeper(options.saving, plan, watcher.on_remark)
+        self.start = self.keeper.resume(self.model, self.optimizer)
+        self.ending = False  # whether SIGTERM has come to any rank
+        self.data: Batches = batches(workload, corpus, plan, seed=options.seed, since=self.start)
+        self.watch = Watch(hosts(self.world))
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
         self.unplanned = 0
@@ -169,14 +205,29 @@ class _Trainer:
     def train(self) -> RunResult:
         pending: _Pending | None = None
         untimed: set[int] = set()
+        self.watcher.on_start(self.start.step)
+        if self.start.step >= self.options.steps:
+            raise NothingLeft(self.start.step)
         ended = time.perf_counter()
-        for step in range(self.options.steps):
+        for step in range(self.start.step, self.options.steps):
             loss = self.traced_step(step) if self._traces(step) else self.step(step)
             now = time.perf_counter()
-            following = _Pending(step, loss, now - ended, self.exposed())
+            exposed = self.exposed()
+            busy = now - ended - sum(exposed.values())
+            said = _Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
+            following = _Pending(step, loss, now - ended, exposed, said, self.rank, self.world)
             if pending:
                 self.finish(pending)
             pending, ended = following, now
+            if self.ending:
+                self.finish(pending)
+                self.keeper.save(self.model, self.optimizer, step + 1)
+                self.keeper.leave(step + 1)
+            if self.keeper.due(step + 1, last=step + 1 == self.options.steps):
+                self.keeper.save(self.model, self.optimizer, step + 1)
+                untimed.add(step + 1)
+            self.keeper.report()
+            self.compare_replicas(step)
             if self._traces(step):
                 untimed |= {step, step + 1}
             if self._evaluates_after(step):
@@ -185,10 +236,23 @@ class _Trainer:
                 self.evaluate(step)
                 untimed.add(step + 1)
                 ended = time.perf_counter()
+        self.unsaved = self.keeper.finish()
         return self.result(untimed)
 
+    def compare_replicas(self, step: int) -> None:
+        """UserError naming units and ranks when values that should be equal are not."""
+        every = self.options.check_replicas
+        if every is not None and (step + 1) % every == 0:
+            found = diverged(self.optimizer.engine)
+            if found:
+                more = f" (and {len(found) - 1} more units)" if len(found) > 1 else ""
+                raise JobFailed(
+                    f"step {step}: {found[0]}{more}; a device or a link changed what it should not have: "
+                    "take it out, and go on from a checkpoint"
+                )
+
     def _traces(self, step: int) -> bool:
-        return step == min(TRACED_STEP, self.options.steps - 1)
+        return step == min(self.start.step + TRACED_STEP, self.options.steps - 1)
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.options.evaluate_every
@@ -261,7 +325,11 @@ class _Trainer:
 
     def finish(self, pending: _Pending) -> None:
         """A step's loss has arrived from all ranks."""
-        loss = pending.mean(self.world)
+        loss, said = pending.said()
+        self.ending |= any(one.asked_to_end for one in said)
+        busy, memory = [one.busy_s for one in said], [one.memory_bytes for one in said]
+        for line in self.watch.note(busy, memory):
+            self.watcher.on_remark(f"step {pending.step}: {line}")
         skipped = self.skipped.get(pending.step, "")
         if not math.isfinite(loss) and not skipped:
             raise UserError(f"the loss of step {pending.step} is {loss}{self.blamed()}; try a lower --lr")
@@ -278,7 +346,7 @@ class _Trainer:
                 skipped,
             )
         )
-        self.on_step(self.stats[-1])
+        self.watcher.on_step(self.stats[-1])
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
@@ -308,15 +376,15 @@ class _Trainer:
         return tensor.tolist()
 
     def result(self, untimed: set[int]) -> RunResult:
-        timed = [s for s in self.stats if s.step >= WARM_UP_STEPS and s.step not in untimed] or self.stats[
-            -1:
-        ]
+        warm = self.start.step + WARM_UP_STEPS
+        timed = [s for s in self.stats if s.step >= warm and s.step not in untimed] or self.stats[-1:]
         names = list(timed[0].exposed_comm_s)
         medians = [statistics.median(s.step_s for s in timed)]
         medians += [statistics.median(s.exposed_comm_s[name] for s in timed) for name in names]
         step_s, *exposed = (total / self.world for total in self.over_ranks(medians))
         return RunResult(
             steps=self.options.steps,
+            resumed_from=self.start.step,
             losses=tuple(self.losses),
             step_s=step_s,
             exposed_comm_s=dict(zip(names, exposed, strict=True)),
@@ -327,22 +395,49 @@ class _Trainer:
             unplanned_steps=self.unplanned,
             skipped_steps=len(self.skipped),
             recorded=self.recording.gather() if self.options.record_steps else {},
+            unsaved=self.unsaved,
         )
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others of a step, beside its loss."""
+
+    asked_to_end: float
+    busy_s: float
+    memory_bytes: float
+
+
 class _Pending:
-    """A step that has ended, while its loss is on its way between ranks."""
+    """A step that has ended, while its loss is on its way between ranks.
 
-    def __init__(self, step: int, loss: Tensor, step_s: float, exposed_comm_s: Mapping[str, float]) -> None:
+    One small all-reduce: the sum of losses, and each rank's own numbers in a place of their own.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        loss: Tensor,
+        step_s: float,
+        exposed_comm_s: Mapping[str, float],
+        said: _Said,
+        rank: int,
+        world: int,
+    ) -> None:
         self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
-        self._loss = loss
-        self._work = dist.all_reduce(loss, async_op=True) if dist.is_initialized() else None
+        mine = torch.zeros(world, 3, dtype=torch.float64)
+        mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
+        self._world = world
+        self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
+        self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
 
-    def mean(self, world: int) -> float:
+    def said(self) -> tuple[float, list[_Said]]:
+        """The mean loss, and every rank's numbers."""
         if self._work is not None:
             with named(f"the mean loss of step {self.step}: all-reduce"):
                 self._work.wait()
-        return float(self._loss) / world
+        loss, *numbers = self._numbers.tolist()
+        return loss / self._world, [_Said(*numbers[at : at + 3]) for at in range(0, 3 * self._world, 3)]
 
 
 def learning_rate(step: int, options: RunOptions) -> float:

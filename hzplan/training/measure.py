@@ -1,11 +1,15 @@
-"""How much memory a step's tensors take at most, on one rank."""
+"""How much memory a step takes on a rank, and a process; and where ranks are."""
 
 from __future__ import annotations
 
 import gc
+import os
+import socket
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -46,3 +50,25 @@ def alive_bytes(device: torch.device, ignore: Iterable[Tensor] = ()) -> int:
         if storage.data_ptr() not in ignored:
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds: of a GPU's memory, or the host's (0 where the system does not say)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+    except (OSError, ValueError):
+        return 0
+
+
+def hosts(world: int) -> list[str]:
+    """The names of all ranks' machines; every rank calls it."""
+    mine = socket.gethostname()
+    if world == 1:
+        return [mine]
+    found = [""] * world
+    dist.all_gather_object(found, mine)
+    return found

@@ -134,22 +134,17 @@ def test_an_unreadable_path_is_one_line(locked: str, tmp_path: Path) -> None:
         path.chmod(0o700)
 
 
-def draw(part: Tensor, *, seed: int = 0, step: int = 0, index: int = 0, rank: int = 0) -> Tensor:
-    return sample(part, micro_batch=4, seq_len=32, seed=seed, step=step, index=index, rank=rank)
+def draw(part: Tensor, *, seed: int = 0, first: int = 0, count: int = 4) -> Tensor:
+    return sample(part, first=first, count=count, seq_len=32, seed=seed)
 
 
-def test_a_sample_depends_on_seed_step_index_and_rank_alone(stdlib: Corpus) -> None:
+def test_a_sample_depends_on_seed_and_number_alone(stdlib: Corpus) -> None:
     first = draw(stdlib.train)
     assert first.shape == (4, 33) and first.dtype == torch.int64
     torch.manual_seed(99)  # the global generator has no say
     assert torch.equal(draw(stdlib.train), first)
-    others = [
-        draw(stdlib.train, seed=1),
-        draw(stdlib.train, step=1),
-        draw(stdlib.train, index=1),
-        draw(stdlib.train, rank=1),
-    ]
-    everything = [first, *others]
+    assert torch.equal(torch.cat([draw(stdlib.train, count=1), draw(stdlib.train, first=1, count=3)]), first)
+    everything = [first, draw(stdlib.train, seed=1), draw(stdlib.train, first=4)]
     for i, one in enumerate(everything):
         for other in everything[i + 1 :]:
             assert not torch.equal(one, other)
@@ -158,8 +153,8 @@ def test_a_sample_depends_on_seed_step_index_and_rank_alone(stdlib: Corpus) -> N
 def test_samples_are_windows_of_the_text_and_reach_both_ends() -> None:
     part = torch.arange(36, dtype=torch.uint8)
     starts = set()
-    for step in range(20):
-        windows = draw(part, step=step)
+    for number in range(0, 80, 4):
+        windows = draw(part, first=number)
         assert torch.equal(windows, windows[:, :1] + torch.arange(33))
         starts.update(windows[:, 0].tolist())
     assert starts == {0, 1, 2, 3}

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from hzplan.checkpoint.position import Position
 from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import full_parameters, parallelize
 from hzplan.training.batches import SyntheticBatches, TextBatches, reads_bytes
 from hzplan.training.data import Corpus, heldout_windows
-from hzplan.training.loop import RunOptions, StepStats, learning_rate, train
+from hzplan.training.loop import RunOptions, RunResult, StepStats, Watcher, learning_rate, train
 from tests.plans import make_plan
 
 
@@ -37,15 +39,38 @@ def test_text_is_for_models_that_know_every_byte() -> None:
 
 
 def test_text_batches_depend_on_place_alone() -> None:
-    data = TextBatches(corpus(), micro_batch=2, seq_len=8, seed=1)
+    data = TextBatches(corpus(), micro_batch=2, seq_len=8, seed=1, world=2, accumulation=2)
     places = [(step, index, rank) for step in range(3) for index in range(2) for rank in range(2)]
     batches = [data.train(*place) for place in places]
     assert all(torch.equal(batch, data.train(*place)) for batch, place in zip(batches, places, strict=True))
     assert len({tuple(batch.flatten().tolist()) for batch in batches}) == len(places)
 
 
+def test_a_step_has_the_same_sequences_however_many_ranks_share_them() -> None:
+    def of_step(
+        world: int, micro_batch: int, accumulation: int, since: Position, step: int
+    ) -> list[list[int]]:
+        data = TextBatches(corpus(), micro_batch, 8, 1, world, accumulation, since)
+        found = [data.train(step, index, rank) for index in range(accumulation) for rank in range(world)]
+        return [window.tolist() for batch in found for window in batch]
+
+    whole = of_step(4, 2, 1, Position(0, 0), 3)
+    assert len(whole) == 8
+    assert whole == of_step(2, 1, 4, Position(0, 0), 3) == of_step(1, 8, 1, Position(3, 24), 3)
+    assert of_step(2, 8, 1, Position(3, 24), 3)[:8] == whole  # a larger step goes on from the same place
+
+
+def test_a_run_stays_in_its_place_when_its_steps_grow() -> None:
+    small = TextBatches(corpus(), 1, 8, 1, 1, 2)
+    large = TextBatches(corpus(), 1, 8, 1, 1, 4, Position(2, 4))
+    taken = [small.train(step, index, 0) for step in range(2) for index in range(2)]
+    taken += [large.train(2, index, 0) for index in range(4)]
+    wanted = [small.train(number // 2, number % 2, 0) for number in range(8)]
+    assert all(torch.equal(one, other) for one, other in zip(taken, wanted, strict=True))
+
+
 def test_ranks_share_the_heldout_windows() -> None:
-    data = TextBatches(corpus(), micro_batch=2, seq_len=8, seed=1)
+    data = TextBatches(corpus(), micro_batch=2, seq_len=8, seed=1, world=2, accumulation=1)
     mine = [data.heldout(3, rank, 2) for rank in range(2)]
     assert [[tuple(batch.shape) for batch in share] for share in mine] == [[(2, 9)] * 3] * 2
     taken = sorted(window.tolist() for share in mine for batch in share for window in batch)
@@ -71,11 +96,27 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert learning_rate(0, RunOptions(steps=1, lr=1.0)) == 1.0
 
 
+class Heard(Watcher):
+    """Keeps the steps that it hears of."""
+
+    def __init__(self, steps: list[StepStats]) -> None:
+        self.steps = steps
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+
+def trained(
+    plan: Plan, workload: Workload, options: RunOptions, heard: list[StepStats] | None = None
+) -> RunResult:
+    return train(plan, workload, corpus(), options, Heard([] if heard is None else heard))
+
+
 def test_one_rank_learns_to_count() -> None:
     plan = make_plan("gpt:nano", mesh="1", micro_batch=8, accumulation=2, clip=True)
     heard: list[StepStats] = []
     options = RunOptions(steps=60, lr=1e-2, evaluate_every=30, heldout_tokens=4096)
-    result = train(plan, load("gpt:nano"), corpus(), options, heard.append)
+    result = trained(plan, load("gpt:nano"), options, heard)
     assert [stats.step for stats in heard] == list(range(60))
     assert json.dumps([stats.exposed_comm_s for stats in heard])
     assert result.losses == tuple(stats.loss for stats in heard)
@@ -92,7 +133,7 @@ def test_a_plan_in_bfloat16_learns_as_well() -> None:
     losses = {}
     for dtype in ("float32", "bfloat16"):
         plan = make_plan("gpt:nano", mesh="1", micro_batch=8, clip=True, dtype=dtype)
-        result = train(plan, load("gpt:nano"), corpus(), RunOptions(steps=40, lr=1e-2, heldout_tokens=1024))
+        result = trained(plan, load("gpt:nano"), RunOptions(steps=40, lr=1e-2, heldout_tokens=1024))
         losses[dtype] = result.heldout_loss
     assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=0.2)
     assert losses["bfloat16"] < 3
@@ -117,8 +158,8 @@ def test_master_weights_start_from_float32() -> None:
 
 def test_the_same_seed_is_the_same_run() -> None:
     plan = make_plan("gpt:nano", mesh="1")
-    runs = [train(plan, load("gpt:nano"), corpus(), RunOptions(steps=5, seed=3)).losses for _ in range(2)]
-    other = train(plan, load("gpt:nano"), corpus(), RunOptions(steps=5, seed=4)).losses
+    runs = [trained(plan, load("gpt:nano"), RunOptions(steps=5, seed=3)).losses for _ in range(2)]
+    other = trained(plan, load("gpt:nano"), RunOptions(steps=5, seed=4)).losses
     assert runs[0] == runs[1] != other
 
 
@@ -170,7 +211,7 @@ def test_steps_without_finite_gradients_can_be_skipped() -> None:
     plan = make_plan("gpt:nano", mesh="1", clip=True)
     heard: list[StepStats] = []
     options = RunOptions(steps=8, skip_nonfinite=True)
-    result = train(plan, poisoned([2, 5]), corpus(), options, heard.append)
+    result = trained(plan, poisoned([2, 5]), options, heard)
     skipped = {stats.step: stats.skipped for stats in heard if stats.skipped}
     assert skipped == dict.fromkeys([2, 5], "units layers.1, layers.0, positions and 1 more")
     assert result.skipped_steps == 2

@@ -1,0 +1,1 @@
+"""Checkpoints: saved under one plan and world, loaded under any other."""

@@ -1,0 +1,102 @@
+"""``hzplan.Checkpoints``: a folder of checkpoints, as a training loop uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hzplan.checkpoint.folder import listed, newest_whole, step_of
+from hzplan.checkpoint.position import Position
+from hzplan.checkpoint.restore import restore
+from hzplan.checkpoint.save import KEEP, Outcome, Saver
+from hzplan.errors import UserError
+from hzplan.runtime.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where training goes on.
+
+    ``extra``: what ``save`` was given. ``same_world``: whether random numbers go on where they were;
+    ``passed_over``: newer checkpoints that are damaged, in a line each.
+    """
+
+    path: Path
+    position: Position
+    extra: Mapping[str, Any]
+    same_world: bool
+    passed_over: tuple[str, ...]
+
+
+class Checkpoints:
+    """Saves a sharded model and its optimizer beside training, and loads them under any plan and world.
+
+    Every rank makes one, and calls its methods in the same order; ``folder`` must be one that all of them
+    see. The files are torch.distributed.checkpoint's, with the model's own names, shapes and dtypes::
+
+        checkpoints = hzplan.Checkpoints("checkpoints")
+        loaded = checkpoints.load(model, optimizer)
+        for step in range(loaded.position.step if loaded else 0, steps):
+            ...
+            if (step + 1) % 100 == 0:
+                checkpoints.save(model, optimizer, step + 1)
+        checkpoints.wait()
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = KEEP, model_name: str = "") -> None:
+        """``keep``: how many to leave in the folder."""
+        self.folder = Path(folder)
+        self._saver = Saver(self.folder, keep, model_name=model_name)
+
+    def load(self, model: nn.Module, optimizer: ShardedOptimizer) -> Loaded | None:
+        """Go on from the newest whole checkpoint; None where the folder has none.
+
+        UserError when all are damaged, or the newest is of another model.
+        """
+        saver = self._saver
+        found = newest_whole(
+            self.folder, optimizer.engine.world.rank, optimizer.engine.world.size, saver.gather
+        )
+        if found is None:
+            return None
+        same_world = restore(found, model, optimizer)
+        steps = [step for step in map(step_of, listed(self.folder)) if step <= found.index.step]
+        saver.known = [*steps]
+        position = Position(found.index.step, found.index.samples)
+        return Loaded(found.path, position, found.index.extra, same_world, found.passed_over)
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        step: int,
+        *,
+        samples: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Between two steps, after ``step`` of them: copy what is to be saved, and write it beside training.
+
+        Waits for the save before, if that is still under way. ``samples``: sequences trained on so far;
+        ``extra``: whatever else JSON can say, a scheduler's state for instance. A save that fails leaves the
+        older checkpoints as they are; ``outcomes`` says so.
+        """
+        self._saver.save(model, optimizer, Position(step, samples), extra)
+
+    def settle(self) -> None:
+        """Return when the last save has ended, well or not: ``outcomes`` says which."""
+        self._saver.wait()
+
+    def wait(self) -> None:
+        """Return when the last save has ended; UserError when it failed and nobody has asked ``outcomes``."""
+        self.settle()
+        for outcome in self.outcomes():
+            if outcome.problem is not None:
+                raise UserError(f"{outcome.path}: not saved: {outcome.problem}")
+
+    def outcomes(self) -> list[Outcome]:
+        """What became of the saves that have ended since this was asked last, on this rank."""
+        return self._saver.outcomes()

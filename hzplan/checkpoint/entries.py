@@ -1,0 +1,165 @@
+"""What a rank holds of the model and its optimizer, under the names that any other plan knows it by.
+
+``model.<parameter>`` and ``model.<buffer>``, in the model's shapes; ``optimizer.state.<parameter>.<key>``, in
+the parameter's shape, or a single number for all of it; ``rng.<device>.<rank>``. These are the names under
+which torch's own distributed checkpoints flatten ``{"model": …, "optimizer": …}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from hzplan.checkpoint.boxes import boxes
+from hzplan.errors import UserError
+from hzplan.formats.checkpoint import MODEL, RNG, STATE
+from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.engine import Engine
+from hzplan.runtime.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A box of a named tensor of ``shape``; ``values`` has the box's ``sizes`` and may be read or written."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: Tensor
+
+    def staged(self) -> Entry:
+        """The same with a copy of the values in the host's memory."""
+        values = self.values.detach()
+        values = values.clone() if values.device.type == "cpu" else values.cpu()
+        return Entry(self.name, self.shape, self.offsets, self.sizes, values)
+
+
+def flat(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Entry]:
+    """Elements from ``start`` on of a tensor, given as a flat view, box by box."""
+    at = 0
+    for offsets, sizes in boxes(shape, start, start + values.numel()):
+        end = at + prod(sizes)
+        yield Entry(name, shape, offsets, sizes, values[at:end].view(sizes))
+        at = end
+
+
+def whole(name: str, values: Tensor) -> Entry:
+    """A tensor that is not sharded."""
+    shape = tuple(values.shape)
+    return Entry(name, shape, (0,) * len(shape), shape, values)
+
+
+def buffers(model: nn.Module) -> list[Entry]:
+    """The buffers that a state dict of the model has."""
+    saved = model.state_dict(keep_vars=True)
+    return [whole(f"{MODEL}{name}", value) for name, value in model.named_buffers() if name in saved]
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Other names of parameters that a model uses in several places, and the first name of each."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(value), name) != name:
+            found[f"{MODEL}{name}"] = f"{MODEL}{first[id(value)]}"
+    return found
+
+
+def random_state(rank: int, device: torch.device) -> list[Entry]:
+    """A rank's generators: torch's own, and its device's."""
+    found = [whole(f"{RNG}cpu.{rank}", torch.get_rng_state())]
+    if device.type == "cuda":
+        found.append(whole(f"{RNG}cuda.{rank}", torch.cuda.get_rng_state(device)))
+    return found
+
+
+def set_random_state(states: Iterable[Entry], device: torch.device) -> None:
+    """The inverse of ``random_state``."""
+    for entry in states:
+        if entry.name.startswith(f"{RNG}cuda."):
+            torch.cuda.set_rng_state(entry.values, device)
+        else:
+            torch.set_rng_state(entry.values)
+
+
+def parameters(engine: Engine, *, once: bool) -> Iterator[Entry]:
+    """Parameters as exactly as this rank keeps them: master weights, where there are any.
+
+    ``once``: only what no other rank's has too, which between all ranks is everything.
+    """
+    for unit in engine.units.values():
+        for bucket in unit.buckets:
+            held, level = _kept(bucket)
+            if once and bucket.layout.trainable:
+                held, level = bucket.within(held, level, bucket.mesh.levels), bucket.mesh.levels
+            elif once and bucket.rank >= bucket.mesh.shards[level]:
+                continue
+            start, end = bucket.bounds(level)
+            for index, low, high in bucket.layout.pieces(start, end):
+                tensor = bucket.layout.tensors[index]
+                part = held[low - start : high - start]
+                yield from flat(f"{MODEL}{tensor.name}", tensor.shape, low - _origin(bucket, index), part)
+
+
+def _kept(bucket: Bucket) -> tuple[Tensor, int]:
+    """What lasts of a bucket, and the level whose slice it is."""
+    levels = bucket.layout.levels
+    return (bucket.master, levels.optim) if bucket.layout.trainable else (bucket.param, levels.param)
+
+
+def _origin(bucket: Bucket, index: int) -> int:
+    return bucket.layout.offsets[index]
+
+
+def state(optimizer: ShardedOptimizer) -> Iterator[Entry]:
+    """The optimizer's state, each element from one rank.
+
+    UserError for an optimizer whose state is neither a tensor of the parameter's size nor a number in one.
+    """
+    for held in optimizer.held:
+        bucket = held.bucket
+        start, end = bucket.bounds(bucket.mesh.levels)
+        low, high = max(start, held.low), min(end, held.high)
+        if low >= high:
+            continue
+        tensor, origin = bucket.layout.tensors[held.index], _origin(bucket, held.index)
+        for key, value in optimizer.state_of(held).items():
+            name = f"{STATE}{tensor.name}.{key}"
+            if value is None:  # as SGD without momentum has it
+                continue
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"optimizer state {key!r} of {tensor.name} is a {type(value).__name__}, not a tensor; it "
+                    "cannot be saved"
+                )
+            if value.dim() == 0:
+                if low == origin:
+                    yield whole(name, value)
+            else:
+                yield from flat(name, tensor.shape, low - origin, value[low - held.low : high - held.low])
+
+
+def state_to_fill(
+    optimizer: ShardedOptimizer, stored: Callable[[str], dict[str, tuple[torch.dtype, bool]]]
+) -> Iterator[Entry]:
+    """Room for all state of this rank's pieces, which are given it.
+
+    ``stored``: of a parameter's name, the keys that were saved: dtype, and whether it is one number for all.
+    """
+    for held in optimizer.held:
+        tensor = held.bucket.layout.tensors[held.index]
+        made = {}
+        for key, (dtype, single) in stored(tensor.name).items():
+            name = f"{STATE}{tensor.name}.{key}"
+            if single:
+                made[key] = torch.zeros((), dtype=dtype, device=optimizer.device_of_numbers(held))
+                yield whole(name, made[key])
+            else:
+                made[key] = torch.zeros_like(held.param, dtype=dtype).detach()
+                yield from flat(name, tensor.shape, held.low - _origin(held.bucket, held.index), made[key])
+        optimizer.set_state_of(held, made)

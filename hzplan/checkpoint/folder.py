@@ -1,0 +1,140 @@
+"""The checkpoints in a folder: which there are, which is the newest whole one, which to keep."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hzplan.errors import UserError
+from hzplan.formats.checkpoint import Checkpoint
+
+NAME = re.compile(r"step-(\d{8,15})")
+PARTIAL = re.compile(r"\.step-\d+\.(partial|old)")
+
+Gather = Callable[[Any], list[Any]]
+"""What every rank has to say, on every rank, in their order."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint, and what was passed over for it, in a line each."""
+
+    path: Path
+    index: Checkpoint
+    passed_over: tuple[str, ...]
+
+
+def place_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after ``step`` steps lies."""
+    return folder / f"step-{step:08d}"
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where it is written."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def step_of(path: Path) -> int:
+    """The inverse of ``place_of``."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, the newest first; none where there is no such folder."""
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror})") from None
+    steps = [(int(match[1]), name) for name in names if (match := NAME.fullmatch(name))]
+    return [folder / name for _, name in sorted(steps, reverse=True)]
+
+
+def newest_whole(folder: Path, rank: int, world: int, gather: Gather) -> Found | None:
+    """The newest checkpoint in which nothing is missing or changed; None where the folder has none.
+
+    Every rank calls it, and reads its share of the files. UserError when there are some and all are damaged.
+    """
+    passed_over: list[str] = []
+    for path in gather(listed(folder))[0]:
+        index, problem = _looked_at(path, rank, world)
+        problems = [found for found in gather(problem) if found]
+        if not problems and index is not None:
+            return Found(path, index, tuple(passed_over))
+        passed_over.append(problems[0])
+    if passed_over:
+        more = f" (and {len(passed_over) - 1} older ones are damaged too)" if len(passed_over) > 1 else ""
+        raise UserError(
+            f"no whole checkpoint: {passed_over[0]}{more}; restore one, or start without --resume"
+        )
+    return None
+
+
+def _looked_at(path: Path, rank: int, world: int) -> tuple[Checkpoint | None, str | None]:
+    """A checkpoint's index, and what is wrong with it or with this rank's share of its files."""
+    try:
+        index = Checkpoint.load(path)
+    except UserError as error:
+        return None, str(error)
+    for file in index.files[rank::world]:
+        problem = file.problem(path)
+        if problem:
+            return index, f"{path}: {problem}"
+    return index, None
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write to; what other saves left half-written goes. OSError when there is no room."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in [*os.scandir(folder)]:
+        if PARTIAL.fullmatch(entry.name):
+            shutil.rmtree(entry.path, ignore_errors=True)
+    path = partial_of(folder, step)
+    path.mkdir()
+    return path
+
+
+def publish(folder: Path, step: int) -> Path:
+    """What is whole now gets its name."""
+    source, target = partial_of(folder, step), place_of(folder, step)
+    if target.exists():  # of an earlier run that went further than the checkpoint it was resumed from
+        os.replace(target, folder / f".step-{step:08d}.old")
+    os.replace(source, target)
+    _sync(folder)
+    return target
+
+
+def discard(folder: Path, step: int) -> None:
+    """A save has failed: what there is of it takes room that the next one needs."""
+    shutil.rmtree(partial_of(folder, step), ignore_errors=True)
+
+
+def prune(folder: Path, keep: int, steps: Sequence[int]) -> None:
+    """Remove all but the newest ``keep`` of the checkpoints after ``steps``: those that this run knows whole.
+
+    What is removed loses its name first, so that no half of it is taken for a checkpoint.
+    """
+    for step in sorted(steps, reverse=True)[keep:]:
+        hidden = folder / f".step-{step:08d}.old"
+        try:
+            os.replace(place_of(folder, step), hidden)
+        except OSError:
+            continue
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """A rename lasts once its folder is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""A run's checkpoints: going on from the newest, saving now and then, and saving when the run must end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from hzplan.checkpoint.checkpoints import Checkpoints
+from hzplan.checkpoint.position import START, Position
+from hzplan.errors import Preempted
+from hzplan.formats.plan import Plan
+from hzplan.runtime.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, after every how many steps one is made, how many are kept, and whether the run
+    goes on from the newest."""
+
+    folder: Path
+    every: int
+    keep: int
+    resume: bool
+
+
+class Keeper:
+    """One rank's part in the checkpoints of a run; without ``saving`` there are none."""
+
+    def __init__(self, saving: Saving | None, plan: Plan, remark: Callable[[str], None]) -> None:
+        self._saving, self._plan, self._remark = saving, plan, remark
+        self._checkpoints = (
+            None
+            if saving is None
+            else Checkpoints(saving.folder, keep=saving.keep, model_name=plan.model.name)
+        )
+        self._start = START
+        self._failed: str | None = None  # why the newest save is none
+        self.asked_to_end = False
+        """Whether SIGTERM has come to this rank."""
+        if saving is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, number: int, frame: object) -> None:
+        self.asked_to_end = True
+
+    def resume(self, model: nn.Module, optimizer: ShardedOptimizer) -> Position:
+        """Where the run begins; the model and its optimizer are as they were there."""
+        if self._checkpoints is None or self._saving is None or not self._saving.resume:
+            return START
+        loaded = self._checkpoints.load(model, optimizer)
+        if loaded is None:
+            self._remark(f"{self._saving.folder} has no checkpoint yet: starting from the beginning")
+            return START
+        for line in loaded.passed_over:
+            self._remark(f"passed over: {line}")
+        world = "" if loaded.same_world else " (of another world size: dropout and the like draw anew)"
+        self._remark(f"going on from {loaded.path}{world}")
+        self._start = loaded.position
+        return self._start
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether the state after ``step`` steps is to be saved."""
+        return self._saving is not None and (last or step % self._saving.every == 0)
+
+    def save(self, model: nn.Module, optimizer: ShardedOptimizer, step: int) -> None:
+        """Between two steps, after ``step`` of them; a failed save is a remark, training goes on."""
+        if self._checkpoints is not None:
+            samples = self._start.samples + (step - self._start.step) * self._plan.batch.global_batch
+            self._checkpoints.save(model, optimizer, step, samples=samples)
+            self.report()
+
+    def report(self) -> None:
+        """Say what became of saves that have ended."""
+        for outcome in self._checkpoints.outcomes() if self._checkpoints is not None else ():
+            self._failed = outcome.problem
+            if outcome.problem is not None:
+                self._remark(
+                    f"the checkpoint after step {outcome.step} was not saved ({outcome.problem}); older ones "
+                    "stay as they are"
+                )
+
+    def finish(self) -> str | None:
+        """Return when nothing is being written: why the newest save is none, None where all is well."""
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
+            self.report()
+        return self._failed
+
+    def leave(self, step: int) -> None:
+        """After the save after ``step`` steps: end the run, because SIGTERM has come to a rank."""
+        assert self._saving is not None
+        failed = self.finish()
+        where = f"and was not saved: {failed}" if failed else f"and is saved in {self._saving.folder}"
+        raise Preempted(f"SIGTERM: the run has ended after {step} steps {where}; go on with --resume")

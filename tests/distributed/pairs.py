@@ -1,0 +1,171 @@
+"""Checkpoints saved under one random plan and world, loaded under another: the same values, to the bit.
+
+On ranks of one job that meet anew for every plan, as many of them as it is for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+from hzplan import Checkpoints, full_parameters, parallelize
+from hzplan.formats.checkpoint import Checkpoint
+from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Mesh
+from hzplan.models.workload import Workload, load
+from hzplan.runtime.optimizer import ShardedOptimizer
+from tests.plans import make_plan
+
+MESHES = ("1", "2", "3", "4", "2|2", "2,2", "5", "6", "2|3", "3,2", "7", "8", "2|2|2", "2,2|2", "4|2", "2|4")
+STEPS = 2
+
+
+def random_plan(rng: random.Random, meshes: tuple[str, ...], dtype: str, optimizer: str) -> Plan:
+    """Of gpt:nano: a triple for every unit."""
+    mesh = rng.choice(meshes)
+    triples = Mesh.parse(mesh).triples()
+    return make_plan(
+        "gpt:nano",
+        mesh=mesh,
+        levels=lambda unit: rng.choice(triples),
+        prefetch=rng.choice((1, 2)),
+        clip=rng.random() < 0.5,
+        optimizer=optimizer,
+        dtype=dtype,  # type: ignore[arg-type]
+        micro_batch=1,
+    )
+
+
+def pair(seed: int, most: int) -> tuple[Plan, Plan]:
+    """Two plans of at most so many ranks; their dtypes may differ, master weights do not."""
+    rng = random.Random(f"pair {seed}")
+    meshes = tuple(mesh for mesh in MESHES if Mesh.parse(mesh).world <= most)
+    optimizer = rng.choice(("adamw", "sgd-momentum", "adam"))
+    plans = [random_plan(rng, meshes, rng.choice(("float32", "bfloat16")), optimizer) for _ in range(2)]
+    return plans[0], plans[1]
+
+
+@contextmanager
+def _job(store: dist.Store, name: str, rank: int, world: int) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+def _made(plan: Plan, seed: int) -> tuple[nn.Module, ShardedOptimizer]:
+    torch.manual_seed(seed)
+    optimizer, arguments = OPTIMIZERS[plan.optimizer]
+    return parallelize(load("gpt:nano").build(), plan, optimizer, lr=1e-2, **arguments)
+
+
+def _train(plan: Plan, workload: Workload, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    for step in range(STEPS):
+        workload.loss(
+            model, workload.batch(1, torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        ).backward()
+        if plan.clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+
+def contents(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, without the ranks' generators."""
+    index = Checkpoint.load(path)
+    room = {
+        name: torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for name, tensor in index.tensors.items()
+        if not name.startswith("rng.")
+    }
+    dcp.load(room, checkpoint_id=str(path), no_dist=True)
+    return room
+
+
+def differences(seed: int, most: int, rank: int, store: dist.Store, folder: Path) -> list[str]:
+    """What differs after a save under one plan, a load under the other, and a save there; on rank 0."""
+    workload = load("gpt:nano")
+    one, other = pair(seed, most)
+    values: list[dict[str, Tensor]] = []
+    for turn, plan in enumerate((one, other)):
+        world = plan.mesh.world
+        if rank < world:
+            with _job(store, f"{seed} {turn}", rank, world):
+                model, optimizer = _made(plan, seed if turn == 0 else seed + 1)
+                if turn == 0:
+                    _train(plan, workload, model, optimizer)
+                else:
+                    assert Checkpoints(folder / "0").load(model, optimizer) is not None
+                checkpoints = Checkpoints(folder / str(turn))
+                checkpoints.save(model, optimizer, 1)
+                checkpoints.wait()
+                values.append(full_parameters(optimizer))
+                optimizer.engine.close()
+                dist.barrier()
+        _meet(store, f"{seed} {turn} over", most)
+    if rank:
+        return []
+    before, after = (contents(folder / str(turn) / "step-00000001") for turn in range(2))
+    names = sorted(before.keys() ^ after.keys())
+    names += [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
+    names += [f"whole {name}" for name, value in values[0].items() if not torch.equal(value, values[1][name])]
+    return [f"pair {seed}: {one.cluster.mesh} → {other.cluster.mesh}: {name}" for name in names]
+
+
+def _meet(store: dist.Store, name: str, world: int) -> None:
+    store.add(name, 1)
+    while int(store.add(name, 0)) < world:
+        pass
+
+
+def _rank(rank: int, most: int, seeds: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", most)
+    found: list[str] = []
+    for seed in seeds:
+        place = Path(folder, str(seed))
+        found += differences(seed, most, rank, store, place)
+        if rank == 0:
+            shutil.rmtree(place)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def wrong_pairs(seeds: list[int], most: int, folder: Path) -> list[str]:
+    """What differs in these pairs of plans of at most ``most`` ranks, a line each."""
+    mp.spawn(_rank, (most, seeds, str(folder)), nprocs=most)
+    return [str(line) for line in json.loads((folder / "found.json").read_text())]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        wrong = wrong_pairs([*range(int(sys.argv[1]))], 8, Path(place))
+    print(*wrong, f"{sys.argv[1]} pairs, {len(wrong)} differences", sep="\n")
+    sys.exit(bool(wrong))
