@@ -82,7 +82,7 @@ def about() -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         "commit": head.stdout.strip() or "unknown",
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
         "machine": {
             "cpus": os.cpu_count(),
             "cpu": _cpu(),
@@ -92,6 +92,12 @@ def about() -> dict[str, Any]:
         "regimes": [],
         "failed": [],
     }
+
+
+def _module() -> str:
+    """Which of ours runs: ``python -m`` names its file."""
+    name = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__main__")
 
 
 def _cpu() -> str:
