@@ -253,9 +253,9 @@ def _page(results: list[Result], both: list[Beside], peak: str) -> str:
 At most {LIMIT_S:g} s were given, a gap of {TIGHTER:.1%} was asked for; the process took {peak}. Profiles are
 modelled, for nodes of eight H100; communication is scaled to take so many times as long as compute under
 ZeRO-3, and memory is so many times the least that fits. Every search is whole: all micro-batch sizes, paces
-and sets of units to recompute. The 405 B model is trained with 8 ranks of tensor and 16 of pipeline parallelism
-beside: solved is one rank's share of it, over 128 data-parallel ranks. `sim` is the predicted step over the objective, in which links are not shared;
-`again`: how many units are recomputed.
+and sets of units to recompute. The 405 B model is trained with 8 ranks of tensor and 16 of pipeline
+parallelism beside: solved is one rank's share of it, over 128 data-parallel ranks. `sim` is the predicted
+step over the objective, in which links are not shared; `again`: how many units are recomputed.
 
 | model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | again |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|

@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from hzplan.checkpoint.entries import (
     Entry,
-    aliases,
     buffers,
     parameters,
     random_state,
     set_random_state,
     state_to_fill,
 )
+from hzplan.checkpoint.fits import check_fits
 from hzplan.checkpoint.folder import Found
 from hzplan.checkpoint.planners import Loading
 from hzplan.checkpoint.save import said
@@ -38,7 +38,7 @@ def restore(found: Found, model: nn.Module, optimizer: ShardedOptimizer) -> bool
     they stay as they are. UserError when the checkpoint is of another model, before anything is changed.
     """
     engine, index = optimizer.engine, found.index
-    check_fits(found, model, optimizer)
+    check_fits(found.path, index, model)
     engine.settle()
     generators = [entry.staged() for entry in random_state(engine.world.rank, engine.device)]
     goes_on = index.world == engine.world.size and all(entry.name in index.tensors for entry in generators)
@@ -50,36 +50,6 @@ def restore(found: Found, model: nn.Module, optimizer: ShardedOptimizer) -> bool
         set_random_state(generators, engine.device)
     engine.adopt()
     return goes_on
-
-
-def check_fits(found: Found, model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """UserError naming the first tensor that differs between checkpoint and model."""
-    here = {
-        f"{MODEL}{tensor.name}": tensor.shape
-        for unit in optimizer.engine.units.values()
-        for bucket in unit.buckets
-        for tensor in bucket.layout.tensors
-    } | {entry.name: entry.shape for entry in buffers(model)}
-    also = aliases(model)
-    here |= {alias: here[name] for alias, name in also.items()}
-    stored = {name: t.shape for name, t in found.index.tensors.items() if name.startswith(MODEL)}
-    for name in sorted({*here, *stored}):
-        if here.get(name) != stored.get(name):
-            sizes = f"{_size(stored.get(name))} in the checkpoint and {_size(here.get(name))} in this model"
-            raise UserError(
-                f"{found.path}: of another model: {name.removeprefix(MODEL)} is {sizes}; give the model that "
-                "was trained, or another folder"
-            )
-    for alias, name in also.items():
-        if found.index.tensors[alias].chunks != found.index.tensors[name].chunks:
-            raise UserError(
-                f"{found.path}: of another model: {alias.removeprefix(MODEL)} is a tensor of its own there, "
-                f"and in this model the same as {name.removeprefix(MODEL)}"
-            )
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
 
 
 def _keys(index: Checkpoint, parameter: str) -> dict[str, tuple[torch.dtype, bool]]:

@@ -15,6 +15,8 @@ from hzplan.errors import JobFailed, UserError
 from hzplan.job import TIMEOUT_S
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hzplan.formats.plan import Plan
     from hzplan.models.workload import Workload
     from hzplan.show.trace import Span
@@ -346,9 +348,11 @@ class _Request:
         try:
             check_optimizer(plan)
             workload = load(self.model or plan.model.name, seq_len=plan.model.seq_len)
-            _check_model(workload, plan)
+            model = _checked_model(workload, plan)
         except UserError as error:
             raise UserError(f"{self.plan}: {error}") from None
+        if self.resume and self.checkpoint is not None:
+            _check_checkpoint(self.checkpoint, model)
         return workload
 
     def _corpus(self, workload: Workload) -> Corpus | None:
@@ -370,8 +374,26 @@ def _nodes(plan: Plan) -> int:
     return prod(plan.mesh.tiers[-1]) if len(plan.mesh.tiers) > 1 else 1
 
 
-def _check_model(workload: Workload, plan: Plan) -> None:
-    """UserError when the plan was made for another model. A built-in one is looked at without its weights."""
+def _check_checkpoint(folder: Path, model: nn.Module) -> None:
+    """UserError when the newest one that can be read is of another model; ranks look at its files."""
+    from hzplan.checkpoint.fits import check_fits
+    from hzplan.checkpoint.folder import listed
+    from hzplan.formats.checkpoint import Checkpoint
+
+    for path in listed(folder):
+        try:
+            index = Checkpoint.load(path)
+        except UserError:
+            continue
+        check_fits(path, index, model)
+        return
+
+
+def _checked_model(workload: Workload, plan: Plan) -> nn.Module:
+    """What the plan is for; on no device where it is built in.
+
+    UserError when the plan was made for another model.
+    """
     import torch
 
     from hzplan.models.units import master_dtype_of
@@ -381,4 +403,6 @@ def _check_model(workload: Workload, plan: Plan) -> None:
     built_in = workload.name.startswith(BUILT_IN)
     with torch.random.fork_rng(devices=[]), torch.device("meta" if built_in else "cpu"):
         model = workload.build()
-    check_model(model.to(master_dtype_of(getattr(torch, plan.model.dtype))), plan)
+    model = model.to(master_dtype_of(getattr(torch, plan.model.dtype)))
+    check_model(model, plan)
+    return model

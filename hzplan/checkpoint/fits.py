@@ -1,0 +1,35 @@
+"""Whether a checkpoint is of a model: names, shapes, and which of them are one tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from hzplan.checkpoint.entries import aliases, buffers
+from hzplan.errors import UserError
+from hzplan.formats.checkpoint import MODEL, Checkpoint
+
+
+def check_fits(path: Path, index: Checkpoint, model: nn.Module) -> None:
+    """UserError naming the first tensor that differs; the model may be on the meta device."""
+    here = {f"{MODEL}{name}": tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    here |= {entry.name: entry.shape for entry in buffers(model)}
+    stored = {name: tensor.shape for name, tensor in index.tensors.items() if name.startswith(MODEL)}
+    for name in sorted({*here, *stored}):
+        if here.get(name) != stored.get(name):
+            sizes = f"{_size(stored.get(name))} in the checkpoint and {_size(here.get(name))} in this model"
+            raise UserError(
+                f"{path}: of another model: {name.removeprefix(MODEL)} is {sizes}; give the model that was "
+                "trained, or another folder"
+            )
+    for alias, name in aliases(model).items():
+        if index.tensors[alias].chunks != index.tensors[name].chunks:
+            raise UserError(
+                f"{path}: of another model: {alias.removeprefix(MODEL)} is a tensor of its own there, and in "
+                f"this model the same as {name.removeprefix(MODEL)}"
+            )
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
