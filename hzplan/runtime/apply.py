@@ -39,6 +39,7 @@ class Choice:
     ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
     what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
     the model says. ``recompute``: the units that compute their forward again in their backward.
+    ``tier_names``: what the cluster calls its links, for messages.
     """
 
     mesh: Mesh
@@ -52,6 +53,7 @@ class Choice:
     gradient_buffers: int | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
+    tier_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -73,6 +75,7 @@ class Choice:
             gradient_buffers=plan.gradient_buffers,
             requires={unit.name: unit.requires for unit in plan.units},
             recompute=plan.recomputed,
+            tier_names=plan.cluster.tier_names,
         )
 
 
@@ -160,7 +163,10 @@ def apply(
             raise
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
-    engine = Engine(states, schedule, slots.unshard, slots.staging, choice.mesh, device, world, streams)
+    engine = Engine(
+        *(states, schedule, slots.unshard, slots.staging, choice.mesh, device, world, streams),
+        tier_names=choice.tier_names,
+    )
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
     engine.optimizer = optimizer
     modules = recomputed_modules(units, choice.recompute)

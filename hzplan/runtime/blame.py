@@ -6,6 +6,7 @@ writes into the job's store whom it waited for; whoever is blamed and has writte
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -26,6 +27,17 @@ def passed_on(late: bool, missing: Collection[int]) -> Blame:
     Without a job's store, or where all blame each other, it is those that were given.
     """
     mine = late, frozenset(missing)
+    found = [mine]
+    # The store may be out of reach, as the ranks are that do not answer, and has a patience of its own.
+    asking = threading.Thread(target=_ask, args=(mine, found), name="hzplan blame", daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S + 1.0)
+    return found[0]
+
+
+def _ask(mine: Blame, found: list[Blame]) -> None:
+    """Leave in ``found`` what the store says, if it says anything."""
+    late, missing = mine
     try:
         store = distributed_c10d._get_default_store()
         store.set(_key(dist.get_rank()), f"{'late' if late else 'lost'} {','.join(map(str, missing))}")
@@ -36,9 +48,9 @@ def passed_on(late: bool, missing: Collection[int]) -> Blame:
             kind, _, ranks = store.get(_key(rank)).decode().partition(" ")
             return kind == "late", frozenset(int(other) for other in ranks.split(",") if other)
 
-        return follow(mine, dist.get_rank(), read, time.monotonic() + PATIENCE_S)
-    except (RuntimeError, ValueError):  # the store went with the rank that held it
-        return mine
+        found[0] = follow(mine, dist.get_rank(), read, time.monotonic() + PATIENCE_S)
+    except (RuntimeError, ValueError):  # it went with the rank that held it
+        return
 
 
 def follow(mine: Blame, me: int, read: Callable[[int], Blame | None], until: float) -> Blame:

@@ -60,6 +60,7 @@ class Engine:
         device: torch.device,
         world: World,
         streams: Streams = Streams.TIERS,
+        tier_names: tuple[str, ...] = (),
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.schedule = schedule
@@ -69,7 +70,7 @@ class Engine:
         self.detach: Callable[[], None] = lambda: None
         self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
-        self.executor = Executor(schedule, self.run, self.idle, streams, self._depth)
+        self.executor = Executor(schedule, self.run, self.idle, streams, self._depth, tier_names)
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }

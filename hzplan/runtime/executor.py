@@ -101,14 +101,17 @@ class Executor:
         idle: Callable[[Task], bool],
         streams: Streams = Streams.TIERS,
         depth: int = 1,
+        tier_names: tuple[str, ...] = (),
     ) -> None:
         """``run(task, lane)`` does a task's work on a thread; ``idle`` says that a task has none.
 
         ``depth``: how many tasks of a tier's stream may be under way at once, each in a lane of its own; more
-        than one only where a backend does not need one order of launches on every rank.
+        than one only where a backend does not need one order of launches on every rank. ``tier_names``: for
+        messages.
         """
         self.schedule = schedule
         self.tasks = schedule.tasks
+        self._tier_names = tier_names
         self._run = run
         self._streams = streams
         left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
@@ -291,11 +294,15 @@ class Executor:
                 record = self._records[index]
                 self._note_wait(record.start_s[index], record.end_s[index], _booking(self.tasks[index]))
 
+    def _tier(self, task: Task) -> str:
+        """What the cluster calls the links that a task goes over."""
+        return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
+
     def _execute(self, index: int, lane: int) -> bool:
         """Run a task and release what waited for it; False when it failed."""
         task, started = self.tasks[index], time.perf_counter()
         try:
-            with named(f"stream {task.stream}, task {task}"), _span(task):
+            with named(f"stream {task.stream}{self._tier(task)}, task {task}"), _span(task):
                 self._run(task, lane)
         except StreamError as error:
             self._fail(error)
