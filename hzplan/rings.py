@@ -80,3 +80,55 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
         "collectives": collectives(cluster, mesh, largest),
     }
     return Profile(**fields)
+
+
+def with_ranks(profile: Profile, world: int) -> Profile:
+    """A profile on more or fewer groups of its outermost tier, for ``world`` ranks in all.
+
+    What was measured inside such a group stays. Across n groups a ring carries (n − 1)/n of the bytes, so
+    seconds of the outermost tier change by that ratio; hops are few beside bytes there. UserError where
+    groups would have to be of another size, or there was one only.
+    """
+    inner, before = profile.mesh.tiers[:-1], prod(profile.mesh.tiers[-1])
+    each = prod(prod(tier) for tier in inner)
+    if world % each or world < 1:
+        raise UserError(
+            f"{world} ranks: the profile has nodes of {each}, which they do not fill; start whole nodes, or "
+            "profile there"
+        )
+    groups = world // each
+    if profile.modelled is not None:
+        return with_nodes(profile, groups)
+    if before == 1 and groups > 1:
+        raise UserError(f"{world} ranks: nothing between several was measured; profile there")
+    mesh = Mesh.of_tiers(*map(prod, inner), groups) if groups > 1 or not inner else Mesh(inner)
+    mesh = Mesh((*inner, *mesh.tiers[len(inner) :]))
+    tiers, (low, high) = len(mesh.tiers), profile.mesh.tier_bounds[-1]
+    across = {
+        curve.operation: curve for curve in profile.collectives if (curve.low, curve.high) == (low, high)
+    }
+    curves = [curve for curve in profile.collectives if curve.high <= low]
+    for stage in (stage for stage in mesh.stages() if stage.low >= low):
+        size = mesh.group_size(stage)
+        factor = (size - 1) / size * before / (before - 1)
+        curves += [_resized(curve, stage, factor) for curve in across.values()]
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}
+    fields |= {
+        "cluster": profile.cluster.model_copy(
+            update={"mesh": str(mesh), "tier_names": profile.cluster.tier_names[:tiers]}
+        ),
+        "collectives": tuple(curves),
+        "interference": profile.interference[:tiers],
+        "stragglers": (),
+    }
+    if profile.calibrated is not None:
+        kept = profile.calibrated.tiers[:tiers]
+        fields["calibrated"] = profile.calibrated.model_copy(update={"tiers": kept})
+    return Profile(**fields)
+
+
+def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveCurve:
+    points = tuple(
+        point.model_copy(update={"seconds": round(point.seconds * factor, 9)}) for point in curve.points
+    )
+    return CollectiveCurve(operation=curve.operation, low=stage.low, high=stage.high, points=points)

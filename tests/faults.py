@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -37,6 +38,7 @@ RANKS = 2
 STEPS = 240
 SETTINGS = ("--steps", STEPS, "--checkpoint-every", 20, "--lr", 1e-3, "--seed", 5, "--json", "--resume")
 PATIENCE_S = 300.0
+GOLDEN = Path(__file__).resolve().parents[1] / "plans"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -359,6 +361,157 @@ def other_plans(scene: Scene, times: int) -> Result:
     return Result(times, wrong, "parameters and optimizer state equal to the bit")
 
 
+def malformed(scene: Scene, times: int) -> Result:
+    """Profiles, plans, metrics and command lines that are not as they should be."""
+    good = scene.folder / "good"
+    shutil.copytree(GOLDEN / "profiles", good / "profiles")
+    shutil.copy(GOLDEN / "gpt-tiny-2x2.json", good / "plan.json")
+    plan = json.loads((good / "plan.json").read_text())
+    line = {
+        "step": 1,
+        "loss": 1.0,
+        "step_s": 0.1,
+        "exposed_comm_s": {"node": 0.0, "network": 0.01, "optim": 0.0},
+    }
+    lines = [json.dumps(line | {"step": step, "tokens": 9, "peak_memory_bytes": 9}) for step in range(30)]
+    (good / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    profile = plan["source"]["profile"]
+    commands: list[tuple[str | None, list[str]]] = [
+        ("plan.json", ["show", "plan.json"]),
+        ("plan.json", ["check", "plan.json", "--replay-only"]),
+        ("plan.json", ["diff", "plan.json", "plan.json"]),
+        (profile, ["solve", profile, "-o", "out.json", "--global-batch", "32"]),
+        ("metrics.jsonl", ["calibrate", "plan.json", "metrics.jsonl", "-o", "out.json"]),
+        (None, ["solve", profile, "-o", "out.json", "--global-batch", "32"]),
+        (None, ["show", "plan.json"]),
+    ]
+    for _, command in commands[:5]:
+        if (done := hzplan(*command, cwd=good)).code:
+            raise UserError(f"{' '.join(command)}: {done.stderr}")
+    (good / "out.json").unlink()
+    wrong, codes = [], Counter[int]()
+    for number in range(times):
+        folder = scene.folder / f"malformed{number}"
+        shutil.copytree(good, folder)
+        victim, command = scene.rng.choice(commands)
+        if victim is None:
+            command = _mangled_words(command, scene.rng)
+        else:
+            _mangle(folder / victim, scene.rng)
+        before = _everything(folder)
+        done = hzplan(*command, cwd=folder)
+        codes[done.code] += 1
+        after = {name: text for name, text in _everything(folder).items() if name != "out.json"}
+        problems = [
+            what
+            for what, is_so in (
+                ("a traceback", "Traceback" in done.stderr),
+                ("not one line", done.code == 2 and len(done.lines) != 1),
+                (f"exit code {done.code}", done.code not in (0, 1, 2, 3)),
+                ("a file was touched", after != before),
+                ("half written", done.code != 0 and (folder / "out.json").exists()),
+            )
+            if is_so
+        ]
+        wrong += [
+            f"{number}: {' '.join(command)} ({victim}): {what}: {done.stderr[-300:]}" for what in problems
+        ]
+        shutil.rmtree(folder)
+    refused = codes[2]
+    return Result(
+        times, wrong, f"{refused} were one line and exit 2; the others made no difference that matters"
+    )
+
+
+def _everything(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+STRANGE = (
+    None,
+    -1,
+    0,
+    1e308,
+    True,
+    "",
+    "x" * 2000,
+    "\x1b[2J\n",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    2**70,
+    0.5,
+    "nan",
+    "../..",
+)
+
+
+def _mangle(path: Path, rng: random.Random) -> None:
+    """Change the file's bytes, or what they say."""
+    text = path.read_bytes()
+    if rng.random() < 0.3:
+        place = rng.randrange(len(text))
+        path.write_bytes(rng.choice([text[:place], text[:place] + rng.randbytes(3) + text[place + 3 :]]))
+        return
+    lines = text.decode().splitlines() if path.suffix == ".jsonl" else [text.decode()]
+    number = rng.randrange(len(lines))
+    data = json.loads(lines[number])
+    for _ in range(rng.choice((1, 1, 3))):
+        holder, key = rng.choice(list(_places(data)))
+        if isinstance(holder, dict) and rng.random() < 0.2:
+            holder.pop(key, None)
+        elif isinstance(holder, dict) and rng.random() < 0.1:
+            holder["surprise"] = rng.choice(STRANGE)
+        elif (isinstance(holder, dict) and key in holder) or (isinstance(holder, list) and key < len(holder)):
+            holder[key] = rng.choice(STRANGE)
+    lines[number] = json.dumps(data)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _places(data: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield data, key
+        yield from _places(data[key])
+
+
+def _mangled_words(words: list[str], rng: random.Random) -> list[str]:
+    """A command line with words that are missing, doubled, strange or new."""
+    found = [*words]
+    for _ in range(rng.choice((1, 2))):
+        place = rng.randrange(1, len(found) + 1)
+        options = [
+            "--memory",
+            "-1",
+            "--gap",
+            "x",
+            "--sweep",
+            "memory=",
+            "--pin",
+            "a=b=c",
+            "--nodes",
+            "0",
+            "\x00"[1:],
+            "--global-batch",
+            "9" * 40,
+            "--time-limit",
+            "nan",
+            "--what-if",
+            "--against",
+            "none",
+            "--unit",
+            "é" * 99,
+        ]
+        match rng.randrange(3):
+            case 0:
+                found.insert(place, rng.choice(options))
+            case 1 if place < len(found):
+                found.pop(place)
+            case _:
+                found[min(place, len(found) - 1)] = rng.choice(options)
+    return found
+
+
 def long_run(scene: Scene, times: int) -> Result:
     """Many small steps: memory, threads and open files of every rank."""
     wrong: list[str] = []
@@ -417,6 +570,7 @@ FAULTS: dict[str, tuple[str, int, Callable[[Scene, int], Result]]] = {
     "long-cut": ("a node's link down for good", 3, long_cut),
     "slow-rank": ("one rank slowed tenfold", 5, slow_rank),
     "other-plans": ("saved under one plan and world, loaded under another", 200, other_plans),
+    "malformed": ("malformed profiles, plans, metrics and command lines", 500, malformed),
     "long-run": ("small steps in a row", 20_000, long_run),
 }
 

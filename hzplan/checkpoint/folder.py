@@ -78,6 +78,14 @@ def newest_whole(folder: Path, rank: int, world: int, gather: Gather) -> Found |
     return None
 
 
+def whole_at(path: Path) -> Found:
+    """The checkpoint at a place; UserError when there is none or it is damaged."""
+    index, problem = _looked_at(path, 0, 1)
+    if index is None or problem:
+        raise UserError(problem or f"{path}: no checkpoint")
+    return Found(path, index, ())
+
+
 def _looked_at(path: Path, rank: int, world: int) -> tuple[Checkpoint | None, str | None]:
     """A checkpoint's index, and what is wrong with it or with this rank's share of its files."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def restore(found: Found, model: nn.Module, optimizer: ShardedOptimizer) -> bool
     wanted = [*parameters(engine, once=False), *buffers(model)]
     wanted += state_to_fill(optimizer, lambda name: _keys(index, name))
     wanted += generators if goes_on else []
-    _read(found, wanted)
+    fill(found.path, index, wanted, alone=not dist.is_initialized() or dist.get_world_size() == 1)
     if goes_on:
         set_random_state(generators, engine.device)
     engine.adopt()
@@ -61,11 +62,11 @@ def _keys(index: Checkpoint, parameter: str) -> dict[str, tuple[torch.dtype, boo
     }
 
 
-def _read(found: Found, wanted: list[Entry]) -> None:
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
+def fill(path: Path, index: Checkpoint, wanted: list[Entry], *, alone: bool) -> None:
+    """Read all entries, on every rank of the job its own; ``alone``: in this process only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            load({}, storage_reader=Reader(found.path, found.index), planner=Loading(wanted), no_dist=alone)
+            load({}, storage_reader=Reader(path, index), planner=Loading(wanted), no_dist=alone)
         except CheckpointException as error:
-            raise UserError(f"{found.path}: {said(error)}") from error
+            raise UserError(f"{path}: {said(error)}") from error

@@ -18,6 +18,7 @@ COMMANDS = (
     "profile",
     "solve",
     "run",
+    "weights",
     "calibrate",
     "show",
     "check",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,7 +39,11 @@ def command(
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Text to train on, a file or folder; by default Python's own library.")
+        Path | None,
+        typer.Option(
+            help="Text to train on, a file or folder, or tokens in a .npy or .bin (uint16) file; by default "
+            "Python's own library."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
     nproc: Annotated[
@@ -77,6 +82,17 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, if there is one.")
     ] = False,
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan",
+            help="On another number of ranks, train with a plan for them: one beside PLAN, or solved anew.",
+        ),
+    ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Begin with these weights: a safetensors file, or a Hugging Face folder of them."),
+    ] = None,
     check_replicas: Annotated[
         int | None, typer.Option(help="Every so many steps, compare what ranks hold in common.")
     ] = None,
@@ -114,18 +130,25 @@ def command(
         checkpoint_every=checkpoint_every,
         keep=keep,
         resume=resume,
+        weights=weights,
         check_replicas=check_replicas,
         skip_nonfinite=skip_nonfinite,
         timeout_s=timeout,
     )
     request.check_options()
     if here is None:  # what is wrong is said before ranks start
+        if replan and nproc is not None:
+            request = request.replanned(nproc, solves=True)
         ranks.start_here(request.prepare(nproc).plan.mesh.world)
         return
 
     from hzplan import job
 
     with job.join(here, timeout_s=timeout) as joined:
+        if replan:  # the first rank solves, if it must be, and the others find what it wrote
+            first = here.rank == 0
+            joined.agree(lambda: request.replanned(here.world, solves=True) if first else None)
+            request = joined.agree(partial(request.replanned, here.world, solves=False))
         ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
         if here.rank == 0:
             request.compare_provenance(ready.plan)
@@ -160,6 +183,7 @@ class _Request:
     checkpoint_every: int
     keep: int
     resume: bool
+    weights: Path | None
     check_replicas: int | None
     skip_nonfinite: bool
     timeout_s: float
@@ -184,8 +208,13 @@ class _Request:
             raise UserError(f"--check-replicas {self.check_replicas}: at least 1 step")
         if self.resume and self.checkpoint is None:
             raise UserError("--resume: say from where with --checkpoint DIR")
-        of_one = (("--metrics", self.metrics), ("--trace", self.trace), ("--checkpoint", self.checkpoint))
-        for option, given in of_one:
+        of_one = {
+            "--metrics": self.metrics,
+            "--trace": self.trace,
+            "--checkpoint": self.checkpoint,
+            "--weights": self.weights,
+        }
+        for option, given in of_one.items():
             if self.against is not None and given is not None:
                 raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")
 
@@ -220,6 +249,21 @@ class _Request:
                 f"--checkpoint {folder}: has checkpoints of another run; go on from them with --resume, or "
                 "give another folder"
             )
+
+    def replanned(self, world: int, *, solves: bool) -> _Request:
+        """The same with a plan for that many ranks; ``solves``: and says so, where it is another."""
+        from hzplan.cli import console
+        from hzplan.cli.replan import beside, solved
+
+        plan = beside(self.plan, world)
+        if plan is None and solves:
+            console.remark(f"{self.plan} is not for {world} ranks: solving for them")
+            plan = solved(self.plan, world)
+        if plan is None:
+            raise UserError(f"{self.plan}: this rank does not see the plan for {world} ranks beside it")
+        if solves and plan != self.plan:
+            console.remark(f"training with {plan}")
+        return replace(self, plan=plan)
 
     def compare_provenance(self, plan: Plan) -> None:
         """Say when the plan's figures were measured with another torch or backend than runs here."""
@@ -259,6 +303,7 @@ class _Request:
             skip_nonfinite=self.skip_nonfinite,
             saving=self._saving(),
             check_replicas=self.check_replicas,
+            weights=self.weights,
         )
         try:
             with Report(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
@@ -336,7 +381,7 @@ class _Request:
         if world is not None and world != plan.mesh.world:
             raise UserError(
                 f"{self.plan}: field cluster.mesh: the plan is for {plan.mesh.world} ranks, this job has "
-                f"{world}; start {plan.mesh.world}, or solve for {world}"
+                f"{world}; start {plan.mesh.world}, solve for {world}, or let --replan do it"
             )
         check_named(self.plan, plan, self.model, "run")
         return plan
@@ -356,9 +401,15 @@ class _Request:
         return workload
 
     def _corpus(self, workload: Workload) -> Corpus | None:
-        from hzplan.training.batches import reads_bytes
-        from hzplan.training.data import load_corpus
+        from hzplan.training.batches import reads_bytes, reads_tokens
+        from hzplan.training.data import TOKEN_FILES, load_corpus, load_tokens
 
+        if self.data is not None and self.data.suffix in TOKEN_FILES:
+            if workload.vocab is None or not reads_tokens(workload):
+                raise UserError(
+                    f"--data {self.data}: {workload.name} does not read windows of tokens; leave --data out"
+                )
+            return load_tokens(self.data, vocab=workload.vocab, seq_len=workload.seq_len)
         if reads_bytes(workload):
             return load_corpus(self.data, seq_len=workload.seq_len)
         if self.data is not None:

@@ -87,8 +87,11 @@ class SyntheticBatches:
 
 def reads_bytes(workload: Workload) -> bool:
     """Whether a text can replace the workload's own batches: token windows, with room for every byte."""
-    if workload.vocab is None or workload.vocab < BYTES:
-        return False
+    return workload.vocab is not None and workload.vocab >= BYTES and reads_tokens(workload)
+
+
+def reads_tokens(workload: Workload) -> bool:
+    """Whether a batch of the workload's is windows of tokens."""
     batch = workload.batch(1, torch.Generator().manual_seed(0))
     return (
         isinstance(batch, Tensor)

@@ -1,4 +1,4 @@
-"""Text to train on, as bytes: the standard library's own source, or any text the user has."""
+"""What to train on: text as bytes, the standard library's own or the user's, or a file of tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hzplan.errors import UserError
+from hzplan.errors import UserError, one_line
 
 HELDOUT_EVERY = 20
 """One file of this many is held out; of fewer files, that share of the bytes."""
@@ -25,11 +26,19 @@ DATA_LIMIT_BYTES = 1 << 30
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
+TOKEN_FILES = (".npy", ".bin")
+"""Files of tokens: numpy's, of any integers, or bare unsigned 16-bit numbers, the low byte first."""
+
+LOOKED_AT = 1 << 24
+"""Tokens at the beginning whose frequencies stand for all."""
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Two disjoint parts of a text, each uint8 [bytes]; ``description`` says for people what was read.
+    """Two disjoint parts, integers [tokens] each, of a text uint8; ``description`` says for people what was
+    read.
 
-    ``unigram_entropy_nats`` is that of the training part's byte frequencies: the loss, in nats a byte, of the
+    ``unigram_entropy_nats`` is that of the training part's frequencies: the loss, in nats a token, of the
     best model that ignores context.
     """
 
@@ -74,6 +83,40 @@ def load_corpus(path: Path | None = None, *, limit_bytes: int | None = None, seq
     return Corpus(train, heldout, description, _entropy_nats(train))
 
 
+def load_tokens(path: Path, *, vocab: int, seq_len: int) -> Corpus:
+    """A file of tokens, which stays where it is: parts of it are read when they are trained on.
+
+    The last 20th is held out. UserError when it is no such file, holds a token outside of [0, ``vocab``), or
+    is too short.
+    """
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="c", allow_pickle=False)
+        else:
+            tokens = np.memmap(path, dtype="<u2", mode="c")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not a file of tokens ({one_line(error)})") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise UserError(f"{path}: {tokens.dtype} {list(tokens.shape)}; one row of integers is needed")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab:
+        wrong = low if low < 0 else high
+        raise UserError(f"{path}: token {wrong} in it; the model knows 0 to {vocab - 1}")
+    edge = len(tokens) - len(tokens) // HELDOUT_EVERY
+    train, heldout = (torch.from_numpy(part) for part in (tokens[:edge], tokens[edge:]))
+    if min(len(train), len(heldout)) <= seq_len:
+        raise UserError(
+            f"{path}: too few tokens: {len(heldout)} held out, a sequence needs {seq_len + 1}; give more, or "
+            "pass a smaller --seq-len"
+        )
+    counts = np.bincount(tokens[: min(edge, LOOKED_AT)])
+    share = torch.from_numpy(counts).double() / counts.sum()
+    entropy = float(-torch.special.xlogy(share, share).sum())
+    return Corpus(train, heldout, f"{path}: {len(tokens):,} tokens", entropy)
+
+
 def sample(part: Tensor, *, first: int, count: int, seq_len: int, seed: int) -> Tensor:
     """Sequences ``first`` to ``first + count`` of a run, int64 [count, seq_len + 1]: windows at random.
 
@@ -82,7 +125,7 @@ def sample(part: Tensor, *, first: int, count: int, seq_len: int, seed: int) -> 
 
     Raises UserError when the part is shorter than a window.
     """
-    places = len(_windows(part, seq_len))
+    places = _places(part, seq_len)
     starts = (_place(seed, number, places) for number in range(first, first + count))
     return torch.stack([part[start : start + seq_len + 1].long() for start in starts])
 
@@ -98,18 +141,18 @@ def heldout_windows(part: Tensor, seq_len: int, count: int) -> Tensor:
 
     Raises UserError when the part is shorter than a window.
     """
-    windows = _windows(part, seq_len)
-    starts = torch.arange(count) * (len(windows) - 1) // max(count - 1, 1)
-    return windows[starts].long()
+    last = _places(part, seq_len) - 1
+    starts = [number * last // max(count - 1, 1) for number in range(count)]
+    return torch.stack([part[start : start + seq_len + 1].long() for start in starts])
 
 
-def _windows(part: Tensor, seq_len: int) -> Tensor:
-    """A view of every window of the part: uint8 [bytes - seq_len, seq_len + 1]."""
+def _places(part: Tensor, seq_len: int) -> int:
+    """How many windows a part has."""
     if len(part) <= seq_len:
         raise UserError(
             f"the text has {len(part)} bytes, a sequence needs {seq_len + 1}; pass --data with more text"
         )
-    return part.unfold(0, seq_len + 1, 1)
+    return len(part) - seq_len
 
 
 def _source_files(root: Path) -> Iterator[Path]:

@@ -8,11 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hzplan.checkpoint.position import START
+from hzplan.checkpoint.weights import take
 from hzplan.errors import JobFailed, UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.units import master_dtype_of
@@ -52,6 +55,7 @@ class RunOptions:
     the end to keep what every stream did. ``skip_nonfinite``: leave out steps whose gradients are not finite
     (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping. With ``saving``, SIGTERM saves and
     ends the run. ``check_replicas``: after every how many steps to compare what ranks hold in common.
+    ``weights``: safetensors to begin with, where no checkpoint is gone on from.
     """
 
     steps: int
@@ -64,6 +68,7 @@ class RunOptions:
     skip_nonfinite: bool = False
     saving: Saving | None = None
     check_replicas: int | None = None
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,9 @@ class _Trainer:
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.keeper = Keeper(options.saving, plan, watcher.on_remark)
         self.start = self.keeper.resume(self.model, self.optimizer)
+        if options.weights is not None and self.start == START:
+            unused = take(options.weights, self.model, self.optimizer)
+            watcher.on_remark(f"beginning with the weights of {options.weights}{_left(unused)}")
         self.ending = False  # whether SIGTERM has come to any rank
         self.data: Batches = batches(workload, corpus, plan, seed=options.seed, since=self.start)
         self.watch = Watch(hosts(self.world))
@@ -463,6 +471,14 @@ def check_optimizer(plan: Plan) -> str:
             f"field optimizer: {plan.optimizer!r} is not known; this version has {', '.join(OPTIMIZERS)}"
         )
     return plan.optimizer
+
+
+def _left(unused: Sequence[str]) -> str:
+    """What of the weights the model has no place for."""
+    if not unused:
+        return ""
+    more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
+    return f", without {', '.join(unused[:2])}{more}, which this model does not have"
 
 
 def _units(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from hzplan.checkpoint.folder import listed
+from hzplan.formats.plan import Plan
 from tests.cli.command import environment, hzplan, started
 from tests.distributed.pairs import contents, wrong_pairs
 from tests.plans import make_plan
@@ -95,3 +97,24 @@ def test_sigterm_saves_and_answers_5(plan: Path, tmp_path: Path) -> None:
     refused = hzplan("run", plan, "--checkpoint", folder, cwd=tmp_path)
     assert refused.code == 2
     assert "has checkpoints of another run; go on from them with --resume" in refused.stderr
+
+
+def test_a_run_goes_on_with_fewer_ranks_under_a_plan_for_them(tmp_path: Path) -> None:
+    golden = Path(__file__).resolve().parents[2] / "plans"
+    folder = tmp_path / "plans"
+    shutil.copytree(golden / "profiles", folder / "profiles")
+    shutil.copy(golden / "gpt-tiny-2x2.json", folder / "plan.json")
+    settings = ("--lr", 1e-3, "--json", "--checkpoint", tmp_path / "checkpoints", "--resume")
+    first = hzplan("run", folder / "plan.json", "--steps", 3, *settings, cwd=tmp_path)
+    assert first.code == 0, first.stderr
+    refused = hzplan("run", folder / "plan.json", "--nproc", 2, "--steps", 5, *settings, cwd=tmp_path)
+    assert refused.code == 2 and "or let --replan do it" in refused.stderr
+    options = ("--nproc", 2, "--replan", "--steps", 5)
+    done = hzplan("run", folder / "plan.json", *options, *settings, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["resumed_from"] == 3
+    said = done.stderr
+    assert "is not for 2 ranks: solving for them" in said and "of another world size" in said
+    assert Plan.load(folder / "plan.2-ranks.json").mesh.world == 2
+    again = hzplan("run", folder / "plan.json", *options[:-1], 6, *settings, cwd=tmp_path)
+    assert again.code == 0 and "solving for them" not in again.stderr

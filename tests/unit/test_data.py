@@ -6,13 +6,15 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hzplan.errors import UserError
-from hzplan.training.data import Corpus, heldout_windows, load_corpus, sample
+from hzplan.training.data import Corpus, heldout_windows, load_corpus, load_tokens, sample
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +178,49 @@ def test_a_part_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(UserError, match="32 bytes, a sequence needs 33"):
         heldout_windows(part, 32, 1)
     assert heldout_windows(part, 31, 3).shape == (3, 32)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", "uint8"])
+def test_tokens_are_windows_of_their_file(dtype: str, tmp_path: Path) -> None:
+    tokens = (np.arange(4000) * 7 % 200).astype(dtype)
+    path = tmp_path / "tokens.npy"
+    np.save(path, tokens)
+    corpus = load_tokens(path, vocab=200, seq_len=32)
+    assert (len(corpus.train), len(corpus.heldout)) == (3800, 200)
+    windows = draw(corpus.train)
+    assert windows.dtype == torch.int64 and windows.shape == (4, 33)
+    assert torch.equal(windows, (windows[:, :1] + 7 * torch.arange(33)) % 200)
+    assert heldout_windows(corpus.heldout, 9, 4)[:, 0].tolist() == [
+        int(tokens[3800 + at]) for at in (0, 63, 126, 190)
+    ]
+    assert corpus.unigram_entropy_nats == pytest.approx(math.log(200), rel=1e-3)
+
+
+def test_bare_tokens_are_unsigned_of_16_bits(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype="<u2").tofile(path)
+    corpus = load_tokens(path, vocab=1000, seq_len=8)
+    assert corpus.train[:3].long().tolist() == [0, 1, 2] and corpus.description.endswith(": 1,000 tokens")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (np.array([1, 2, 300] * 100), "token 300 in it; the model knows 0 to 199"),
+        (np.array([1, -2] * 100), "token -2 in it"),
+        (np.zeros((4, 100), dtype=np.int64), r"int64 \[4, 100\]; one row of integers is needed"),
+        (np.zeros(100), r"float64 \[100\]; one row of integers"),
+        (np.zeros(100, dtype=np.int64), "too few tokens: 5 held out, a sequence needs 33"),
+        (np.array([{}, []], dtype=object), "not a file of tokens"),
+    ],
+)
+def test_what_is_no_file_of_tokens_is_one_line(tokens: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    np.save(path, tokens, allow_pickle=True)
+    with pytest.raises(UserError, match=message):
+        load_tokens(path, vocab=200, seq_len=32)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokens(tmp_path / "nothing.npy", vocab=200, seq_len=32)
+    (tmp_path / "empty.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="not a file of tokens"):
+        load_tokens(tmp_path / "empty.bin", vocab=200, seq_len=32)

@@ -1,0 +1,64 @@
+"""A plan for another number of ranks than a run's: one that lies beside it, or one solved anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hzplan.errors import Infeasible, JobFailed, UserError
+from hzplan.formats.plan import Plan
+
+
+def beside(path: Path, world: int) -> Path | None:
+    """The plan itself, or the fastest one of the same training in its folder, where it is for ``world``."""
+    plan = Plan.load(path)
+    if plan.mesh.world == world:
+        return path
+    found: list[tuple[float, Path]] = []
+    for other in sorted(path.parent.glob("*.json")):
+        try:
+            one = Plan.load(other)
+        except UserError:
+            continue  # another file
+        if one.mesh.world == world and _training(one) == _training(plan):
+            found.append((one.predicted.step_s / one.batch.global_batch, other))
+    return min(found)[1] if found else None
+
+
+def _training(plan: Plan) -> tuple[object, ...]:
+    """What must not change when a run goes on."""
+    return plan.model.signature, plan.model.dtype, plan.model.seq_len, plan.optimizer, plan.clip
+
+
+def solved(path: Path, world: int) -> Path:
+    """Solve a plan's question for another number of ranks, and write the answer and its profile beside it.
+
+    The batch stays, or becomes the next smaller one that the ranks can share. Links to the slowest tier are
+    taken to be as fast as they were. UserError when the plan's profile is not there or cannot be resized,
+    Infeasible when nothing fits.
+    """
+    from hzplan.formats.source import profile_of
+    from hzplan.rings import with_ranks
+    from hzplan.solver.emit import emit
+    from hzplan.solver.guard import request_of
+    from hzplan.solver.solve import Infeasible as NothingFits
+    from hzplan.solver.solve import Solved, solve
+
+    plan = Plan.load(path)
+    profile = with_ranks(profile_of(path, plan), world)
+    smallest = world * profile.micro_batches[0]
+    batch = plan.batch.global_batch // smallest * smallest or smallest
+    request = replace(request_of(plan), global_batch=batch)
+    outcome = solve(profile, request)
+    if isinstance(outcome, NothingFits):
+        raise Infeasible(
+            f"{path}: nothing fits on {world} ranks in {request.memory_bytes / 2**20:,.0f} MiB each; solve "
+            "with more --memory, or start more ranks"
+        )
+    if not isinstance(outcome, Solved):
+        raise JobFailed(f"{path}: no plan was found for {world} ranks: {outcome.reason}")
+    target = path.with_name(f"{path.stem}.{world}-ranks.json")
+    resized = path.with_name(f"{path.stem}.{world}-ranks.profile.json")
+    profile.save(resized)
+    emit(profile, request, outcome, profile_path=resized, plan_path=target).save(target)
+    return target
