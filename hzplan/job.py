@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -163,6 +164,9 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     _share_processors(here)
     host, port = meeting_point()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    watchdog = threading.Timer(timeout_s, _give_up, (here, f"{host}:{port}", timeout_s))
+    watchdog.daemon = True
+    watchdog.start()
     try:
         dist.init_process_group(
             "gloo", rank=here.rank, world_size=here.world, timeout=timedelta(seconds=timeout_s)
@@ -171,8 +175,20 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
         raise JobFailed(
             f"rank {here.rank} did not meet the other ranks at {host}:{port}: {one_line(error)}"
         ) from error
+    finally:
+        watchdog.cancel()
     yield Job(here)
     dist.destroy_process_group()
+
+
+def _give_up(here: Place, where: str, timeout_s: float) -> None:
+    """End this process, which waits where nothing else can end it: gloo tries five times as long as it is told,
+    should a connection get lost while ranks make them."""
+    message = f"rank {here.rank} did not connect to the ranks that it met at {where} within {timeout_s:.0f} s"
+    record_failure(message, JobFailed.exit_code, lost_peer=True)
+    if not here.launched_here:
+        print(f"hzplan: {message}", file=sys.stderr, flush=True)
+    os._exit(JobFailed.exit_code)
 
 
 def end_with_parent() -> None:

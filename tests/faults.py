@@ -36,7 +36,20 @@ from tests.plans import make_plan
 
 RANKS = 2
 STEPS = 240
-SETTINGS = ("--steps", STEPS, "--checkpoint-every", 20, "--lr", 1e-3, "--seed", 5, "--json", "--resume")
+SETTINGS = (
+    "--steps",
+    STEPS,
+    "--checkpoint-every",
+    20,
+    "--lr",
+    1e-3,
+    "--seed",
+    5,
+    "--json",
+    "--resume",
+    "--timeout",
+    20,
+)
 PATIENCE_S = 300.0
 GOLDEN = Path(__file__).resolve().parents[1] / "plans"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -20,6 +20,7 @@ COMMANDS = (
     "run",
     "weights",
     "calibrate",
+    "export",
     "show",
     "check",
     "verify",

@@ -1,0 +1,140 @@
+"""``hzplan export``: a plan for FSDP2, DeepSpeed or Megatron-FSDP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hzplan.errors import CheckFailed, UserError
+
+if TYPE_CHECKING:
+    from hzplan.export.shape import Exported, Lost
+    from hzplan.formats.plan import Plan
+    from hzplan.formats.profile import Profile
+
+TARGETS = ("fsdp2", "deepspeed", "megatron-fsdp")
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, as hzplan solve wrote it.")],
+    to: Annotated[str, typer.Option(help=f"The target: {', '.join(TARGETS)}.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; by default on stdout.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1, and write nothing, when anything gets lost.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Say a plan in the words of another runtime, and what that cannot say, with its predicted cost.
+
+    Example: hzplan export plan.json --to fsdp2 -o sharding.py
+    Example: hzplan export plan.json --to deepspeed -o zero.json
+    """
+    import json
+    from dataclasses import asdict
+    from importlib import import_module
+
+    from hzplan.cli import console
+    from hzplan.cli.paths import check_writable
+    from hzplan.export.shape import elements
+    from hzplan.formats.base import write_text
+    from hzplan.formats.plan import Plan
+    from hzplan.formats.source import profile_of
+
+    if to not in TARGETS:
+        raise UserError(f"--to {to}: one of {', '.join(TARGETS)}")
+    if as_json and output is None:
+        raise UserError("--json: say with --output where the file goes")
+    if output is not None:
+        check_writable(output, keep=[plan])
+    chosen = Plan.load(plan)
+    try:
+        profile = profile_of(plan, chosen)
+    except UserError as error:
+        profile = None
+        console.remark(f"{error}; what gets lost has no predicted cost")
+    specs = [] if profile is None else [t.spec for unit in profile.units for t in unit.tensors]
+    made: Exported = import_module(f"hzplan.export.{to.replace('-', '_')}").export(
+        plan, chosen, elements(specs)
+    )
+    total = None
+    if profile is not None and made.lost:
+        made, total = _priced(plan, chosen, profile, made)
+    if strict and made.lost:
+        raise CheckFailed(
+            f"{plan}: {to} cannot say {len(made.lost)} thing{'s' * (len(made.lost) > 1)}; the first: "
+            f"{made.lost[0].where}: {made.lost[0].what}"
+        )
+    if output is None:
+        print(made.text, end="")
+    else:
+        write_text(output, made.text)
+    if as_json:
+        print(
+            json.dumps(
+                {"file": str(output), "to": to, "lost": [asdict(one) for one in made.lost]} | (total or {})
+            )
+        )
+        return
+    _say(made, to, total, output)
+
+
+def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Exported, dict[str, float]]:
+    """With what each loss costs by itself, and all of them together: seconds of a step, bytes of memory."""
+    from hzplan.solver.evaluate import evaluate, replay
+
+    before = replay(plan, profile, path)
+
+    def changed(units: set[str]) -> tuple[float, int]:
+        levels = {
+            unit: tuple(made.levels[unit] for _ in of_tensors)
+            if unit in units and unit in made.levels
+            else of_tensors
+            for unit, of_tensors in before.levels.items()
+        }
+        after = evaluate(
+            before.model, levels, before.schedule, before.micro_batch, before.slots, before.recompute
+        )
+        return after.step_s - before.step_s, after.memory.peak - before.memory.peak
+
+    priced: list[Lost] = []
+    for one in made.lost:
+        if one.where in before.levels:
+            step_s, peak_bytes = changed({one.where})
+            priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
+        else:
+            priced.append(one)
+    step_s, peak_bytes = changed(set(before.levels))
+    return replace(made, lost=tuple(priced)), {"step_s": step_s, "peak_bytes": peak_bytes}
+
+
+def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path | None) -> None:
+    from hzplan.cli import console
+
+    if not made.lost:
+        console.remark(f"{to} says all of the plan.")
+    for one in made.lost[:MOST_SHOWN]:
+        cost = (
+            "" if one.step_s is None or one.peak_bytes is None else f" ({_cost(one.step_s, one.peak_bytes)})"
+        )
+        console.remark(f"lost: {one.where}: {one.what}{cost}")
+    if len(made.lost) > MOST_SHOWN:
+        console.remark(f"and {len(made.lost) - MOST_SHOWN} more; --json lists all")
+    if total is not None:
+        console.remark(f"in all, by hzplan's own model: {_cost(total['step_s'], int(total['peak_bytes']))}")
+    if output is not None:
+        console.remark(f"Wrote {output}.")
+
+
+MOST_SHOWN = 12
+
+
+def _cost(step_s: float, peak_bytes: int) -> str:
+    from hzplan.cli import console
+
+    sign = "+" if peak_bytes >= 0 else "-"
+    return f"{step_s * 1e3:+.1f} ms a step, {sign}{console.size(abs(peak_bytes))}"

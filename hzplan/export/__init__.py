@@ -1,0 +1,1 @@
+"""A plan for a runtime that a team has already: one file per target."""

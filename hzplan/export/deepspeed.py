@@ -1,0 +1,100 @@
+"""A plan as a DeepSpeed configuration: one ZeRO stage for all of the model, so the nearest one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hzplan.export.shape import Exported, Lost, groups_of, shards
+from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Levels
+
+
+def schemes(plan: Plan) -> dict[Levels, dict[str, Any]]:
+    """What DeepSpeed can do with a whole model: its field ``zero_optimization``, by the levels that it means.
+
+    ZeRO stages 0 to 3; stage 3 with parameters that stay inside of a node (``zero_hpz_partition_size``); all
+    states sharded inside of a group (MiCS).
+    """
+    finest = plan.mesh.levels
+    found: dict[Levels, dict[str, Any]] = {
+        Levels(0, 0, 0): {"stage": 0},
+        Levels(0, 0, finest): {"stage": 1},
+        Levels(0, finest, finest): {"stage": 2},
+    }
+    for level in range(1, finest):
+        count = plan.mesh.shards[level]
+        if 1 < count < plan.mesh.world:
+            found[Levels(level, finest, finest)] = {"stage": 3, "zero_hpz_partition_size": count}
+            found[Levels(level, level, level)] = {"stage": 3, "mics_shard_size": count}
+    found[Levels(finest, finest, finest)] = {"stage": 3}
+    return found
+
+
+def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
+    """The file, and the units that want something else than most of the model's elements do."""
+    groups, lost = groups_of(plan, sizes)
+    tensors = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
+    weight: dict[Levels, int] = {}
+    for group in groups:
+        nearest = _nearest(plan, group.levels)
+        weight[nearest] = weight.get(nearest, 0) + sum(
+            sizes(t) for unit in group.units for t in tensors[unit]
+        )
+    chosen = max(weight, key=lambda levels: weight[levels])
+    lost += [
+        Lost(
+            group.module or "the root",
+            f"{shards(plan, group.levels)} shards in the plan; DeepSpeed has one scheme for all, "
+            f"{shards(plan, chosen)}",
+        )
+        for group in groups
+        if group.levels != chosen and any(tensors[unit] for unit in group.units)
+    ]
+    lost += [
+        Lost(group.module, "recomputed in the plan; wrap its forward in torch.utils.checkpoint yourself")
+        for group in groups
+        if group.recompute
+    ]
+    largest = max(sum(map(sizes, names)) for names in tensors.values())
+    scheme = schemes(plan)[chosen]
+    config: dict[str, Any] = {
+        "train_batch_size": plan.batch.global_batch,
+        "train_micro_batch_size_per_gpu": plan.batch.micro_batch,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+        "zero_optimization": scheme
+        | {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": largest}
+        | (_third(plan, largest) if scheme["stage"] == 3 else {}),
+    }
+    if plan.clip:
+        config["gradient_clipping"] = 1.0
+    if plan.model.dtype == "bfloat16":
+        config["bf16"] = {"enabled": True}
+        config["communication_data_type"] = "fp32" if plan.reduce_dtype == "float32" else "bf16"
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    units = dict.fromkeys((unit.name for unit in plan.units), chosen)
+    return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units)
+
+
+def _third(plan: Plan, largest: int) -> dict[str, int]:
+    """Stage 3 gathers as far ahead as the plan does; every parameter is sharded."""
+    return {
+        "stage3_prefetch_bucket_size": plan.prefetch * largest,
+        "stage3_max_live_parameters": (plan.prefetch + 1) * largest,
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
+    }
+
+
+def _nearest(plan: Plan, levels: Levels) -> Levels:
+    """The scheme with the least memory differing, in shares of the model that a rank would hold."""
+
+    def apart(other: Levels) -> float:
+        return sum(
+            abs(1 / plan.mesh.shards[mine] - 1 / plan.mesh.shards[theirs])
+            for mine, theirs in zip(levels, other, strict=True)
+        )
+
+    return min(schemes(plan), key=apart)

@@ -1,0 +1,168 @@
+"""A plan as FSDP2: Python that calls ``fully_shard`` module by module, to be put beside a training loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from hzplan.export.shape import Exported, Group, Lost, about, groups_of
+from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Levels
+
+TEMPLATE = '''"""FSDP2 as a plan of hzplan says: {about}.
+
+    model = shard(model)  # in float32, on this rank's device, torch.distributed initialised
+    optimizer = torch.optim.AdamW(model.parameters(), lr=…)
+    for step in range(steps):
+        for index in range(ACCUMULATION):
+            before_micro_batch(model, last=index == ACCUMULATION - 1)
+            (loss_of(model, batch) / ACCUMULATION).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+WORLD = {world}
+MICRO_BATCH = {micro_batch}
+ACCUMULATION = {accumulation}
+PREFETCH = {prefetch}
+POLICY = MixedPrecisionPolicy({policy})
+
+
+class Wrap(NamedTuple):
+    """A module to shard as one: over how many neighbouring ranks, with replicas across the others.
+
+    reshard: what is left after forward: True, the shard; False, all of it; a number, one of so many shards.
+    keep: parameters stay whole from the first micro-batch of a step to the last.
+    late: gradients are reduced after the last micro-batch only, and add up unsharded before.
+    """
+
+    module: str
+    shards: int
+    reshard: bool | int = True
+    keep: bool = False
+    late: bool = False
+    recompute: bool = False
+
+
+WRAPS = (
+{wraps}
+)
+ROOT = {root}
+
+
+def shard(model: nn.Module, device_type: str = "{device}") -> nn.Module:
+    """Shard a model in place; a module that is recomputed is wrapped."""
+    meshes: dict[int, DeviceMesh] = {{}}
+    wrapped = {{}}
+    for wrap in WRAPS:
+        if wrap.recompute:
+            parent, _, name = wrap.module.rpartition(".")
+            setattr(model.get_submodule(parent), name, checkpoint_wrapper(model.get_submodule(wrap.module)))
+    for wrap in sorted(WRAPS, key=lambda wrap: -wrap.module.count(".")):
+        wrapped[wrap.module] = _shard(model.get_submodule(wrap.module), wrap, meshes, device_type)
+    _shard(model, ROOT, meshes, device_type)
+    blocks = [wrapped[wrap.module] for wrap in WRAPS]
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + PREFETCH])
+        block.set_modules_to_backward_prefetch(blocks[max(0, place - PREFETCH) : place][::-1])
+    return model
+
+
+def before_micro_batch(model: nn.Module, *, last: bool) -> None:
+    """Call it before the forward of every micro-batch; last: whether it is the step's last."""
+    for wrap in (*WRAPS, ROOT):
+        module = model.get_submodule(wrap.module)
+        if wrap.keep:
+            module.set_reshard_after_backward(last, recurse=False)
+        if wrap.late:
+            module.set_requires_gradient_sync(last, recurse=False)
+        if wrap.shards < WORLD:
+            module.set_requires_all_reduce(last, recurse=False)
+    model.set_is_last_backward(last)
+
+
+def _shard(module: nn.Module, wrap: Wrap, meshes: dict[int, DeviceMesh], device_type: str) -> nn.Module:
+    if wrap.shards not in meshes:
+        shape = (WORLD,) if wrap.shards == WORLD else (WORLD // wrap.shards, wrap.shards)
+        names = ("replicate", "shard")[-len(shape) :]
+        meshes[wrap.shards] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return fully_shard(
+        module, mesh=meshes[wrap.shards], reshard_after_forward=wrap.reshard, mp_policy=POLICY
+    )
+'''
+
+
+def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
+    """The file, and what FSDP2 cannot say. ``sizes``: elements of a tensor by name."""
+    groups, lost = groups_of(plan, sizes)
+    lines: list[str] = []
+    levels: dict[str, Levels] = {}
+    for group in groups:
+        said, instead = _wrap(plan, group)
+        lines.append(said)
+        lost += instead
+        levels |= dict.fromkeys(group.units, expressed(plan, group.levels))
+    text = TEMPLATE.format(
+        about=about(path, plan).replace("\\", "/").replace('"', "'"),
+        world=plan.mesh.world,
+        micro_batch=plan.batch.micro_batch,
+        accumulation=plan.batch.accumulation,
+        prefetch=plan.prefetch,
+        policy=_policy(plan),
+        wraps="\n".join(f"    {line}," for line in lines[:-1]),
+        root=lines[-1],
+        device="cpu" if plan.cluster.backend == "gloo" else "cuda",
+    )
+    return Exported(text, tuple(lost), levels)
+
+
+def expressed(plan: Plan, levels: Levels) -> Levels:
+    """What FSDP2 makes of a triple: gradients have the optimizer state's shards, or are whole."""
+    if plan.batch.accumulation == 1 or levels.grad == 0:
+        return levels
+    return Levels(levels.param, levels.optim, levels.optim)
+
+
+def _wrap(plan: Plan, group: Group) -> tuple[str, list[Lost]]:
+    param, grad, optim = (plan.mesh.shards[level] for level in group.levels)
+    options = {"shards": str(optim)}
+    lost = []
+    where = group.module or "the root"
+    if param == 1 and optim > 1:
+        options |= {"reshard": "False", "keep": "True"}
+    elif param < optim:
+        options["reshard"] = str(param)
+        lost.append(
+            Lost(
+                where,
+                f"parameters are {param} shards all along in the plan; FSDP2 keeps {optim}, gathers them for "
+                f"forward, and has {param} from there to backward only",
+            )
+        )
+    if plan.batch.accumulation > 1:
+        if grad == 1 and optim > 1:
+            options["late"] = "True"
+        elif grad != optim:
+            lost.append(Lost(where, f"gradients add up in {grad} shards in the plan; in FSDP2 in {optim}"))
+    if group.recompute:
+        options["recompute"] = "True"
+    said = ", ".join(f"{name}={value}" for name, value in options.items())
+    return f"Wrap({json.dumps(group.module)}, {said})", lost
+
+
+def _policy(plan: Plan) -> str:
+    found = []
+    if plan.model.dtype == "bfloat16":
+        found.append("param_dtype=torch.bfloat16")
+    if plan.model.dtype == "bfloat16" or plan.reduce_dtype != plan.model.dtype:
+        found.append(f"reduce_dtype=torch.{plan.reduce_dtype}")
+    return ", ".join(found)

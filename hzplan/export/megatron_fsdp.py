@@ -1,0 +1,109 @@
+"""A plan as arguments of Megatron-FSDP's ``fully_shard_model``: one strategy for all of the model.
+
+By its documentation as of version 0.6.1: ``zero_dp_strategy`` no_shard, optim, optim_grads or
+optim_grads_params over the mesh's ``dp_shard_dim``; with a ``dp_outer_dim`` replicas across, whose optimizer
+state may be sharded too (``outer_dp_sharding_strategy`` optim, with optim_grads_params only).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hzplan.export.shape import Exported, Lost, about, groups_of, shards
+from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Levels
+
+TEMPLATE = '''"""Megatron-FSDP as a plan of hzplan says: {about}.
+
+    model = shard(model)  # torch.distributed initialised, this rank's device set
+    optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=…))
+"""
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+MICRO_BATCH = {micro_batch}
+ACCUMULATION = {accumulation}
+UNITS = {units}
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """Wrap a model."""
+    mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={names})
+    blocks = [type(model.get_submodule(name)) for name in UNITS]
+    return fully_shard_model(
+        model,
+        device_mesh=mesh,
+        fsdp_unit_modules=list(dict.fromkeys(blocks)),
+        mixed_precision_policy=MixedPrecisionPolicy(),
+        sync_model_each_microbatch=ACCUMULATION == 1,
+{options}
+    )
+'''
+
+
+def schemes(plan: Plan) -> dict[Levels, tuple[int, dict[str, Any]]]:
+    """Ranks of the inner group and arguments, by the levels that they mean."""
+    finest = plan.mesh.levels
+    found: dict[Levels, tuple[int, dict[str, Any]]] = {}
+    for level in range(1, finest + 1):
+        count, outer = plan.mesh.shards[level], {} if level == finest else {"dp_outer_dim": "dp_outer"}
+        found |= {
+            Levels(0, 0, 0): (count, {"zero_dp_strategy": "no_shard"} | outer),
+            Levels(0, 0, level): (count, {"zero_dp_strategy": "optim"} | outer),
+            Levels(0, level, level): (count, {"zero_dp_strategy": "optim_grads"} | outer),
+            Levels(level, level, level): (count, {"zero_dp_strategy": "optim_grads_params"} | outer),
+        }
+        if outer:
+            both = {"zero_dp_strategy": "optim_grads_params", "outer_dp_sharding_strategy": "optim"}
+            found[Levels(level, level, finest)] = (count, both | outer)
+    return found
+
+
+def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
+    """The file, and the units that want something else than most of the model's elements do."""
+    groups, lost = groups_of(plan, sizes)
+    known = schemes(plan)
+    tensors = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
+    weight: dict[Levels, int] = {}
+    for group in groups:
+        nearest = min(known, key=lambda other: _apart(plan, group.levels, other))
+        weight[nearest] = weight.get(nearest, 0) + sum(
+            sizes(t) for unit in group.units for t in tensors[unit]
+        )
+    chosen = max(weight, key=lambda levels: weight[levels])
+    lost += [
+        Lost(
+            group.module or "the root",
+            f"{shards(plan, group.levels)} shards in the plan; Megatron-FSDP has one strategy for all, "
+            f"{shards(plan, chosen)}",
+        )
+        for group in groups
+        if group.levels != chosen and any(tensors[unit] for unit in group.units)
+    ]
+    inner, options = known[chosen]
+    outer = "dp_outer_dim" in options
+    text = TEMPLATE.format(
+        about=about(path, plan).replace("\\", "/").replace('"', "'"),
+        micro_batch=plan.batch.micro_batch,
+        accumulation=plan.batch.accumulation,
+        units=json.dumps([group.module for group in groups if group.module]),
+        shape=(plan.mesh.world // inner, inner) if outer else (inner,),
+        names=("dp_outer", "dp_shard") if outer else ("dp_shard",),
+        options="\n".join(
+            f"        {name}={json.dumps(value)},"
+            for name, value in {"dp_shard_dim": "dp_shard", **options}.items()
+        ),
+    )
+    units = dict.fromkeys((unit.name for unit in plan.units), chosen)
+    return Exported(text, tuple(lost), units)
+
+
+def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
+    """In shares of the model that a rank holds."""
+    counts = plan.mesh.shards
+    return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in zip(mine, theirs, strict=True))

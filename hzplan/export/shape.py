@@ -1,0 +1,128 @@
+"""What every target must say of a plan: how each wrapped module is sharded; and what of it gets lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hzplan.formats.plan import Plan, PlanUnit
+from hzplan.hierarchy import Levels
+from hzplan.layout import TensorSpec
+
+ROOT = ""
+"""The whole model, as modules are named."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A module that is unsharded as one, and the levels of what it holds.
+
+    ``units``: the plan's units in it. The root's group has what no other module's has.
+    """
+
+    module: str
+    units: tuple[str, ...]
+    levels: Levels
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Something that the target cannot say, and what it does instead.
+
+    ``step_s``, ``peak_bytes``: what that costs, predicted; None without the plan's profile.
+    """
+
+    where: str
+    what: str
+    step_s: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A target's file. ``levels``: what it makes of every unit, where that can be said so."""
+
+    text: str
+    lost: tuple[Lost, ...]
+    levels: dict[str, Levels]
+
+
+def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], list[Lost]]:
+    """The modules to wrap, in forward order, the root last, and which tensors have other levels than theirs.
+
+    Units that share a tensor without one being inside the other meet in the root, which is the only module
+    that has both. ``sizes``: a tensor's elements, to tell which bucket of a unit weighs most.
+    """
+    units = {unit.name: unit for unit in plan.units}
+    tied = {
+        name
+        for unit in plan.units
+        for other in unit.requires
+        if other != unit.name and not _inside(unit.name, other) and not _inside(other, unit.name)
+        for name in (unit.name, other)
+    }
+    order = [name for name in dict.fromkeys(use.partition(" ")[2] for use in plan.uses) if name in units]
+    alone = [name for name in order if name != ROOT and name not in tied]
+    together = [name for name in order if name == ROOT or name in tied]
+    found: list[Group] = []
+    lost: list[Lost] = []
+    for module, names in [*((name, [name]) for name in alone), (ROOT, together)]:
+        members = [units[name] for name in names]
+        levels = _heaviest(plan, members, sizes)
+        recompute = bool(members) and all(unit.recompute for unit in members) and module != ROOT
+        lost += _others(plan, module, members, levels)
+        lost += [
+            Lost(unit.name, "recomputed in the plan; the root is not")
+            for unit in members
+            if unit.recompute and not recompute
+        ]
+        if levels is not None or module == ROOT:
+            found.append(Group(module, tuple(names), levels or Levels(0, 0, 0), recompute))
+    return found, lost
+
+
+def _inside(inner: str, outer: str) -> bool:
+    return outer == ROOT or inner.startswith(f"{outer}.")
+
+
+def _heaviest(plan: Plan, units: Iterable[PlanUnit], sizes: Callable[[str], int]) -> Levels | None:
+    """The levels of most elements; None where there is no tensor."""
+    weight: dict[Levels, int] = {}
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        levels = plan.levels(bucket)
+        weight[levels] = weight.get(levels, 0) + sum(map(sizes, bucket.tensors))
+    return max(weight, key=lambda levels: weight[levels]) if weight else None
+
+
+def _others(plan: Plan, module: str, units: Sequence[PlanUnit], levels: Levels | None) -> list[Lost]:
+    """Buckets that do not have their module's levels."""
+    return [
+        Lost(
+            unit.name,
+            f"{len(bucket.tensors)} tensor{'s' * (len(bucket.tensors) > 1)} ({bucket.tensors[0]}"
+            f"{', …' * (len(bucket.tensors) > 1)}) have {shards(plan, plan.levels(bucket))} shards; "
+            f"{module or 'the root'} is one group, with {shards(plan, levels)}",
+        )
+        for unit in units
+        for bucket in unit.buckets
+        if levels is not None and plan.levels(bucket) != levels
+    ]
+
+
+def shards(plan: Plan, levels: Levels) -> str:
+    """``4/1/4``: of parameter, gradient and optimizer state."""
+    return "/".join(str(plan.mesh.shards[level]) for level in levels)
+
+
+def elements(tensors: Iterable[TensorSpec]) -> Callable[[str], int]:
+    """How many elements a tensor has, by its name; 1 for those that are not known."""
+    known = {tensor.name: tensor.numel for tensor in tensors}
+    return lambda name: known.get(name, 1)
+
+
+def about(path: Path, plan: Plan) -> str:
+    """What a file says of where it comes from; one line."""
+    text = f"{plan.model.name} on {plan.cluster.mesh}, {path.name}, made by hzplan export"
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,0 +1,141 @@
+"""Plans that FSDP2 can say: trained as exported, and under hzplan, from equal weights on equal batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hzplan.export.fsdp2 import export
+from hzplan.formats.plan import Plan
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.models.workload import load
+from hzplan.runtime.apply import parallelize
+from hzplan.training.measure import peak_memory_bytes
+from tests.plans import make_plan
+
+STEPS = 4
+CPU = torch.device("cpu")
+
+
+def random_plan(seed: int) -> Plan:
+    """Of four ranks; FSDP2 can say every unit's levels."""
+    rng = random.Random(f"export {seed}")
+    mesh = Mesh.parse(rng.choice(("4", "2|2")))
+    whole = mesh.levels
+    accumulation = rng.choice((1, 2))
+    known = [Levels(whole, whole, whole), Levels(0, whole, whole)]
+    known += [Levels(level, level, level) for level in range(1, whole)]
+    if accumulation > 1:  # else there is nothing that a whole gradient is kept for
+        known += [Levels(0, 0, level) for level in range(1, whole + 1)] + [Levels(whole, 0, whole)]
+    at = rng.choice(known)
+    mixed = rng.random() < 0.6
+    chosen: dict[str, Levels] = {}
+    return make_plan(
+        "gpt:tiny",
+        mesh=str(mesh),
+        levels=lambda unit: chosen.setdefault(_group(unit), rng.choice(known) if mixed else at),
+        micro_batch=1,
+        accumulation=accumulation,
+        prefetch=rng.choice((1, 2)),
+        clip=True,
+        dtype=rng.choice(("float32", "float32", "bfloat16")),
+        recompute=("layers.1",) if rng.random() < 0.3 else (),
+    )
+
+
+def _group(unit: str) -> str:
+    """Units that share a tensor are one group of FSDP2's."""
+    return "root" if unit in ("embed", "head") else unit
+
+
+def trained(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """On every rank; rank 0's answer: losses and peaks of both, by plan."""
+    found = []
+    for seed in payload["seeds"]:
+        plan = random_plan(seed)
+        path = Path(payload["folder"], f"plan{seed}.json")
+        made = export(path, plan, _size)
+        script = path.with_suffix(".py")
+        if dist.get_rank() == 0:
+            script.write_text(made.text)
+        dist.barrier()
+        recipe = _module(script)
+        ours, our_peak = _ours(plan)
+        theirs, their_peak = _theirs(plan, recipe)
+        found.append(
+            {
+                "seed": seed,
+                "dtype": plan.model.dtype,
+                "lost": [f"{one.where}: {one.what}" for one in made.lost],
+                "losses": [ours, theirs],
+                "peaks": [our_peak, their_peak],
+            }
+        )
+    return found
+
+
+def _size(name: str) -> int:
+    return int(dict(load("gpt:tiny").build().named_parameters())[name].numel())
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _batch(step: int, index: int) -> object:
+    workload = load("gpt:tiny")
+    place = 1000 * step + 10 * index + dist.get_rank()
+    return workload.batch(1, torch.Generator().manual_seed(place))
+
+
+def _ours(plan: Plan) -> tuple[list[float], int]:
+    workload = load("gpt:tiny")
+    torch.manual_seed(7)
+    model, optimizer = parallelize(workload.build(), plan, torch.optim.SGD, lr=0.05, momentum=0.9)
+    losses: list[float] = []
+
+    def step(number: int) -> None:
+        for index in range(plan.batch.accumulation):
+            loss = workload.loss(model, _batch(number, index)) / plan.batch.accumulation
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        optimizer.engine.settle()
+
+    for number in range(STEPS - 1):
+        step(number)
+    peak = peak_memory_bytes(lambda: step(STEPS - 1), CPU)
+    optimizer.engine.close()
+    return losses, peak
+
+
+def _theirs(plan: Plan, recipe: ModuleType) -> tuple[list[float], int]:
+    workload = load("gpt:tiny")
+    torch.manual_seed(7)
+    model = recipe.shard(workload.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses: list[float] = []
+
+    def step(number: int) -> None:
+        for index in range(recipe.ACCUMULATION):
+            recipe.before_micro_batch(model, last=index == recipe.ACCUMULATION - 1)
+            loss = workload.loss(model, _batch(number, index)) / recipe.ACCUMULATION
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(STEPS - 1):
+        step(number)
+    return losses, peak_memory_bytes(lambda: step(STEPS - 1), CPU)
