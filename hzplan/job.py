@@ -182,8 +182,10 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
 
 
 def _give_up(here: Place, where: str, timeout_s: float) -> None:
-    """End this process, which waits where nothing else can end it: gloo tries five times as long as it is told,
-    should a connection get lost while ranks make them."""
+    """End this process, which waits where nothing else can end it.
+
+    gloo tries for five times as long as it is told, should a connection get lost while ranks make them.
+    """
     message = f"rank {here.rank} did not connect to the ranks that it met at {where} within {timeout_s:.0f} s"
     record_failure(message, JobFailed.exit_code, lost_peer=True)
     if not here.launched_here:

@@ -1,0 +1,31 @@
+"""``hzplan export`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tests.cli.command import ROOT, hzplan
+
+
+def test_export_writes_a_file_and_says_what_is_lost(tmp_path: Path) -> None:
+    plan = ROOT / "plans" / "gpt-tiny-2x2.json"
+    done = hzplan("export", plan, "--to", "fsdp2", "-o", "sharding.py", "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [lost["where"] for lost in said["lost"]] == ["layers.3"]
+    assert all(isinstance(lost["peak_bytes"], int) for lost in said["lost"]) and "step_s" in said
+    assert "def shard(model" in (tmp_path / "sharding.py").read_text()
+    strict = hzplan("export", plan, "--to", "deepspeed", "-o", "zero.json", "--strict", cwd=tmp_path)
+    assert strict.code == 1 and "deepspeed cannot say" in strict.stderr and len(strict.lines) == 1
+    assert not (tmp_path / "zero.json").exists()
+
+
+def test_a_plan_that_travels_alone_has_losses_without_a_price(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "plans" / "gpt-tiny-2x2.json", tmp_path / "plan.json")
+    done = hzplan("export", "plan.json", "--to", "megatron-fsdp", cwd=tmp_path)
+    assert done.code == 0 and "fully_shard_model" in done.stdout
+    assert "what gets lost has no predicted cost" in done.stderr and "lost: layers.0" in done.stderr
+    wrong = hzplan("export", "plan.json", "--to", "horovod", cwd=tmp_path)
+    assert wrong.code == 2 and "--to horovod: one of fsdp2, deepspeed, megatron-fsdp" in wrong.stderr
