@@ -79,7 +79,7 @@ def test_fsdp2_names_what_it_cannot_say() -> None:
 
 def test_tensors_with_other_levels_than_their_unit_are_named() -> None:
     plan = Plan.load(next(path for path in GOLDEN if path.name == "gpt-tiny-2x2.json"))
-    groups, lost = groups_of(plan, lambda name: 99 if "up" in name else 1)
+    groups, lost = groups_of(plan, lambda name: 99 if "up.weight" in name else 1)
     unit = next(group for group in groups if group.module == "layers.3")
     assert plan.mesh.shards[unit.levels.grad] == 2  # of the heavier bucket
     assert [entry.where for entry in lost] == ["layers.3"]

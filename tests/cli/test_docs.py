@@ -1,0 +1,19 @@
+"""The commands of docs/quickstart.md run, one after the other (for a smaller model of the same kind)."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from tests.cli.command import ROOT, hzplan
+
+
+def test_the_quickstart_is_as_written(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]
+    assert len(lines) == 5
+    for line in lines:
+        words = shlex.split(line.replace("llama3-70b", "llama3-8b").replace("64GiB,76GiB", "32GiB,64GiB"))
+        done = hzplan(*words[1:], cwd=tmp_path, timeout_s=180)
+        assert done.code == 0, (line, done.stderr)
+    assert (tmp_path / "sharding.py").exists()
