@@ -35,7 +35,6 @@ app = typer.Typer(
     name="hzplan",
     help="Plan the fastest sharded data-parallel training that fits in memory, and run it.",
     epilog="Begin with: hzplan demo",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -17,3 +17,9 @@ def test_the_quickstart_is_as_written(tmp_path: Path) -> None:
         done = hzplan(*words[1:], cwd=tmp_path, timeout_s=180)
         assert done.code == 0, (line, done.stderr)
     assert (tmp_path / "sharding.py").exists()
+
+
+def test_shells_complete_commands(tmp_path: Path) -> None:
+    asked = {"_HZPLAN_COMPLETE": "complete_bash", "COMP_WORDS": "hzplan so", "COMP_CWORD": "1"}
+    done = hzplan(cwd=tmp_path, **asked)
+    assert (done.code, done.stdout.split()) == (0, ["solve"])
