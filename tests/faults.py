@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,31 +73,38 @@ class Scene:
     rng: random.Random
 
 
-def run(
-    scene: Scene, checkpoints: Path, *options: object, restarts: int | None = None
-) -> subprocess.Popen[str]:
-    """``hzplan run`` at work, under torchrun where it shall restart."""
-    launcher = [sys.executable, "-m", "hzplan"]
-    if restarts is not None:
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(RANKS),
+class Job(subprocess.Popen[str]):
+    """``hzplan run`` at work. It writes to files: a pipe that nobody reads would hold it up."""
+
+    def __init__(self, scene: Scene, command: Sequence[object], folder: Path) -> None:
+        self.files = [
+            scene.folder / f"{folder.name}.{number}.{what}" for number, what in ((1, "out"), (2, "err"))
         ]
-        launcher += ["--max-restarts", str(restarts), "--monitor-interval", "0.05", "-m", "hzplan"]
-    command = [*launcher, "run", str(scene.plan), *map(str, SETTINGS), "--checkpoint", str(checkpoints)]
-    return subprocess.Popen(
-        [*command, *map(str, options)],
-        cwd=scene.folder,
-        env=environment(OMP_NUM_THREADS="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        with self.files[0].open("w") as out, self.files[1].open("w") as err:
+            super().__init__(
+                [str(word) for word in command],
+                cwd=scene.folder,
+                env=environment(OMP_NUM_THREADS="1"),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        """All of stderr, when it has ended. TimeoutExpired when it does not."""
+        self.wait(timeout=PATIENCE_S)
+        return self.files[1].read_text()
+
+
+def run(scene: Scene, checkpoints: Path, *options: object, restarts: int | None = None) -> Job:
+    """``hzplan run`` at work, under torchrun where it shall restart."""
+    launcher: list[object] = [sys.executable, "-m"]
+    if restarts is not None:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
+        launcher += ["--max-restarts", restarts, "--monitor-interval", 0.05, "-m"]
+    words = ["hzplan", "run", scene.plan, *SETTINGS, "--checkpoint", checkpoints, *options]
+    return Job(scene, [*launcher, *words], checkpoints)
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -121,7 +128,7 @@ def undisturbed(scene: Scene) -> dict[str, torch.Tensor]:
     """What the run ends with when nothing happens to it."""
     folder = scene.folder / "undisturbed"
     job = run(scene, folder)
-    _, errors = job.communicate(timeout=PATIENCE_S)
+    errors = job.said()
     if job.returncode:
         raise UserError(f"the undisturbed run failed: {errors}")
     return contents(place_of(folder, STEPS))
@@ -149,7 +156,7 @@ def killed_rank(scene: Scene, times: int) -> Result:
                         os.kill(scene.rng.choice(victims), signal.SIGKILL)
                         kills += 1
                 time.sleep(0.05)
-            _, errors = job.communicate(timeout=PATIENCE_S)
+            errors = job.said()
         if job.returncode:
             wrong.append(f"job {jobs}: exit code {job.returncode}: {errors[-500:]}")
             continue
@@ -192,7 +199,7 @@ def killed_saving(scene: Scene, times: int) -> Result:
 def _some_checkpoints(scene: Scene) -> Path:
     folder = scene.folder / "some"
     job = run(scene, folder, "--steps", 40)
-    _, errors = job.communicate(timeout=PATIENCE_S)
+    errors = job.said()
     if job.returncode:
         raise UserError(f"a run failed: {errors}")
     return folder
@@ -352,7 +359,7 @@ def slow_rank(scene: Scene, times: int) -> Result:
                 os.kill(victim, signal.SIGCONT)
                 time.sleep(0.005)
             os.killpg(job.pid, signal.SIGTERM)
-            _, errors = job.communicate(timeout=60)
+            errors = job.said()
         metrics.unlink()
         lines = [line for line in errors.splitlines() if "is slow" in line]
         late = [line for line in lines if int(line.split("step ")[1].split(":")[0]) > before - 2]
@@ -545,7 +552,7 @@ def long_run(scene: Scene, times: int) -> Result:
             steps = metrics.read_text().count("\n") if metrics.exists() else 0
             if steps > times // 10 and (seen := [_uses(pid) for pid in ranks_of(job.pid)]):
                 points.append((steps, [use for use in seen if use is not None]))
-        _, errors = job.communicate()
+        errors = job.said()
     if job.returncode:
         wrong.append(f"exit code {job.returncode}: {errors[-500:]}")
     full = [uses for _, uses in points if len(uses) == RANKS]
