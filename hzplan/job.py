@@ -149,6 +149,24 @@ class Job:
                 raise with_exit_code(message, code)
         return result[0]
 
+    def first(self, work: Callable[[], None]) -> None:
+        """Do what the first rank does for all; what it raises, all do."""
+        import torch.distributed as dist
+
+        from hzplan.runtime.faults import named
+
+        failure: list[tuple[int, str] | None] = [None]
+        if self.place.rank == 0:
+            try:
+                work()
+            except UserError as error:
+                failure = [(error.exit_code, str(error))]
+        with named("the first rank's word: broadcast"):
+            dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            code, message = failure[0]
+            raise with_exit_code(message, code)
+
 
 @contextmanager
 def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:

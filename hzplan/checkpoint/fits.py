@@ -11,19 +11,39 @@ from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL, Checkpoint
 
 
+def check_optimizer(path: Path, index: Checkpoint, optimizer: str) -> None:
+    """UserError when another class's state was saved."""
+    if index.optimizer != optimizer:
+        raise UserError(
+            f"{path}: was trained with {index.optimizer}, whose state {optimizer} cannot go on with; use "
+            "that, or begin anew from its weights (hzplan weights, then --weights)"
+        )
+
+
 def check_fits(path: Path, index: Checkpoint, model: nn.Module) -> None:
     """UserError naming the first tensor that differs; the model may be on the meta device."""
     here = {f"{MODEL}{name}": tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     here |= {entry.name: entry.shape for entry in buffers(model)}
     stored = {name: tensor.shape for name, tensor in index.tensors.items() if name.startswith(MODEL)}
     for name in sorted({*here, *stored}):
+        if 0 in here.get(name, ()):
+            continue  # without elements there is nothing to save
         if here.get(name) != stored.get(name):
             sizes = f"{_size(stored.get(name))} in the checkpoint and {_size(here.get(name))} in this model"
             raise UserError(
                 f"{path}: of another model: {name.removeprefix(MODEL)} is {sizes}; give the model that was "
                 "trained, or another folder"
             )
-    for alias, name in aliases(model).items():
+    also = aliases(model)
+    known: dict[object, str] = {}
+    for name in (name for name in here if name in index.tensors and name not in also):
+        places = index.tensors[name].chunks
+        if places and (other := known.setdefault(places, name)) != name:
+            raise UserError(
+                f"{path}: of another model: {name.removeprefix(MODEL)} is the same tensor as "
+                f"{other.removeprefix(MODEL)} there, and one of its own in this model"
+            )
+    for alias, name in also.items():
         if index.tensors[alias].chunks != index.tensors[name].chunks:
             raise UserError(
                 f"{path}: of another model: {alias.removeprefix(MODEL)} is a tensor of its own there, and in "

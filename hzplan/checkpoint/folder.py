@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from hzplan.errors import UserError
 from hzplan.formats.checkpoint import Checkpoint
 
 NAME = re.compile(r"step-(\d{8,15})")
-PARTIAL = re.compile(r"\.step-\d+\.(partial|old)")
+PARTIAL = re.compile(r"\.step-(\d+)\.(partial|old)")
 
 Gather = Callable[[Any], list[Any]]
 """What every rank has to say, on every rank, in their order."""
@@ -101,10 +102,13 @@ def _looked_at(path: Path, rank: int, world: int) -> tuple[Checkpoint | None, st
 
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write to; what other saves left half-written goes. OSError when there is no room."""
-    folder.mkdir(parents=True, exist_ok=True)
     for entry in [*os.scandir(folder)]:
-        if PARTIAL.fullmatch(entry.name):
-            shutil.rmtree(entry.path, ignore_errors=True)
+        if match := PARTIAL.fullmatch(entry.name):
+            named = place_of(folder, int(match[1]))
+            if match[2] == "old" and not named.exists():  # killed between two renames
+                os.replace(entry.path, named)
+            else:
+                shutil.rmtree(entry.path, ignore_errors=True)
     path = partial_of(folder, step)
     path.mkdir()
     return path
@@ -113,10 +117,12 @@ def begin(folder: Path, step: int) -> Path:
 def publish(folder: Path, step: int) -> Path:
     """What is whole now gets its name."""
     source, target = partial_of(folder, step), place_of(folder, step)
+    before = folder / f".step-{step:08d}.old"
     if target.exists():  # of an earlier run that went further than the checkpoint it was resumed from
-        os.replace(target, folder / f".step-{step:08d}.old")
+        os.replace(target, before)
     os.replace(source, target)
     _sync(folder)
+    shutil.rmtree(before, ignore_errors=True)
     return target
 
 
@@ -125,18 +131,38 @@ def discard(folder: Path, step: int) -> None:
     shutil.rmtree(partial_of(folder, step), ignore_errors=True)
 
 
-def prune(folder: Path, keep: int, steps: Sequence[int]) -> None:
+def prune(folder: Path, keep: int, steps: Sequence[int], *, spared: int) -> None:
     """Remove all but the newest ``keep`` of the checkpoints after ``steps``: those that this run knows whole.
+
+    ``spared`` stays, whatever its number: it was written last.
 
     What is removed loses its name first, so that no half of it is taken for a checkpoint.
     """
-    for step in sorted(steps, reverse=True)[keep:]:
+    for step in sorted(set(steps) - {spared}, reverse=True)[keep - 1 :]:
         hidden = folder / f".step-{step:08d}.old"
         try:
             os.replace(place_of(folder, step), hidden)
         except OSError:
             continue
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+class Lock:
+    """A folder that this process alone writes to, until it ends; UserError where another one does."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another run is saving there; end it, or use another folder") from None
+        except OSError:
+            return  # a file system without locks
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)
 
 
 def _sync(folder: Path) -> None:

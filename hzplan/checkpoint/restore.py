@@ -19,7 +19,7 @@ from hzplan.checkpoint.entries import (
     set_random_state,
     state_to_fill,
 )
-from hzplan.checkpoint.fits import check_fits
+from hzplan.checkpoint.fits import check_fits, check_optimizer
 from hzplan.checkpoint.folder import Found
 from hzplan.checkpoint.planners import Loading
 from hzplan.checkpoint.save import said
@@ -40,6 +40,7 @@ def restore(found: Found, model: nn.Module, optimizer: ShardedOptimizer) -> bool
     """
     engine, index = optimizer.engine, found.index
     check_fits(found.path, index, model)
+    check_optimizer(found.path, index, optimizer.class_name)
     engine.settle()
     generators = [entry.staged() for entry in random_state(engine.world.rank, engine.device)]
     goes_on = index.world == engine.world.size and all(entry.name in index.tensors for entry in generators)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import queue
 import threading
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ class Outcome:
     problem: str | None
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """What is saved: this rank's part, other names of tensors, where the run is; and what rank 0 notes."""
+
+    entries: list[Entry]
+    also: dict[str, str]
+    position: Position
+    extra: dict[str, Any]
+    optimizer: str
+
+
 @dataclass
 class Saver:
     """Writes a model's checkpoints into a folder that every rank sees; every rank makes one, and calls it.
@@ -58,7 +71,8 @@ class Saver:
             raise UserError(f"{self.keep} checkpoints to keep: at least 1")
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._rank, self._world = (0, 1) if self._alone else (dist.get_rank(), dist.get_world_size())
-        self._group = None if self._alone else dist.new_group(backend="gloo")
+        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=_patience())
+        self._lock: folders.Lock | None = None  # rank 0's, from the first save on
         self._thread: threading.Thread | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
@@ -71,17 +85,20 @@ class Saver:
     ) -> None:
         """Between two steps: copy what this rank holds, and return while it is written.
 
-        Waits for a save that is still under way. ``extra``: what JSON can say; rank 0's is kept.
+        Waits for a save that is still under way. ``extra``: what JSON can say; rank 0's is kept. UserError
+        when JSON cannot.
         """
+        said_extra = _as_json(extra or {})
         self.wait()
         optimizer.engine.settle()
         entries = [*parameters(optimizer.engine, once=True), *state(optimizer)]
         entries += random_state(self._rank, optimizer.engine.device)
         entries += buffers(model) if self._rank == 0 else []
         staged = [entry.staged() for entry in entries]
+        snapshot = _Snapshot(staged, aliases(model), position, said_extra, optimizer.class_name)
         self._thread = threading.Thread(
             target=self._save,
-            args=(staged, aliases(model), position, dict(extra or {})),
+            args=(snapshot,),
             name="hzplan checkpoint",
             daemon=True,
         )
@@ -100,59 +117,70 @@ class Saver:
             found.append(self._outcomes.get())
         return found
 
-    def _save(
-        self, entries: list[Entry], also: dict[str, str], position: Position, extra: dict[str, Any]
-    ) -> None:
+    def _save(self, snapshot: _Snapshot) -> None:
         began, problem = time.perf_counter(), None
         try:
-            self._write(entries, also, position, extra)
+            self._write(snapshot)
         except BaseException as error:  # torch's own is no Exception; training must hear of any
             problem = said(error)
-            if self._rank == 0:
-                folders.discard(self.folder, position.step)
-        path = folders.place_of(self.folder, position.step)
-        self._outcomes.put(Outcome(position.step, path, time.perf_counter() - began, problem))
+            if self._lock is not None:  # else it is not ours
+                folders.discard(self.folder, snapshot.position.step)
+        path = folders.place_of(self.folder, snapshot.position.step)
+        self._outcomes.put(Outcome(snapshot.position.step, path, time.perf_counter() - began, problem))
 
-    def _write(
-        self, entries: list[Entry], also: dict[str, str], position: Position, extra: dict[str, Any]
-    ) -> None:
+    def _write(self, snapshot: _Snapshot) -> None:
         """All ranks together; an error on one is an error on all."""
-        step = position.step
-        self._together(lambda: folders.begin(self.folder, step) if self._rank == 0 else None)
+        step = snapshot.position.step
+        self._together(lambda: _check_finite(snapshot.entries))
+        self._together(lambda: self._begin(step) if self._rank == 0 else None)
         path = folders.partial_of(self.folder, step)
-        writer = Writer(path, also)
+        writer = Writer(path, snapshot.also)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save(
                 {},
                 storage_writer=writer,
-                planner=Saving(entries),
+                planner=Saving(snapshot.entries),
                 process_group=self._group,
                 no_dist=self._alone,
             )
         names = [f"__{self._rank}_0.distcp", *([".metadata"] if self._rank == 0 else [])]
         of_ranks = self._together(lambda: [_stored(path, name) for name in names])
         files = tuple(file for of_rank in of_ranks for file in of_rank if file is not None)
-        self._together(lambda: self._end(writer, files, position, extra) if self._rank == 0 else None)
+        self._together(lambda: self._end(writer, files, snapshot) if self._rank == 0 else None)
 
-    def _end(
-        self, writer: Writer, files: tuple[StoredFile, ...], position: Position, extra: dict[str, Any]
-    ) -> None:
+    def _end(self, writer: Writer, files: tuple[StoredFile, ...], snapshot: _Snapshot) -> None:
         """On rank 0: everything is there; write what says so, and give it its name."""
         assert writer.metadata is not None
+        path = folders.partial_of(self.folder, snapshot.position.step)
+        for file in files:
+            if not (path / file.name).exists():
+                raise UserError(
+                    f"{self.folder}: rank 0 does not see {file.name} there; all ranks must share it"
+                )
         Checkpoint(
-            step=position.step,
-            samples=position.samples,
+            step=snapshot.position.step,
+            samples=snapshot.position.samples,
             world=self._world,
             model=self.model_name,
+            optimizer=snapshot.optimizer,
             torch=torch.__version__,
-            extra=extra,
+            extra=snapshot.extra,
             files=files,
             tensors=tensors_of(writer.metadata, files),
-        ).save(folders.partial_of(self.folder, position.step))
-        folders.publish(self.folder, position.step)
-        self.known = [*(known for known in self.known if known != position.step), position.step]
-        folders.prune(self.folder, self.keep, self.known)
+        ).save(path)
+        folders.publish(self.folder, snapshot.position.step)
+        self.known = [
+            *(known for known in self.known if known != snapshot.position.step),
+            snapshot.position.step,
+        ]
+        folders.prune(self.folder, self.keep, self.known, spared=snapshot.position.step)
+
+    def _begin(self, step: int) -> None:
+        """On rank 0: an empty folder to write to, which nobody else does."""
+        if self._lock is None:
+            self._lock = folders.Lock(self.folder)
+        folders.begin(self.folder, step)
 
     def _together(self, work: Any) -> list[Any]:
         """What ``work`` gives on every rank; UserError on all of them where it fails on one."""
@@ -173,6 +201,38 @@ class Saver:
         found: list[Any] = [None] * self._world
         dist.all_gather_object(found, mine, group=self._group)
         return found
+
+
+SAVES = 4
+"""How many times as long as for a collective ranks wait for each other's disks."""
+
+
+def _patience() -> timedelta | None:
+    """From the job's own; None: torch's default."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu")) if dist.group.WORLD is not None else None
+    given: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return None if given is None else SAVES * given
+
+
+def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy as it will be loaded; UserError for what JSON does not have."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(dict(extra), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"extra: JSON cannot say it ({one_line(error)})") from None
+    if copied != dict(extra):
+        raise UserError("extra: JSON would change it (a tuple to a list, a number that is a key to a text)")
+    return copied
+
+
+def _check_finite(entries: list[Entry]) -> None:
+    """UserError for values that no training goes on from."""
+    for entry in entries:
+        if entry.values.dtype in FINITE and not bool(entry.values.isfinite().all()):
+            raise UserError(f"{entry.name} is not finite")
+
+
+FINITE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _stored(folder: Path, name: str) -> StoredFile | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, whole
 from hzplan.checkpoint.restore import fill
 from hzplan.errors import UserError, one_line
-from hzplan.formats.base import read_json, write_text
+from hzplan.formats.base import file_mode, read_json, write_text
 from hzplan.formats.checkpoint import MODEL, Checkpoint
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -55,10 +55,16 @@ def export(
             total += sum(tensor.nbytes for tensor in tensors.values())
             beside = target / f".{file}.partial"
             save_file(tensors, beside, metadata={"format": "pt"})
+            os.chmod(beside, file_mode())
             os.replace(beside, target / file)
             places |= dict.fromkeys(tensors, file)
+        for other in [target / INDEX, *target.glob("model*.safetensors")]:
+            if other.name not in places.values():  # of an export before, which would be read instead
+                other.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror})") from None
+    except SafetensorError as error:
+        raise UserError(f"{target}: cannot be written ({one_line(error)})") from None
     if len(groups) > 1:
         listed = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_text(target / INDEX, json.dumps(listed, indent=2) + "\n")
@@ -135,17 +141,24 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _copy(opened: Any, file: Path, name: str, entry: Entry) -> None:
-    part = opened.get_slice(name)
+    try:
+        part = opened.get_slice(name)
+    except SafetensorError as error:
+        raise UserError(f"{file}: {one_line(error)}") from None
     shape = tuple(part.get_shape())
     if shape != entry.shape:
         raise UserError(f"{file}: {name} is {list(shape)}, and {list(entry.shape)} in this model")
     box = tuple(slice(offset, offset + size) for offset, size in zip(entry.offsets, entry.sizes, strict=True))
+    values = part[box] if box else opened.get_tensor(name)
+    if values.is_floating_point() != entry.values.is_floating_point():
+        raise UserError(f"{file}: {name} is {values.dtype}, and {entry.values.dtype} in this model")
     with torch.no_grad():
-        entry.values.copy_(part[box] if box else opened.get_tensor(name))
+        entry.values.copy_(values)
 
 
 def _files(path: Path) -> Mapping[str, Path]:
     """Where every tensor is."""
+    path = path.parent if path.name == INDEX else path
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and (path / INDEX).is_file():
         listed = read_json(path / INDEX)

@@ -21,13 +21,16 @@ def beside(path: Path, world: int) -> Path | None:
         except UserError:
             continue  # another file
         if one.mesh.world == world and _training(one) == _training(plan):
-            found.append((one.predicted.step_s / one.batch.global_batch, other))
+            found.append((one.predicted.step_s, other))
     return min(found)[1] if found else None
 
 
 def _training(plan: Plan) -> tuple[object, ...]:
-    """What must not change when a run goes on."""
-    return plan.model.signature, plan.model.dtype, plan.model.seq_len, plan.optimizer, plan.clip
+    """What must not change when a run goes on; nor may it need more memory than it was given."""
+    return (
+        *(plan.model.signature, plan.model.dtype, plan.model.seq_len, plan.optimizer, plan.clip),
+        *(plan.batch.global_batch, plan.source.memory_budget_bytes),
+    )
 
 
 def solved(path: Path, world: int) -> Path:

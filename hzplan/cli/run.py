@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,6 +140,7 @@ def command(
     if here is None:  # what is wrong is said before ranks start
         if replan and nproc is not None:
             request = request.replanned(nproc, solves=True)
+        request.check_places()
         ranks.start_here(request.prepare(nproc).plan.mesh.world)
         return
 
@@ -146,10 +148,10 @@ def command(
 
     with job.join(here, timeout_s=timeout) as joined:
         if replan:  # the first rank solves, if it must be, and the others find what it wrote
-            first = here.rank == 0
-            joined.agree(lambda: request.replanned(here.world, solves=True) if first else None)
+            joined.first(partial(request.replan, here.world))
             request = joined.agree(partial(request.replanned, here.world, solves=False))
-        ready = joined.agree(lambda: request.prepare(here.world, writes=here.rank == 0))
+        joined.first(request.check_places)
+        ready = joined.agree(partial(request.prepare, here.world))
         if here.rank == 0:
             request.compare_provenance(ready.plan)
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
@@ -218,16 +220,20 @@ class _Request:
             if self.against is not None and given is not None:
                 raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")
 
-    def prepare(self, world: int | None, *, writes: bool = True) -> _Prepared:
-        """Plan, model and data; UserError when one is missing or does not fit the others or the world."""
+    def check_places(self) -> None:
+        """UserError when something cannot be written where it should be."""
         from hzplan.cli.paths import check_writable
-        from hzplan.peers import check_peers
 
-        for path in (self.metrics, self.trace) if writes else ():
+        for path in (self.metrics, self.trace):
             if path is not None:
                 check_writable(path, keep=[self.plan])
-        if writes and self.checkpoint is not None:
+        if self.checkpoint is not None:
             self._check_folder(self.checkpoint)
+
+    def prepare(self, world: int | None) -> _Prepared:
+        """Plan, model and data; UserError when one is missing or does not fit the others or the world."""
+        from hzplan.peers import check_peers
+
         plan = self._plan(world)
         if self.skip_nonfinite and not plan.clip:
             raise UserError(
@@ -241,14 +247,22 @@ class _Request:
     def _check_folder(self, folder: Path) -> None:
         """UserError when checkpoints cannot go there, or are there and are not asked for."""
         from hzplan.checkpoint.folder import listed
-        from hzplan.cli.paths import check_writable
 
-        check_writable(folder / "step")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--checkpoint {folder}: cannot be made ({error.strerror})") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UserError(f"--checkpoint {folder}: cannot be written (permission denied)")
         if not self.resume and listed(folder):
             raise UserError(
                 f"--checkpoint {folder}: has checkpoints of another run; go on from them with --resume, or "
                 "give another folder"
             )
+
+    def replan(self, world: int) -> None:
+        """See to it that there is a plan for that many ranks."""
+        self.replanned(world, solves=True)
 
     def replanned(self, world: int, *, solves: bool) -> _Request:
         """The same with a plan for that many ranks; ``solves``: and says so, where it is another."""

@@ -12,6 +12,7 @@ from typing import IO
 
 from hzplan.cli import console
 from hzplan.errors import UserError
+from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
 from hzplan.training.loop import RunResult, StepStats, Watcher
@@ -45,10 +46,10 @@ class Report(Watcher):
         if self._path is None:
             return
         try:
-            kept = _lines_before(self._path, step) if step else []
+            if step and self._path.is_file():
+                write_text(self._path, "".join(_lines_before(self._path, step)))
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            self._file = self._path.open("a" if step and self._path.is_file() else "w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{self._path}: cannot be written ({error.strerror})") from None
 
@@ -97,8 +98,6 @@ class Report(Watcher):
 
 def _lines_before(path: Path, step: int) -> list[str]:
     """The lines of steps before this one; what is no such line goes."""
-    if not path.exists():
-        return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if _step_of(line) < step]
 

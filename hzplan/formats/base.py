@@ -138,7 +138,7 @@ def write_text(path: Path, text: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
+            os.chmod(temporary, file_mode())
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -147,10 +147,11 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"{named}: cannot be written ({error.strerror})") from None
 
 
-def _umask() -> int:
+def file_mode() -> int:
+    """What a new file may be used for, as the user has set it."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    return 0o666 & ~mask
 
 
 def _render(value: Any, indent: str) -> str:

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from hzplan.errors import UserError
 from hzplan.formats.base import NonNegativeInt, PositiveInt, Strict, fingerprint, read, to_text, write_text
+from hzplan.layout import boxes
 
 FORM, VERSION = "hzplan-checkpoint", 1
 FILE = "checkpoint.json"
@@ -29,7 +30,11 @@ MODEL, STATE, RNG = "model.", "optimizer.state.", "rng."
 PLACE = 3
 """A chunk's first numbers: which file, the first byte, how many; offsets and sizes of the box follow."""
 
-DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES = (
+    *("float64", "float32", "bfloat16", "float16", "complex128", "complex64", "complex32", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 
 
 class StoredFile(Strict):
@@ -62,24 +67,31 @@ class StoredTensor(Strict):
 
     @model_validator(mode="after")
     def _tiles(self) -> Self:
-        dims, volume = len(self.shape), 0
+        dims, reached = len(self.shape), 0
+        strides = [prod(self.shape[dim + 1 :]) for dim in range(dims)]
+        parts = []
         for chunk in self.chunks:
             offsets, sizes = chunk[PLACE : PLACE + dims], chunk[PLACE + dims :]
-            if len(chunk) != PLACE + 2 * dims or any(
-                offset + size > whole for offset, size, whole in zip(offsets, sizes, self.shape, strict=True)
-            ):
-                raise ValueError("a chunk does not lie inside the tensor's shape")
-            volume += prod(sizes)
-        if volume != prod(self.shape):
-            raise ValueError(f"chunks hold {volume} elements, the shape {prod(self.shape)}")
+            if len(chunk) != PLACE + 2 * dims:
+                raise ValueError("a chunk has not one offset and one size for every dimension")
+            start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+            if boxes(self.shape, start, start + prod(sizes)) != [(offsets, sizes)]:
+                raise ValueError("a chunk is no box of the tensor's shape that lies in one piece")
+            parts.append((start, start + prod(sizes)))
+        for start, end in sorted(parts):
+            if start != reached:
+                raise ValueError("chunks do not tile the tensor")
+            reached = end
+        if reached != prod(self.shape):
+            raise ValueError("chunks do not tile the tensor")
         return self
 
 
 class Checkpoint(Strict):
     """What a folder holds: the state after ``step`` steps, in which ``samples`` sequences were trained on.
 
-    ``extra`` is the user's own, a learning-rate scheduler's state for instance. ``sha256``: of this file
-    with that field empty.
+    ``optimizer``: its class. ``extra`` is the user's own, a learning-rate scheduler's state for instance.
+    ``sha256``: of this file with that field empty.
     """
 
     format: Literal["hzplan-checkpoint"] = "hzplan-checkpoint"
@@ -88,6 +100,7 @@ class Checkpoint(Strict):
     samples: NonNegativeInt
     world: PositiveInt
     model: str
+    optimizer: str
     torch: str
     extra: dict[str, Any]
     files: tuple[StoredFile, ...]

@@ -69,6 +69,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         """``groups``: the user's parameter groups, ``params`` being parameters of the model."""
         self.engine = engine
+        self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._inner: dict[str, Optimizer] = {}

@@ -96,21 +96,25 @@ def load_tokens(path: Path, *, vocab: int, seq_len: int) -> Corpus:
             tokens = np.memmap(path, dtype="<u2", mode="c")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a file of tokens ({one_line(error)})") from None
+    if not isinstance(tokens, np.ndarray):
+        raise UserError(f"{path}: several arrays; one row of integers is needed")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise UserError(f"{path}: {tokens.dtype} {list(tokens.shape)}; one row of integers is needed")
+    if not tokens.dtype.isnative:
+        raise UserError(f"{path}: {tokens.dtype}: the bytes of its numbers are in another machine's order")
+    edge = len(tokens) - len(tokens) // HELDOUT_EVERY
+    if min(edge, len(tokens) - edge) <= seq_len:
+        raise UserError(
+            f"{path}: too few tokens: {len(tokens) - edge} held out, a sequence needs {seq_len + 1}; give "
+            "more, or pass a smaller --seq-len"
+        )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab:
         wrong = low if low < 0 else high
         raise UserError(f"{path}: token {wrong} in it; the model knows 0 to {vocab - 1}")
-    edge = len(tokens) - len(tokens) // HELDOUT_EVERY
     train, heldout = (torch.from_numpy(part) for part in (tokens[:edge], tokens[edge:]))
-    if min(len(train), len(heldout)) <= seq_len:
-        raise UserError(
-            f"{path}: too few tokens: {len(heldout)} held out, a sequence needs {seq_len + 1}; give more, or "
-            "pass a smaller --seq-len"
-        )
     counts = np.bincount(tokens[: min(edge, LOOKED_AT)])
     share = torch.from_numpy(counts).double() / counts.sum()
     entropy = float(-torch.special.xlogy(share, share).sum())

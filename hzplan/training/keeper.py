@@ -12,7 +12,7 @@ from torch import nn
 
 from hzplan.checkpoint.checkpoints import Checkpoints
 from hzplan.checkpoint.position import START, Position
-from hzplan.errors import Preempted
+from hzplan.errors import JobFailed, Preempted
 from hzplan.formats.plan import Plan
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -95,5 +95,11 @@ class Keeper:
         """After the save after ``step`` steps: end the run, because SIGTERM has come to a rank."""
         assert self._saving is not None
         failed = self.finish()
-        where = f"and was not saved: {failed}" if failed else f"and is saved in {self._saving.folder}"
-        raise Preempted(f"SIGTERM: the run has ended after {step} steps {where}; go on with --resume")
+        if failed:
+            raise JobFailed(
+                f"SIGTERM: the run has ended after {step} steps, which could not be saved: {failed}"
+            )
+        raise Preempted(
+            f"SIGTERM: the run has ended after {step} steps and is saved in {self._saving.folder}; go on "
+            "with --resume"
+        )

@@ -227,6 +227,7 @@ class _Trainer:
             if pending:
                 self.finish(pending)
             pending, ended = following, now
+            self.compare_replicas(step)
             if self.ending:
                 self.finish(pending)
                 self.keeper.save(self.model, self.optimizer, step + 1)
@@ -235,7 +236,6 @@ class _Trainer:
                 self.keeper.save(self.model, self.optimizer, step + 1)
                 untimed.add(step + 1)
             self.keeper.report()
-            self.compare_replicas(step)
             if self._traces(step):
                 untimed |= {step, step + 1}
             if self._evaluates_after(step):
@@ -248,9 +248,12 @@ class _Trainer:
         return self.result(untimed)
 
     def compare_replicas(self, step: int) -> None:
-        """UserError naming units and ranks when values that should be equal are not."""
+        """JobFailed naming units and ranks when what should be equal is not; before every save too."""
         every = self.options.check_replicas
-        if every is not None and (step + 1) % every == 0:
+        if every is None:
+            return
+        saves = self.ending or self.keeper.due(step + 1, last=step + 1 == self.options.steps)
+        if saves or (step + 1) % every == 0:
             found = diverged(self.optimizer.engine)
             if found:
                 more = f" (and {len(found) - 1} more units)" if len(found) > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -22,8 +23,11 @@ from hzplan.checkpoint.folder import listed, newest_whole
 from hzplan.errors import Preempted, UserError
 from hzplan.formats.base import fingerprint
 from hzplan.formats.checkpoint import FILE, Checkpoint
+from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
+from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
+from hzplan.schedule import Use
 from hzplan.training.keeper import Saving
 from hzplan.training.loop import NothingLeft, RunOptions, RunResult, StepStats, Watcher, train
 from tests.plans import make_plan
@@ -230,6 +234,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(saved:
         (("tensors", "model.embed.weight", "chunks", 0, 0), 99),
         (("tensors", "model.embed.weight", "chunks", 0, 2), 10**12),
         (("tensors", "model.embed.weight", "chunks", 0, 3), 1),
+        (("tensors", "model.positions.weight", "chunks", 0, -1), 1),
         (("tensors", "model.embed.weight", "shape", 0), 1 << 40),
         (("tensors", "model.embed.weight", "dtype"), "Tensor"),
         (("step",), -1),
@@ -294,3 +299,104 @@ def test_training_goes_on_where_sigterm_has_come(tmp_path: Path, monkeypatch: py
     options = replace(options, steps=done + 2)
     result = train(PLAN, load("gpt:nano"), corpus(), options)
     assert result.resumed_from == done
+
+
+def test_what_training_cannot_go_on_from_is_not_saved(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    model, optimizer = made()
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.load(model, optimizer) is not None
+    optimizer.held[0].param.data[3] = float("nan")
+    checkpoints.save(model, optimizer, 6)
+    with pytest.raises(UserError, match=r"step-00000006: not saved: model\.\S+ is not finite"):
+        checkpoints.wait()
+    assert [path.name for path in listed(folder)] == ["step-00000004", "step-00000002"]
+    optimizer.engine.close()
+
+
+def test_another_optimizers_state_is_refused(saved: Path) -> None:
+    model, optimizer = made(torch.optim.Adam)
+    with pytest.raises(UserError, match="was trained with AdamW, whose state Adam cannot go on with"):
+        Checkpoints(saved).load(model, optimizer)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("extra", [{"best": float("inf")}, {"at": (1, 2)}, {1: 2}, {"x": torch.zeros(1)}])
+def test_extra_is_kept_as_it_is_or_refused(extra: dict[Any, Any], tmp_path: Path) -> None:
+    model, optimizer = made()
+    with pytest.raises(UserError, match=r"^extra: JSON "):
+        Checkpoints(tmp_path).save(model, optimizer, 1, extra=extra)
+    optimizer.engine.close()
+
+
+def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    model, optimizer = made()
+    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    first.save(model, optimizer, 1)
+    first.wait()
+    second.save(model, optimizer, 2)
+    with pytest.raises(UserError, match="another run is saving there"):
+        second.wait()
+    del first
+    second.save(model, optimizer, 2)
+    second.wait()
+    assert [path.name for path in listed(tmp_path)] == ["step-00000002", "step-00000001"]
+    optimizer.engine.close()
+
+
+def test_a_lower_step_than_the_last_stays_when_it_was_written_last(tmp_path: Path) -> None:
+    model, optimizer = made()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (7, 3, 3):
+        checkpoints.save(model, optimizer, step)
+        checkpoints.wait()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+    optimizer.engine.close()
+
+
+def test_a_checkpoint_that_lost_its_name_gets_it_back(saved: Path, tmp_path: Path) -> None:
+    """A process was killed between the two renames of a checkpoint that replaces another."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    (folder / "step-00000004").rename(folder / ".step-00000004.old")
+    run(folder, 5, every=9)
+    assert [int(path.name[-1]) for path in listed(folder)] == [5, 4, 2]
+    assert nothing(folder)[0].step == 5
+
+
+class Odd(nn.Module):
+    """A parameter without elements, one of no dimension, a complex buffer, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 256)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("waves", torch.randn(5, dtype=torch.complex64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale + self.empty.sum()
+
+
+def test_tensors_of_any_shape_come_back(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    first = Odd()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        second.waves.zero_()
+        second.scale.zero_()
+    mesh = Mesh.parse("1")
+    names = [name for name, _ in first.named_parameters()]
+    found = []
+    for model in (first, second):
+        choice = Choice(mesh, dict.fromkeys(names, Levels(0, 0, 0)), (Use("inner", "forward"),), 1, 1, True)
+        found.append(apply(model, choice, torch.optim.AdamW, lr=0.1)[1])
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(first, found[0], 1)
+    checkpoints.wait()
+    assert Checkpoints(tmp_path).load(second, found[1]) is not None
+    assert torch.equal(first.waves, second.waves) and float(full_parameters(found[1])["scale"]) == 1.0
+    for optimizer in found:
+        optimizer.engine.close()

@@ -206,8 +206,8 @@ def test_bare_tokens_are_unsigned_of_16_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (np.array([1, 2, 300] * 100), "token 300 in it; the model knows 0 to 199"),
-        (np.array([1, -2] * 100), "token -2 in it"),
+        (np.array([1, 2, 300] * 400), "token 300 in it; the model knows 0 to 199"),
+        (np.array([1, -2] * 400), "token -2 in it"),
         (np.zeros((4, 100), dtype=np.int64), r"int64 \[4, 100\]; one row of integers is needed"),
         (np.zeros(100), r"float64 \[100\]; one row of integers"),
         (np.zeros(100, dtype=np.int64), "too few tokens: 5 held out, a sequence needs 33"),
@@ -224,3 +224,20 @@ def test_what_is_no_file_of_tokens_is_one_line(tokens: Any, message: str, tmp_pa
     (tmp_path / "empty.bin").write_bytes(b"")
     with pytest.raises(UserError, match="not a file of tokens"):
         load_tokens(tmp_path / "empty.bin", vocab=200, seq_len=32)
+
+
+def test_files_that_are_nearly_tokens_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="not a file of tokens"):
+        load_tokens(path, vocab=9, seq_len=2)
+    np.save(path, np.zeros(0, dtype=np.int64))
+    with pytest.raises(UserError, match="too few tokens"):
+        load_tokens(path, vocab=9, seq_len=2)
+    np.save(path, np.zeros(100, dtype=">i4"))
+    with pytest.raises(UserError, match="another machine's order"):
+        load_tokens(path, vocab=9, seq_len=2)
+    np.savez(tmp_path / "several.npz", np.zeros(100, dtype=np.int64))
+    (tmp_path / "several.npz").rename(path)
+    with pytest.raises(UserError, match="several arrays"):
+        load_tokens(path, vocab=9, seq_len=2)

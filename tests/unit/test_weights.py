@@ -146,3 +146,25 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no safetensors there; give a file, or a folder with"):
         take(tmp_path / "nowhere", model, optimizer)
     optimizer.engine.close()
+
+
+def test_a_second_export_leaves_nothing_of_the_first(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    path, _ = saved
+    index = whole_at(path).index
+    export(path, index, tmp_path, most_bytes=10_000)
+    export(path, index, tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [ONE]
+    assert (tmp_path / ONE).stat().st_mode & 0o044
+    export(path, index, tmp_path, most_bytes=10_000)
+    assert not (tmp_path / ONE).exists() and (tmp_path / INDEX).exists()
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    model, optimizer = parallelize(load("gpt:nano").build(), make_plan("gpt:nano", mesh="1"), lr=1e-2)
+    values = {name: value.to(torch.int8) for name, value in full_parameters(optimizer).items()}
+    save_file(values, tmp_path / ONE)
+    with pytest.raises(UserError, match=r"embed.weight is torch.int8, and torch.float32 in this model"):
+        take(tmp_path, model, optimizer)
+    optimizer.engine.close()
