@@ -295,7 +295,8 @@ def test_a_rank_that_does_not_arrive_is_named(folder: Path) -> None:
     done = hzplan("run", "plan.json", "factories:Sleeps", "--steps", 50, "--timeout", 3, cwd=folder)
     assert done.code == 4
     assert re.search(
-        r"^hzplan: rank 0: stream \w+\.0 \(node\), task .*: rank 1 did not arrive within 3 s$", done.lines[-1]
+        r"^hzplan: rank 0: stream \w+\.0 \(tier 0\), task .*: rank 1 did not arrive within 3 s$",
+        done.lines[-1],
     )
 
 
