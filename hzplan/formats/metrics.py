@@ -31,8 +31,8 @@ class MetricsLine(Strict):
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim"; ``peak_bytes``: the most of any step,
-    None where nobody counted."""
+    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim"; ``peak_bytes``: the most of any
+    step, None where nobody counted."""
 
     steps: int
     step_s: float

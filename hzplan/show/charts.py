@@ -80,7 +80,7 @@ def draw(report: Report) -> dict[str, Any]:
 
 
 def plain(name: str) -> str:
-    """A name of others' making such that Bokeh takes no part of it for TeX, for which it would ask the net."""
+    """A name of others' making, of which Bokeh takes no part for TeX: for that it would ask the network."""
     return re.sub(r"\$(?=\$)|\\(?=[\[(])", lambda match: match[0] + "\u200b", printable(name))
 
 
@@ -149,8 +149,8 @@ def _shards(tensors: Sequence[Tensor]) -> Figure:
     made = _figure(
         row_px * len(rows) + 180,
         [(name, f"@{name}") for name in ("tensor", "unit", "of", "shards", "bytes")],
-        x_range=Range1d(-0.5, len(columns) - 0.5),
-        y_range=Range1d(len(rows) - 0.5, -0.5),
+        x_range=Range1d(start=-0.5, end=len(columns) - 0.5),
+        y_range=Range1d(start=len(rows) - 0.5, end=-0.5),
     )
     cells: dict[int, dict[str, list[Any]]] = {}
     for tensor, (row, column) in zip(tensors, places, strict=True):
@@ -190,7 +190,8 @@ def _shards(tensors: Sequence[Tensor]) -> Figure:
 
 def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
     """A row per stream, a colour per kind of work."""
-    from bokeh.models import Range1d, Span as Line
+    from bokeh.models import Range1d
+    from bokeh.models.annotations import Span as Line
 
     streams = sorted(dict.fromkeys(span.stream for span in spans), key=_row)
     row_of = {name: at for at, name in enumerate(streams)}
@@ -199,8 +200,8 @@ def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
         60 + 34 * len(streams) + 60,
         [(name, f"@{name}") for name in ("stream", "what", "unit", "stage", "begins", "duration", "bytes")],
         zoom=True,
-        x_range=Range1d(0, end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
-        y_range=Range1d(len(streams) - 0.5, -0.5),
+        x_range=Range1d(start=0, end=end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
+        y_range=Range1d(start=len(streams) - 0.5, end=-0.5),
         x_axis_label="seconds",
     )
     kinds: dict[str, list[Span]] = {}
@@ -247,7 +248,8 @@ def _row(stream: str) -> tuple[int, str]:
 
 def _memory(report: Report) -> Figure:
     """What stays as layers of constant height, activations upon them; the budget as a line."""
-    from bokeh.models import Range1d, Span as Line
+    from bokeh.models import Range1d
+    from bokeh.models.annotations import Span as Line
 
     over = report.occupancy
     end_s = max([report.step_s, *(span.end_s for span in report.spans)])
@@ -256,8 +258,8 @@ def _memory(report: Report) -> Figure:
         360,
         [("", "@what"), ("bytes", "@bytes"), ("from", "@begins")],
         zoom=True,
-        x_range=Range1d(0, end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
-        y_range=Range1d(0, max(top, 1) / 2**30 * 1.05),
+        x_range=Range1d(start=0, end=end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
+        y_range=Range1d(start=0, end=max(top, 1) / 2**30 * 1.05),
         x_axis_label="seconds",
         y_axis_label="GiB",
     )
@@ -309,8 +311,8 @@ def _bars(
     made = _figure(
         80 + 30 * len(names) + (34 if len(series) > 1 else 0),
         [("", "@what"), ("", "@value")],
-        x_range=Range1d(0, max([*totals, 1e-9]) * 1.05),
-        y_range=Range1d(len(names) - 0.5, -0.5),
+        x_range=Range1d(start=0, end=max([*totals, 1e-9]) * 1.05),
+        y_range=Range1d(start=len(names) - 0.5, end=-0.5),
         x_axis_label=axis,
     )
     thick = 0.7 if stacked else 0.7 / len(series)
@@ -326,7 +328,7 @@ def _bars(
             "what": [" · ".join(filter(None, (plain(row), name))) for row in names],
             "value": [text(value) for value in values],
         }
-        legend = {"legend_label": name} if name and len(series) > 1 else {}
+        legend: dict[str, Any] = {"legend_label": name} if name and len(series) > 1 else {}
         colour = COLOURS[number]
         made.quad(
             "left", "right", "top", "bottom", source=source, fill_color=colour, line_color=None, **legend

@@ -126,10 +126,6 @@ def _timeline(report: Report) -> str:
         "What every stream does in a step, in steady state; the dashed line is where the next step begins. "
         f"With the focus on the chart, {_KEYS}; Ctrl and the wheel zoom too."
     )
-    empty = (
-        f"<table><thead><tr>{''.join(f'<th scope="col">{head}</th>' for head in heads)}</tr></thead>"
-        "<tbody></tbody></table>"
-    )
     return (
         f'<p class="controls">{_CONTROLS}</p>'
         + _figure("timeline", caption, keys=True)
@@ -139,8 +135,8 @@ def _timeline(report: Report) -> str:
         )
         + _details(
             "Timeline as a table: every task",
-            empty,
-            f' data-rows="timeline" data-columns="{" ".join(heads)}"',
+            _table(heads, []),
+            _rows("timeline", heads),
         )
     )
 
@@ -151,16 +147,14 @@ def _memory(report: Report) -> str:
     rows.append(("activations and temporaries, at most", size(max(over.activations, default=0))))
     rows += [("all at the peak", size(over.peak_bytes)), ("budget", size(over.budget_bytes))]
     caption = "Memory of a rank; what is below the activations is allocated once. The red line is the budget."
-    empty = (
-        '<table><thead><tr><th scope="col">begins</th><th scope="col">category</th><th scope="col">bytes</th>'
-        "</tr></thead><tbody></tbody></table>"
-    )
     return (
         f'<p class="controls">{_CONTROLS}</p>'
         + _figure("memory", f"{caption} With the focus on the chart, {_KEYS}.", keys=True)
         + _details("Memory as a table", _table(("category", "bytes"), rows))
         + _details(
-            "Memory as a table: over time", empty, ' data-rows="memory" data-columns="begins what bytes"'
+            "Memory as a table: over time",
+            _table(("begins", "category", "bytes"), []),
+            _rows("memory", ("begins", "what", "bytes")),
         )
     )
 
@@ -192,7 +186,7 @@ def _path(report: Report) -> str:
         (part.what, ", ".join(part.units), duration(part.seconds), _share(part.seconds, report.path_s))
         for part in report.path
     ]
-    said = f"One after the other these take {duration(report.path_s)}; links and processors are not shared in it."
+    said = f"One after the other these take {duration(report.path_s)}, no link or processor shared."
     if report.binding is not None:
         said += f" {report.binding.what} takes longer: {duration(report.binding.seconds)}."
     heads = ("what", "mostly of", "seconds", "share")
@@ -249,6 +243,12 @@ def _figure(name: str, caption: str, *, keys: bool = False) -> str:
     )
 
 
+def _rows(figure: str, columns: Sequence[str]) -> str:
+    """Marks a table that report.js fills from a figure's data when it is opened: it may be long."""
+    listed = " ".join(columns)
+    return f' data-rows="{figure}" data-columns="{listed}"'
+
+
 def _details(summary: str, content: str, more: str = "") -> str:
     return f'<details{more}><summary>{escape(summary)}</summary><div tabindex="0">{content}</div></details>'
 
@@ -261,9 +261,9 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, texts: int
         number = ' class="number"' if place >= texts else ""
         return f"<{tag}{scope}{number}>{_text(value)}</{tag}>"
 
+    numbers = ("" if place < texts else ' class="number"' for place in range(len(heads)))
     top = "".join(
-        f'<th scope="col"{' class="number"' if place >= texts else ""}>{escape(head)}</th>'
-        for place, head in enumerate(heads)
+        f'<th scope="col"{number}>{escape(head)}</th>' for number, head in zip(numbers, heads, strict=True)
     )
     body = "".join(
         f"<tr>{''.join(cell(place, value) for place, value in enumerate(row))}</tr>" for row in rows
