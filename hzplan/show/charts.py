@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hzplan.errors import printable
-from hzplan.show.readable import duration, size
+from hzplan.show.readable import duration, size, unit_of
 from hzplan.show.report import Report, Span, Tensor
 
 if TYPE_CHECKING:
@@ -26,15 +26,16 @@ def draw(report: Report) -> dict[str, Any]:
     """Bokeh's JSON of every figure, by the name of its place in the page."""
     from bokeh.embed import json_item
 
+    unit, scale = unit_of(max(tier.sent_bytes for tier in report.tiers))
     figures = {
         "shards": _shards(report.tensors),
         "timeline": _timeline(report.spans, report.step_s),
         "memory": _memory(report),
         "traffic": _bars(
-            "GiB sent per rank in a step",
+            f"{unit} sent per rank in a step",
             [tier.name for tier in report.tiers],
-            {"sent": [tier.sent_bytes / 2**30 for tier in report.tiers]},
-            lambda value: size(value * 2**30),
+            {"sent": [tier.sent_bytes / scale for tier in report.tiers]},
+            lambda value: size(value * scale),
         ),
         "exposed": _bars(
             "seconds of a step",
@@ -166,7 +167,7 @@ def _shards(tensors: Sequence[Tensor]) -> Figure:
             columns_of = cells.setdefault(shards, {name: [] for name in cell})
             for name, value in cell.items():
                 columns_of[name].append(value)
-    palette = viridis(max(len(cells), 2))
+    palette = viridis(len(cells) + 1)[1:]  # without its darkest, which is lost on a dark page
     for number, (shards, data) in enumerate(sorted(cells.items())):
         numbers = {"x": np.round(data.pop("x"), 2), "y": np.array(data.pop("y"), dtype=np.int32)}
         source = {**data, **numbers, "shards": [str(shards)] * len(data["tensor"])}
@@ -230,7 +231,8 @@ def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
             "bottom",
             source=source,
             fill_color=colour,
-            line_color=None,
+            line_color=colour,  # what is thinner than a pixel stays visible
+            line_width=0.5,
             legend_label=plain(what),
         )
     made.add_layout(Line(location=step_s, dimension="height", line_dash="dashed", line_color="#888888"))
@@ -254,14 +256,15 @@ def _memory(report: Report) -> Figure:
     over = report.occupancy
     end_s = max([report.step_s, *(span.end_s for span in report.spans)])
     top = max(over.peak_bytes, over.budget_bytes if over.budget_bytes < 4 * over.peak_bytes else 0)
+    unit, scale = unit_of(top)
     made = _figure(
         360,
         [("", "@what"), ("bytes", "@bytes"), ("from", "@begins")],
         zoom=True,
         x_range=Range1d(start=0, end=end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
-        y_range=Range1d(start=0, end=max(top, 1) / 2**30 * 1.05),
+        y_range=Range1d(start=0, end=max(top, 1) / scale * 1.05),
         x_axis_label="seconds",
-        y_axis_label="GiB",
+        y_axis_label=unit,
     )
     base = 0
     parts: list[tuple[str, Sequence[float], Sequence[int]]] = [
@@ -272,8 +275,8 @@ def _memory(report: Report) -> Figure:
         source = {
             "left": np.array(times).round(7),
             "right": np.array([*times[1:], end_s]).round(7),
-            "bottom": np.full(len(times), base / 2**30).round(6),
-            "top": ((base + heights) / 2**30).round(6),
+            "bottom": np.full(len(times), base / scale).round(6),
+            "top": ((base + heights) / scale).round(6),
             "what": [plain(name)] * len(times),
             "bytes": [size(level) for level in levels],
             "begins": [duration(time) for time in times],
@@ -285,12 +288,13 @@ def _memory(report: Report) -> Figure:
             "bottom",
             source=source,
             fill_color=COLOURS[number % len(COLOURS)],
-            line_color=None,
+            line_color=COLOURS[number % len(COLOURS)],  # no seams between uses
+            line_width=0.5,
             legend_label=name,
         )
         base += levels[0] if len(levels) == 1 else 0
     made.add_layout(
-        Line(location=over.budget_bytes / 2**30, dimension="width", line_color="#cc3311", line_width=2)
+        Line(location=over.budget_bytes / scale, dimension="width", line_color="#cc3311", line_width=2)
     )
     _legend(made)
     return made

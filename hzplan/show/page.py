@@ -57,7 +57,8 @@ def page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{title} · hzplan</title>\n<style>\n{(here / 'report.css').read_text()}</style></head>\n"
-        f'<body><a class="skip" href="#summary">Skip to the summary</a><header><h1>{title}</h1></header>\n'
+        f'<body><a class="skip" href="#summary">Skip to the summary</a><header><h1>{title}</h1>'
+        f'<p class="remark">{_text(report.subtitle)}</p></header>\n'
         f'<nav aria-label="Sections">{links}</nav>\n<main>\n{body}</main>\n'
         f'<script type="application/json" id="figures">{embedded(draw(report))}</script>\n'
         + "".join(f"<script>{script}</script>\n" for script in library.js_raw)
@@ -188,7 +189,7 @@ def _path(report: Report) -> str:
     ]
     said = f"One after the other these take {duration(report.path_s)}, no link or processor shared."
     if report.binding is not None:
-        said += f" {report.binding.what} takes longer: {duration(report.binding.seconds)}."
+        said += f" What takes longer is {report.binding.what}: {duration(report.binding.seconds)}."
     heads = ("what", "mostly of", "seconds", "share")
     return (
         f"<p>{_text(said)}</p>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
 
 def duration(seconds: float) -> str:
     """``1.23 ms``: three digits, in the unit that suits."""
@@ -13,10 +15,15 @@ def duration(seconds: float) -> str:
 
 def size(nbytes: float) -> str:
     """``1.23 GiB``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, scale in SIZES:
         if abs(nbytes) >= scale:
             return f"{_digits(nbytes / scale)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """The unit that suits a number of bytes, and its own bytes: for an axis."""
+    return next(((name, scale) for name, scale in SIZES if nbytes >= scale), ("B", 1))
 
 
 def count(number: float) -> str:

@@ -88,6 +88,7 @@ class Report:
     else over ``measured_steps``; ``binding``: what takes longer than the critical path and so decides."""
 
     title: str
+    subtitle: str
     facts: Sequence[tuple[str, str]]
     step_s: float
     tensors: Sequence[Tensor]

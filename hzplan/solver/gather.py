@@ -32,7 +32,8 @@ def gather(
     loads = tier_loads_ns(found.schedule, found.durations_ns)
     budget = plan.source.memory_budget_bytes
     return Report(
-        title=f"{plan.model.name} on {plan.cluster.mesh}",
+        title=f"{plan.model.name} on {plan.mesh.world} ranks",
+        subtitle=f"{path} · mesh {plan.cluster.mesh} · proof: {_proof(plan)}",
         facts=_facts(path, plan, profile, found),
         step_s=found.step_s,
         tensors=_tensors(plan, profile),
@@ -84,12 +85,10 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
     return [
         ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
         ("cluster", f"{plan.mesh.world} ranks, mesh {plan.cluster.mesh} ({tiers}), {plan.cluster.backend}"),
-        ("plan", path),
         ("profile", f"{plan.source.profile} ({origin})"),
         ("predicted step", duration(found.step_s)),
         ("tokens/s per rank", count(tokens)),
         ("memory at the peak", f"{size(found.memory.peak)} of {size(budget)}"),
-        ("proof", _proof(plan)),
         (
             "batch",
             f"{batch.global_batch} sequences of {plan.model.seq_len}: "
