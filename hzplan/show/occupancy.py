@@ -27,8 +27,12 @@ def activations(
     for task in updates:
         marks |= {timeline.start_ns[task.index], timeline.end_ns[task.index]}
     times = np.array(sorted(marks | {0.0}))
-    begins = np.array([timeline.start_ns[task.index] for task in computes])
-    levels = np.array([by_use[task.position % uses] + beside for task in computes], dtype=np.int64)
+    most: dict[float, int] = {}  # of uses that take no time, and so begin with the next, the most counts
+    for task in computes:
+        begin = timeline.start_ns[task.index]
+        most[begin] = max(most.get(begin, 0), by_use[task.position % uses] + beside)
+    begins = np.array(sorted(most))
+    levels = np.array([most[begin] for begin in sorted(most)], dtype=np.int64)
     held = np.searchsorted(begins, times, side="right") - 1
     found = np.where(held >= 0, levels[held], beside)
     for task in updates:

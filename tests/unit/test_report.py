@@ -117,7 +117,7 @@ def test_json_in_a_script_ends_nothing() -> None:
     [
         ("model.layers.17.mlp.up.weight", "model.layers.17", "mlp.up.weight"),
         ("lm_head.weight", "lm_head", "weight"),
-        ("scale", "scale", ""),
+        ("scale", "scale", "scale"),
         ("blocks.3", "blocks", "3"),
     ],
 )
