@@ -39,6 +39,7 @@ class Page:
         self.requests: list[str] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.ask("Performance.enable", timeDomain="threadTicks")
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -80,6 +81,11 @@ class Page:
         """``light`` or ``dark``; ``print`` as the medium."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.ask("Emulation.setEmulatedMedia", media=media, features=features)
+
+    def busy_s(self) -> float:
+        """Processor time of the page's main thread, whoever else was at work."""
+        found = self.ask("Performance.getMetrics")["metrics"]
+        return float(next(one["value"] for one in found if one["name"] == "TaskDuration"))
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

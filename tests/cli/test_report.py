@@ -16,6 +16,13 @@ TINY = ROOT / "plans" / "gpt-tiny-2x2.json"
 LARGE = ROOT / "plans" / "llama3-405b-h100-128.json"
 READY = "document.documentElement.dataset.readyMs !== undefined"
 INTERACTIVE_MS = 2000
+HOVERING = """(() => {
+  const tip = (one) => String(one.className).includes("bk-Tooltip");
+  const deep = (root) => [...root.querySelectorAll("*")].flatMap((one) =>
+    [...(tip(one) ? [one] : []), ...(one.shadowRoot ? deep(one.shadowRoot) : [])]);
+  return deep(document).map((one) => one.shadowRoot?.textContent ?? one.textContent).join(" ");
+})()"""
+"""Text of what is shown where the pointer is."""
 
 in_chromium = pytest.mark.skipif(FOUND is None, reason="needs chromium, which is not there")
 
@@ -63,15 +70,12 @@ def drawn(tab: Page) -> int:
 def test_the_report_of_126_layers_is_interactive_in_two_seconds(tab: Page, tmp_path: Path) -> None:
     path = written(tmp_path, LARGE)
     assert path.stat().st_size < 5e6
-    took = []
-    for _ in range(5):  # the best of some: other tests run beside this one
-        tab.open(path, READY)
-        took.append(int(tab.value("document.documentElement.dataset.readyMs")))
-        if took[-1] < INTERACTIVE_MS:
-            break
+    tab.open(path, READY)
+    took_ms, busy_ms = int(tab.value("document.documentElement.dataset.readyMs")), tab.busy_s() * 1e3
     quiet(tab)
     assert drawn(tab) == 7
-    assert min(took) < INTERACTIVE_MS, took
+    # On a machine that is busy with other tests the clock says nothing, and processor time does.
+    assert min(took_ms, busy_ms) < INTERACTIVE_MS, (took_ms, busy_ms)
     tab.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     tab.until("document.querySelector('[data-rows=timeline] tbody').rows.length > 5000")
     quiet(tab)
@@ -130,6 +134,7 @@ def test_hostile_names_do_nothing(tab: Page, tmp_path: Path) -> None:
     tab.open(path, READY)
     tab.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     tab.until("document.querySelector('[data-rows=timeline] tbody').rows.length > 10")
+    said = set()
     # The pointer over every part of the charts shows what hovers there.
     for name in ("shards", "timeline", "traffic"):
         tab.value(f"document.getElementById('figure-{name}').scrollIntoView({{block: 'center'}})")
@@ -138,8 +143,10 @@ def test_hostile_names_do_nothing(tab: Page, tmp_path: Path) -> None:
             f"(document.getElementById('figure-{name}').getBoundingClientRect())"
         )
         for part in range(1, 12):
-            for row in range(1, 8):
-                tab.hover(x + width * part / 12, y + height * row / 8)
+            for row in range(1, 16):
+                tab.hover(x + width * part / 12, y + height * row / 16)
+                said.add(tab.value(HOVERING))
+    assert any("<script>" in text for text in said) and any("<img" in text for text in said), said
     assert tab.value("window.hacked") is None
     assert tab.value("document.title").startswith("</title><script>")
     assert tab.value("document.querySelectorAll('img, b').length") == 0
