@@ -42,7 +42,9 @@ def page(report: Report) -> str:
     from hzplan.show.charts import draw
 
     sections = _sections(report)
-    here = Path(__file__).parent
+    style, script = (
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("report.css", "report.js")
+    )
     links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections)
     body = "".join(
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{escape(title)}</h2>'
@@ -56,13 +58,13 @@ def page(report: Report) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{title} · hzplan</title>\n<style>\n{(here / 'report.css').read_text()}</style></head>\n"
+        f"<title>{title} · hzplan</title>\n<style>\n{style}</style></head>\n"
         f'<body><a class="skip" href="#summary">Skip to the summary</a><header><h1>{title}</h1>'
         f'<p class="remark">{_text(report.subtitle)}</p></header>\n'
         f'<nav aria-label="Sections">{links}</nav>\n<main>\n{body}</main>\n'
         f'<script type="application/json" id="figures">{embedded(draw(report))}</script>\n'
-        + "".join(f"<script>{script}</script>\n" for script in library.js_raw)
-        + f"<script>{(here / 'report.js').read_text()}</script>\n</body></html>\n"
+        + "".join(f"<script>{part}</script>\n" for part in library.js_raw)
+        + f"<script>{script}</script>\n</body></html>\n"
     )
 
 
