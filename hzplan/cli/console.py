@@ -1,4 +1,4 @@
-"""What a person sees: consoles, tables, units of measure, progress."""
+"""What a person sees: consoles, tables, progress; units of measure are ``show.readable``'s."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hzplan.errors import printable
+from hzplan.show.readable import count, duration, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+__all__ = ["Bar", "count", "duration", "remark", "size", "stderr", "stdout", "table"]
 
 WIDTH = 80
 FIRST_LINE_S, LAST_LINE_S = 5.0, 600.0
@@ -64,35 +67,6 @@ def table(title: str, *columns: str) -> Table:
     for index, column in enumerate(columns):
         made.add_column(column, justify="right" if index else "left", overflow="fold")
     return made
-
-
-def duration(seconds: float) -> str:
-    """``1.23 ms``: three digits, in the unit that suits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds / 1e-6)} µs"
-
-
-def size(nbytes: float) -> str:
-    """``1.23 GiB``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= scale:
-            return f"{_digits(nbytes / scale)} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def count(number: float) -> str:
-    """``1.23 M``."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= scale:
-            return f"{_digits(number / scale)} {unit}"
-    return f"{number:.0f}"
-
-
-def _digits(value: float) -> str:
-    magnitude = abs(value)
-    return f"{value:.0f}" if magnitude >= 100 else f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"
 
 
 class Bar:

@@ -12,8 +12,10 @@ import typer
 from hzplan.errors import UserError
 
 if TYPE_CHECKING:
+    from hzplan.formats.metrics import Measured
     from hzplan.formats.plan import Plan
     from hzplan.formats.profile import Profile
+    from hzplan.show.report import Beside
     from hzplan.solver.evaluate import Evaluation
     from hzplan.solver.explain import Alternative, Chain
     from hzplan.solver.sweep import Point
@@ -37,27 +39,45 @@ def command(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Solve again with 1 GiB more, and with a network twice as fast.")
     ] = False,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also what a run of it measured, as run --metrics wrote it."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write a report to open in a browser: one file, needs no network."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Say what a plan's step waits for, one after the other, and how busy every link is.
 
-    The profile must be where the plan says. Nothing is written.
+    The profile must be where the plan says. Only --html writes a file.
 
-    Example: hzplan show plan.json --unit layers.0 --what-if
+    Example: hzplan show plan.json --metrics metrics.jsonl --html report.html
     """
+    from hzplan.formats.metrics import read_metrics
     from hzplan.formats.plan import Plan
-    from hzplan.formats.source import profile_of
+    from hzplan.formats.source import profile_of, profile_path
     from hzplan.solver.evaluate import replay
     from hzplan.solver.explain import alternatives, longest_chain, sharing_s, tier_shares
+    from hzplan.solver.gather import beside
 
     loaded = Plan.load(plan)
     profile = profile_of(plan, loaded)
+    measured = read_metrics(metrics) if metrics is not None else None
+    if html is not None:
+        _check_report(html, [plan, profile_path(plan, loaded), *([metrics] if metrics is not None else [])])
     found = replay(loaded, profile, plan)
     chain = longest_chain(found, loaded.cluster.tier_names)
     budget = loaded.source.memory_budget_bytes
     others = alternatives(found, unit, budget) if unit is not None else []
     scheme = _scheme(against, loaded, profile) if against is not None else None
     better = _what_if(loaded, profile) if what_if else []
+    compared = beside(found, profile, measured) if measured is not None else []
+    if html is not None:
+        _write_report(html, plan, loaded, profile, found, measured)
     if as_json:
         shares = dict(zip(loaded.cluster.tier_names, tier_shares(found), strict=True))
         answer = {
@@ -75,22 +95,59 @@ def command(
             answer["what_if"] = [
                 {"what": point.label, "step_s": _step_s(point), "answer": _answer(point)} for point in better
             ]
+        if measured is not None:
+            answer["measured"] = {"steps": measured.steps, "beside": [asdict(row) for row in compared]}
+        if html is not None:
+            answer["html"] = str(html)
         print(json.dumps(answer))
         return
+    from hzplan.cli import console
+
     _show(loaded, found, chain)
     if unit is not None:
         _show_alternatives(profile, found, unit, others)
     if scheme is not None:
         _show_against(str(against), found, scheme)
     _show_what_if(found, better)
+    if measured is not None:
+        _show_measured(measured.steps, compared)
+    if html is not None:
+        console.stdout().print(f"Wrote {html}; open it in a browser.", soft_wrap=True)
+
+
+def _check_report(html: Path, read: list[Path]) -> None:
+    """UserError before any work where the report cannot be drawn or written."""
+    from hzplan.cli.paths import check_writable
+    from hzplan.show.page import check
+
+    check()
+    check_writable(html, keep=read)
+
+
+def _write_report(
+    html: Path, path: Path, plan: Plan, profile: Profile, found: Evaluation, measured: Measured | None
+) -> None:
+    from hzplan.formats.base import write_text
+    from hzplan.show.page import page
+    from hzplan.solver.gather import gather
+
+    write_text(html, page(gather(str(path), plan, profile, found, _known(plan, profile), measured)))
 
 
 def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
+    by_name = {scheme.lower().replace("-", ""): found for scheme, found in _known(plan, profile).items()}
+    if name not in by_name:
+        raise UserError(f"--against {name}: choose one of {', '.join(by_name)}")
+    return by_name[name]
+
+
+def _known(plan: Plan, profile: Profile) -> dict[str, Evaluation]:
+    """The known schemes at their best, on the plan's question."""
     from hzplan.cost import CostModel
     from hzplan.solver.evaluate import baselines
     from hzplan.solver.solve import PREFETCH_DEPTHS
 
-    known = baselines(
+    return baselines(
         CostModel(profile, plan.reduce_dtype),
         global_batch=plan.batch.global_batch,
         clip=plan.clip,
@@ -98,10 +155,6 @@ def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
         memory_bytes=plan.source.memory_budget_bytes,
         recompute=plan.source.recompute,
     )
-    by_name = {scheme.lower().replace("-", ""): found for scheme, found in known.items()}
-    if name not in by_name:
-        raise UserError(f"--against {name}: choose one of {', '.join(by_name)}")
-    return by_name[name]
 
 
 def _what_if(plan: Plan, profile: Profile) -> list[Point]:
@@ -197,6 +250,19 @@ def _show_against(name: str, found: Evaluation, other: Evaluation) -> None:
         if nbytes or theirs[category]:
             table.add_row(category.replace("_", " "), console.size(nbytes), console.size(theirs[category]))
     table.add_row("memory at the peak", console.size(found.memory.peak), console.size(other.memory.peak))
+    console.stdout().print(table)
+
+
+def _show_measured(steps: int, compared: list[Beside]) -> None:
+    from hzplan.cli import console
+
+    table = console.table(
+        f"predicted beside {steps} measured steps", "", "predicted", "measured", "difference"
+    )
+    for row in compared:
+        text = console.size if row.bytes else console.duration
+        change = f"{row.measured / row.predicted - 1:+.1%}" if row.predicted else ""
+        table.add_row(row.what, text(row.predicted), text(row.measured), change)
     console.stdout().print(table)
 
 

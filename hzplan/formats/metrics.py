@@ -31,11 +31,13 @@ class MetricsLine(Strict):
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim"."""
+    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim"; ``peak_bytes``: the most of any
+    step, None where nobody counted."""
 
     steps: int
     step_s: float
     exposed_s: Mapping[str, float]
+    peak_bytes: int | None = None
 
 
 def read_metrics(path: Path) -> Measured:
@@ -54,10 +56,12 @@ def read_metrics(path: Path) -> Measured:
     if not kept:
         raise UserError(f"{path}: no step after the first {WARM_UP_STEPS}; run with more --steps")
     names = dict.fromkeys(name for line in kept for name in line.exposed_comm_s)
+    peaks = [line.peak_memory_bytes for line in kept if line.peak_memory_bytes is not None]
     return Measured(
         len(kept),
         statistics.median(line.step_s for line in kept),
         {name: statistics.median(line.exposed_comm_s.get(name, 0.0) for line in kept) for name in names},
+        max(peaks, default=None),
     )
 
 

@@ -128,24 +128,36 @@ def fastest_of(some: Sequence[Evaluation]) -> Evaluation:
 
 
 def sent_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> tuple[int, ...]:
-    """Bytes that a rank sends in a step, by tier, fastest first.
+    """Bytes that a rank sends in a step, by tier, fastest first."""
+    totals = [0.0] * len(profile.mesh.tiers)
+    for task, nbytes in zip(found.schedule.tasks, task_bytes(found, profile, reduce_dtype), strict=True):
+        if task.tier >= 0:
+            totals[task.tier] += nbytes
+    return tuple(round(total) for total in totals)
+
+
+def task_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> list[float]:
+    """Bytes that a rank sends in every task of a step.
 
     A gather to, or a reduction from, a buffer of B bytes on n ranks sends (n − 1)/n of B from each: every
     rank's slice reaches all others (rings and exchanges alike).
     """
     model, mesh = CostModel(profile, reduce_dtype), profile.mesh
-    totals = [0.0] * len(mesh.tiers)
     buckets = {
         unit: bucketise(zip(specs, found.levels[unit], strict=True), mesh) if specs else ()
         for unit, specs in tensors_of(profile).items()
     }
-    for task in found.schedule.tasks:
-        if task.tier < 0:
-            continue
-        for bucket in (bucket for unit in task.units for bucket in buckets[unit]):
-            for stage, nbytes in model.travels(bucket, task.kind, task.tier):
-                totals[task.tier] += nbytes * (1 - 1 / mesh.group_size(stage))
-    return tuple(round(total) for total in totals)
+    return [
+        sum(
+            nbytes * (1 - 1 / mesh.group_size(stage))
+            for unit in task.units
+            for bucket in buckets[unit]
+            for stage, nbytes in model.travels(bucket, task.kind, task.tier)
+        )
+        if task.tier >= 0
+        else 0.0
+        for task in found.schedule.tasks
+    ]
 
 
 def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:

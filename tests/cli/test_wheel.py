@@ -105,6 +105,14 @@ def test_solves_a_profile(installed: Path, empty: Path) -> None:
     assert json.loads((empty / "out.json").read_text())["format"] == "hzplan.plan"
 
 
+@needs_command
+def test_writes_a_report(installed: Path, empty: Path) -> None:
+    plan = ROOT / "plans" / "gpt-tiny-2x2.json"
+    run(installed / "hzplan", "show", plan, "--html", "report.html", cwd=empty)
+
+    assert (empty / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
 def files(folder: Path) -> set[str]:
     """The files under a folder, relative to it."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

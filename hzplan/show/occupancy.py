@@ -1,0 +1,42 @@
+"""Activations over a step, as the memory model counts them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hzplan.schedule import Kind, Schedule
+from hzplan.simulate import Timeline
+
+
+def activations(
+    schedule: Schedule, timeline: Timeline, by_use: Sequence[int], update_bytes: int
+) -> tuple[list[float], list[int]]:
+    """Seconds at which the bytes change, and the bytes from there on; of one rank.
+
+    ``by_use``: the most that is alive at every use of a forward and backward, which holds until the next use
+    begins. ``update_bytes``: the optimizer's temporaries. Units are updated beside all activations where
+    nothing is clipped, else in the turns of the optimizer, when few activations are alive.
+    """
+    uses = len(schedule.uses)
+    beside = 0 if schedule.clip else update_bytes
+    computes = schedule.compute
+    updates = [task for task in schedule.tasks if task.kind is Kind.UPDATE] if schedule.clip else []
+    marks = {timeline.start_ns[task.index] for task in computes}
+    for task in updates:
+        marks |= {timeline.start_ns[task.index], timeline.end_ns[task.index]}
+    times = np.array(sorted(marks | {0.0}))
+    most: dict[float, int] = {}  # of uses that take no time, and so begin with the next, the most counts
+    for task in computes:
+        begin = timeline.start_ns[task.index]
+        most[begin] = max(most.get(begin, 0), by_use[task.position % uses] + beside)
+    begins = np.array(sorted(most))
+    levels = np.array([most[begin] for begin in sorted(most)], dtype=np.int64)
+    held = np.searchsorted(begins, times, side="right") - 1
+    found = np.where(held >= 0, levels[held], beside)
+    for task in updates:
+        start, end = timeline.start_ns[task.index], timeline.end_ns[task.index]
+        during = slice(*np.searchsorted(times, [start, end]))
+        found[during] = np.maximum(found[during], update_bytes)
+    return [float(time) / 1e9 for time in times], [int(nbytes) for nbytes in found]

@@ -1,0 +1,104 @@
+"""What a report says of a plan, as plain data: who gathers it and who draws it need not know each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """``shards``: of parameter, gradient and optimizer state; ``nbytes``: of the whole parameter."""
+
+    unit: str
+    name: str
+    nbytes: int
+    shards: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A task of the step: ``what`` is its kind of work, ``stage`` its place in the step in words."""
+
+    stream: str
+    what: str
+    units: str
+    stage: str
+    start_s: float
+    end_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Memory over a step: ``static`` bytes by category, and activations that begin to be ``bytes`` at
+    ``times_s``."""
+
+    static: Sequence[tuple[str, int]]
+    times_s: Sequence[float]
+    activations: Sequence[int]
+    peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What a step does on a tier of links, per rank; ``exposed_s``: what compute waits for it."""
+
+    name: str
+    sent_bytes: int
+    busy_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of the critical path of one kind of work, and the units with the most of them."""
+
+    what: str
+    seconds: float
+    units: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A plan, or a known scheme at its best, on the same question."""
+
+    name: str
+    step_s: float
+    exposed_s: float
+    sent_bytes: int
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A figure predicted and measured; seconds, or bytes."""
+
+    what: str
+    predicted: float
+    measured: float
+    bytes: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan's report. ``contenders``: the plan itself first; ``beside``: empty where nothing was measured,
+    else over ``measured_steps``; ``binding``: what takes longer than the critical path and so decides."""
+
+    title: str
+    subtitle: str
+    facts: Sequence[tuple[str, str]]
+    step_s: float
+    tensors: Sequence[Tensor]
+    spans: Sequence[Span]
+    occupancy: Occupancy
+    tiers: Sequence[Tier]
+    optimizer_exposed_s: float
+    path: Sequence[Part]
+    path_s: float
+    binding: Part | None
+    contenders: Sequence[Contender]
+    beside: Sequence[Beside] = ()
+    measured_steps: int = 0

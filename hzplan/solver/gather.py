@@ -1,0 +1,171 @@
+"""What a report shows of a plan, gathered from its evaluation, known schemes and what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hzplan.formats.metrics import Measured
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task
+from hzplan.show.occupancy import activations
+from hzplan.show.readable import count, duration, size
+from hzplan.show.report import Beside, Contender, Occupancy, Part, Report, Span, Tensor, Tier
+from hzplan.simulate import tier_loads_ns
+from hzplan.solver.calibrate import waits_s
+from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
+from hzplan.solver.explain import DOING, longest_chain
+
+
+def gather(
+    path: str,
+    plan: Plan,
+    profile: Profile,
+    found: Evaluation,
+    known: Mapping[str, Evaluation],
+    measured: Measured | None = None,
+) -> Report:
+    """``path``: the plan's, as it is shown; ``known``: the schemes to show beside it."""
+    chain = longest_chain(found, plan.cluster.tier_names)
+    waits = waits_s(found, profile)
+    sent = sent_bytes(found, profile, plan.reduce_dtype)
+    loads = tier_loads_ns(found.schedule, found.durations_ns)
+    budget = plan.source.memory_budget_bytes
+    return Report(
+        title=f"{plan.model.name} on {plan.mesh.world} ranks",
+        subtitle=f"{path} · mesh {plan.cluster.mesh} · proof: {_proof(plan)}",
+        facts=_facts(path, plan, profile, found),
+        step_s=found.step_s,
+        tensors=_tensors(plan, profile),
+        spans=_spans(plan, profile, found),
+        occupancy=_occupancy(found, budget),
+        tiers=[
+            Tier(name, sent[tier], loads[tier] / 1e9, waits.get(name, 0.0))
+            for tier, name in enumerate(plan.cluster.tier_names)
+        ],
+        optimizer_exposed_s=waits.get(OPTIM_STREAM, 0.0),
+        path=[Part(part.what, part.seconds, part.units) for part in chain.parts],
+        path_s=chain.seconds,
+        binding=Part(chain.binding.what, chain.binding.seconds, ()) if chain.binding else None,
+        contenders=[
+            Contender(
+                name,
+                one.step_s,
+                sum(waits_s(one, profile).values()),
+                sum(sent_bytes(one, profile, plan.reduce_dtype)),
+                one.memory.peak,
+                one.memory.peak <= budget,
+            )
+            for name, one in {"this plan": found, **known}.items()
+        ],
+        beside=beside(found, profile, measured) if measured else (),
+        measured_steps=measured.steps if measured else 0,
+    )
+
+
+def beside(found: Evaluation, profile: Profile, measured: Measured) -> list[Beside]:
+    """What was predicted beside what was measured."""
+    waits = waits_s(found, profile)
+    rows = [Beside("step", found.step_s, measured.step_s)]
+    for name in dict.fromkeys([*waits, *measured.exposed_s]):
+        rows.append(Beside(f"waiting for {name}", waits.get(name, 0.0), measured.exposed_s.get(name, 0.0)))
+    if measured.peak_bytes is not None:
+        rows.append(Beside("memory at the peak", found.memory.peak, measured.peak_bytes, bytes=True))
+    return rows
+
+
+def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[tuple[str, str]]:
+    budget, batch = plan.source.memory_budget_bytes, plan.batch
+    tiers = ", ".join(plan.cluster.tier_names)
+    if profile.modelled is not None:
+        origin = f"modelled: {profile.modelled.cluster}, {profile.modelled.device}"
+    else:
+        origin = "measured" + (", calibrated by a run" if profile.calibrated else "")
+    tokens = batch.global_batch * plan.model.seq_len / found.step_s / plan.mesh.world if found.step_s else 0.0
+    return [
+        ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
+        ("cluster", f"{plan.mesh.world} ranks, mesh {plan.cluster.mesh} ({tiers}), {plan.cluster.backend}"),
+        ("profile", f"{plan.source.profile} ({origin})"),
+        ("predicted step", duration(found.step_s)),
+        ("tokens/s per rank", count(tokens)),
+        ("memory at the peak", f"{size(found.memory.peak)} of {size(budget)}"),
+        (
+            "batch",
+            f"{batch.global_batch} sequences of {plan.model.seq_len}: "
+            f"{plan.mesh.world} ranks × {batch.micro_batch} × {batch.accumulation} forward passes",
+        ),
+        ("prefetch", f"{plan.prefetch} deep, {plan.gradient_buffers} gradient buffers"),
+        ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
+        ("gradients travel in", plan.reduce_dtype),
+        ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
+    ]
+
+
+def _proof(plan: Plan) -> str:
+    proof = plan.proof
+    if proof.status == "given":
+        return "none: the choice was given"
+    return f"gap {proof.gap:.2%}: no plan asked for is faster than {duration(proof.bound_s)} ({proof.status})"
+
+
+def _tensors(plan: Plan, profile: Profile) -> list[Tensor]:
+    sizes = {tensor.name: tensor.spec.nbytes for unit in profile.units for tensor in unit.tensors}
+    order = {name: place for place, name in enumerate(sizes)}
+    listed = [
+        Tensor(unit.name, name, sizes[name], (bucket.shards.param, bucket.shards.grad, bucket.shards.optim))
+        for unit in plan.units
+        for bucket in unit.buckets
+        for name in bucket.tensors
+    ]
+    return sorted(listed, key=lambda tensor: order[tensor.name])
+
+
+def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[Span]:
+    """What takes time, by stream."""
+    timeline, schedule = found.predicted, found.schedule
+    sent = task_bytes(found, profile, plan.reduce_dtype)
+    names = plan.cluster.tier_names
+    return [
+        Span(
+            _stream(task, names),
+            _what(task, schedule),
+            ", ".join(task.units),
+            _stage(task, schedule),
+            start / 1e9,
+            end / 1e9,
+            round(nbytes),
+        )
+        for task, start, end, nbytes in zip(
+            schedule.tasks, timeline.start_ns, timeline.end_ns, sent, strict=True
+        )
+        if end > start
+    ]
+
+
+def _stream(task: Task, tier_names: tuple[str, ...]) -> str:
+    return f"{task.stream.partition('.')[0]} · {tier_names[task.tier]}" if task.tier >= 0 else task.stream
+
+
+def _what(task: Task, schedule: Schedule) -> str:
+    if task.kind is Kind.COMPUTE:
+        return schedule.use(task).phase
+    return DOING.get(task.kind, task.kind.value)
+
+
+def _stage(task: Task, schedule: Schedule) -> str:
+    if task.position < 0:
+        return "end of the step"
+    number = f"micro-batch {schedule.micro_batch(task) + 1} of {schedule.accumulation}"
+    return number if task.stream == COMPUTE_STREAM else f"{number}, {schedule.use(task)}"
+
+
+def _occupancy(found: Evaluation, budget_bytes: int) -> Occupancy:
+    update = max((cost.update_temporary_bytes for cost in found.units.values()), default=0)
+    by_use = found.model.activation_bytes(found.micro_batch, found.recompute)
+    times, bytes_ = activations(found.schedule, found.predicted, by_use, update)
+    static = [
+        (name.replace("_", " "), nbytes)
+        for name, nbytes in found.memory.by_category().items()
+        if name != "activations" and nbytes
+    ]
+    return Occupancy(static, times, bytes_, found.memory.peak, budget_bytes)
