@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hzplan.export.shape import Exported, Lost, groups_of, shards
+from hzplan.export.shape import Exported, Lost, groups_of, one_scheme
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 
@@ -36,29 +36,14 @@ def schemes(plan: Plan) -> dict[Levels, dict[str, Any]]:
 def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     """The file, and the units that want something else than most of the model's elements do."""
     groups, lost = groups_of(plan, sizes)
-    tensors = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
-    weight: dict[Levels, int] = {}
-    for group in groups:
-        nearest = _nearest(plan, group.levels)
-        weight[nearest] = weight.get(nearest, 0) + sum(
-            sizes(t) for unit in group.units for t in tensors[unit]
-        )
-    chosen = max(weight, key=lambda levels: weight[levels])
-    lost += [
-        Lost(
-            group.module or "the root",
-            f"{shards(plan, group.levels)} shards in the plan; DeepSpeed has one scheme for all, "
-            f"{shards(plan, chosen)}",
-        )
-        for group in groups
-        if group.levels != chosen and any(tensors[unit] for unit in group.units)
-    ]
+    chosen, instead = one_scheme(plan, groups, schemes(plan), sizes, "DeepSpeed")
+    lost += instead
     lost += [
         Lost(group.module, "recomputed in the plan; wrap its forward in torch.utils.checkpoint yourself")
         for group in groups
         if group.recompute
     ]
-    largest = max(sum(map(sizes, names)) for names in tensors.values())
+    largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
     scheme = schemes(plan)[chosen]
     config: dict[str, Any] = {
         "train_batch_size": plan.batch.global_batch,
@@ -86,15 +71,3 @@ def _third(plan: Plan, largest: int) -> dict[str, int]:
         "stage3_max_reuse_distance": 0,
         "stage3_param_persistence_threshold": 0,
     }
-
-
-def _nearest(plan: Plan, levels: Levels) -> Levels:
-    """The scheme with the least memory differing, in shares of the model that a rank would hold."""
-
-    def apart(other: Levels) -> float:
-        return sum(
-            abs(1 / plan.mesh.shards[mine] - 1 / plan.mesh.shards[theirs])
-            for mine, theirs in zip(levels, other, strict=True)
-        )
-
-    return min(schemes(plan), key=apart)

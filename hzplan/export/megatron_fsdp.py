@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hzplan.export.shape import Exported, Lost, about, groups_of, shards
+from hzplan.export.shape import Exported, about, groups_of, one_scheme
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 
@@ -68,23 +68,8 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     """The file, and the units that want something else than most of the model's elements do."""
     groups, lost = groups_of(plan, sizes)
     known = schemes(plan)
-    tensors = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
-    weight: dict[Levels, int] = {}
-    for group in groups:
-        nearest = min(known, key=lambda other: _apart(plan, group.levels, other))
-        weight[nearest] = weight.get(nearest, 0) + sum(
-            sizes(t) for unit in group.units for t in tensors[unit]
-        )
-    chosen = max(weight, key=lambda levels: weight[levels])
-    lost += [
-        Lost(
-            group.module or "the root",
-            f"{shards(plan, group.levels)} shards in the plan; Megatron-FSDP has one strategy for all, "
-            f"{shards(plan, chosen)}",
-        )
-        for group in groups
-        if group.levels != chosen and any(tensors[unit] for unit in group.units)
-    ]
+    chosen, instead = one_scheme(plan, groups, known, sizes, "Megatron-FSDP")
+    lost += instead
     inner, options = known[chosen]
     outer = "dp_outer_dim" in options
     text = TEMPLATE.format(
@@ -101,9 +86,3 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)
     return Exported(text, tuple(lost), units)
-
-
-def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
-    """In shares of the model that a rank holds."""
-    counts = plan.mesh.shards
-    return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in zip(mine, theirs, strict=True))

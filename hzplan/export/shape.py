@@ -83,6 +83,35 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], lis
     return found, lost
 
 
+def one_scheme(
+    plan: Plan, groups: Sequence[Group], known: Iterable[Levels], sizes: Callable[[str], int], target: str
+) -> tuple[Levels, list[Lost]]:
+    """For a target that has one scheme for a whole model: the one nearest to most elements, and who loses."""
+    tensors = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
+    candidates = list(known)
+    weight: dict[Levels, int] = {}
+    for group in groups:
+        nearest = min(candidates, key=lambda other: _apart(plan, group.levels, other))
+        held = sum(sizes(tensor) for unit in group.units for tensor in tensors[unit])
+        weight[nearest] = weight.get(nearest, 0) + held
+    chosen = max(weight, key=lambda levels: weight[levels])
+    return chosen, [
+        Lost(
+            group.module or "the root",
+            f"{shards(plan, group.levels)} shards in the plan; {target} has one scheme for all, "
+            f"{shards(plan, chosen)}",
+        )
+        for group in groups
+        if group.levels != chosen and any(tensors[unit] for unit in group.units)
+    ]
+
+
+def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
+    """How different what a rank holds is, in shares of the model."""
+    counts = plan.mesh.shards
+    return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in zip(mine, theirs, strict=True))
+
+
 def _inside(inner: str, outer: str) -> bool:
     return outer == ROOT or inner.startswith(f"{outer}.")
 

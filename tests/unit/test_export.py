@@ -112,7 +112,7 @@ def test_megatron_has_a_strategy_for_it() -> None:
     assert made.lost == ()
     assert 'outer_dp_sharding_strategy="optim"' in made.text and '"cuda", (2, 2)' in made.text
     lost = megatron_fsdp.export(PATH, plan_of(1, 2, 2), one).lost
-    assert lost and "one strategy for all" in lost[0].what
+    assert lost and "one scheme for all" in lost[0].what
 
 
 @pytest.mark.parametrize("target", [fsdp2, deepspeed, megatron_fsdp])
