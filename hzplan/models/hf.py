@@ -84,7 +84,10 @@ def narrow_config(config: Any, vocab: int) -> Any:
     found = copy.deepcopy(config)
     found._experts_implementation = "eager"  # the default's kernel knows no float64
     inner = found.get_text_config()
-    for field, size in {**NARROW, "vocab_size": vocab}.items():
+    sizes = {**NARROW, "vocab_size": vocab}
+    if getattr(inner, "num_key_value_heads", None) == getattr(inner, "num_attention_heads", 0):
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    for field, size in sizes.items():
         if isinstance(getattr(inner, field, None), int):
             setattr(inner, field, size)
     for field in vars(inner):
@@ -123,13 +126,21 @@ def _build(spec: str, config: Any) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
+    def made(attention: str) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
+        return model
+
+    try:
+        try:
+            return made("sdpa")
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            return made("eager")  # some models have no other
     except Exception as error:  # likewise
         raise UserError(f"{spec}: transformers cannot build it: {one_line(error)}") from error
-    return model
 
 
 def causal_loss(model: nn.Module, batch: object) -> Tensor:

@@ -43,7 +43,8 @@ DTYPE = "float64"
 class Verified:
     """How far a sharded training and one process are apart at most.
 
-    ``loss_error``: relative, over steps and ranks; ``weight_error``: of a tensor, relative to its norm;
+    ``loss_error``: relative, over steps and ranks; ``weight_error``: of a tensor, relative to its norm
+    (or to the learning rate, which a wrong update is as large as: what has no gradient moves by rounding);
     ``worst``: that tensor.
     """
 
@@ -96,7 +97,7 @@ def verify(
     ]
     loss_error = max(_apart(abs(mine - expected), abs(expected)) for mine, expected in pairs)
     errors = {
-        tensor: _apart(float((theirs[tensor] - value).norm()), float(value.norm()))
+        tensor: _apart(float((theirs[tensor] - value).norm()), max(float(value.norm()), LEARNING_RATE))
         for tensor, value in weights.items()
     }
     worst = max(errors, key=lambda tensor: errors[tensor])
