@@ -219,7 +219,18 @@ def test_a_refusal_is_told_from_a_world_that_broke() -> None:
 
 
 def test_a_spec_is_read_as_written() -> None:
+    cuts = ((0, 1.5, None), (1, 2.0, 0.5))
     spec = Spec(
-        (2, 2), (None, 10**9), ((1, 10**7),), "/bin/true", ("true", "é\n"), "ip", "tc", "/l", True, 1, 2
+        (2, 2), (None, 10**9), ((1, 10**7),), cuts, "/bin/true", ("true", "é\n"), "ip", "tc", "/l", True, 1, 2
     )
     assert Spec.from_text(spec.to_text()) == spec
+
+
+def test_links_that_fail_are_read_and_checked() -> None:
+    found = Cluster.parse("2x2", "none,1gbit", cuts=["1@10+5", "0@2.5"])
+    assert found.cuts == ((1, 10.0, 5.0), (0, 2.5, None))
+    for text in ("1", "1@", "x@1", "1@1+", "1@-1", "1@1e9"):
+        with pytest.raises(UserError, match="as in 1@10\\+5, or 1@10 for good"):
+            Cluster.parse("2x2", "none,1gbit", cuts=[text])
+    with pytest.raises(UserError, match="cut node 2: the cluster has nodes 0 to 1"):
+        Cluster.parse("2x2", "none,1gbit", cuts=["2@1"])
