@@ -77,3 +77,34 @@ def follow(mine: Blame, me: int, read: Callable[[int], Blame | None], until: flo
 
 def _key(rank: int) -> str:
     return f"hzplan/waits/{rank}"
+
+
+MOST_ASKED = 256
+"""Ranks that are asked after one by one."""
+
+
+def absent(what: str) -> list[int]:
+    """Who does not say either that a collective of all ranks (``what``) ended for want of others.
+
+    Empty where nobody can be asked: without a store in reach, or of too many ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() > MOST_ASKED:
+        return []
+    found: list[int] = []
+    asking = threading.Thread(target=_ask_all, args=(what, found), name="hzplan blame", daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S + 1.0)
+    return found
+
+
+def _ask_all(what: str, found: list[int]) -> None:
+    """Leave in ``found`` those who are silent once the others have had time to speak."""
+    try:
+        store = distributed_c10d._get_default_store()
+        store.set(f"hzplan/missed/{what}/{dist.get_rank()}", "")
+        time.sleep(PATIENCE_S)
+        everyone = range(dist.get_world_size())
+        silent = [rank for rank in everyone if not store.check([f"hzplan/missed/{what}/{rank}"])]
+    except (RuntimeError, ValueError):
+        return
+    found += silent if len(silent) < len(everyone) - 1 or len(everyone) == 2 else []

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from hzplan.errors import StreamError, is_lost_peer, one_line
-from hzplan.runtime.blame import passed_on
+from hzplan.runtime.blame import absent, passed_on
 
 GRACE = timedelta(milliseconds=200)
 """How long the others of an exchange have once one of them has not arrived."""
@@ -81,6 +81,13 @@ def _is_late(error: BaseException) -> bool:
     return "timed out" in str(error).lower()
 
 
+def _missed(what: str) -> str:
+    """A collective of all ranks timed out, which does not say for whom."""
+    ranks = absent(what)
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "other ranks"
+    return f"{who} did not arrive in time"
+
+
 @contextmanager
 def named(what: str) -> Iterator[None]:
     """Errors of the block as StreamError: what was going on, and why it failed."""
@@ -92,7 +99,7 @@ def named(what: str) -> Iterator[None]:
         if isinstance(error, Unfinished):
             why, late = str(error), error.late
         elif lost:
-            why = "other ranks did not arrive in time" if late else "the connection to another rank broke"
+            why = _missed(what) if late else "the connection to another rank broke"
         else:
             why = one_line(error)
         raise StreamError(f"{what}: {why}", lost_peer=lost and not late) from error
