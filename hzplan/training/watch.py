@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-WINDOW = 10
+WINDOW = 6
 """Steps whose median counts."""
 
 SLOW = 2.0
