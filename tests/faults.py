@@ -327,7 +327,7 @@ def long_cut(scene: Scene, times: int) -> Result:
     wrong, lengths, last = [], [], ""
     for _ in range(times):
         code, said, seconds, logs = _emulated(
-            scene, f"1@{scene.rng.uniform(8, 10):.1f}", "--steps", 10**6, "--timeout", 10
+            scene, f"1@{scene.rng.uniform(12, 15):.1f}", "--steps", 10**6, "--timeout", 10
         )
         lengths.append(seconds)
         texts = [path.read_text() for path in sorted(logs.glob("*.log"))]
@@ -660,6 +660,12 @@ def _markdown(results: dict[str, object]) -> Iterator[str]:
         if name in faults:
             fault = faults[name]
             yield f"| {fault['what']} | {fault['times']:,} | {len(fault['wrong'])} | {fault['seen']} |"
+    wrong = [(name, line) for name in FAULTS if name in faults for line in faults[name]["wrong"]]
+    if wrong:
+        yield ""
+        yield "What was not as it should be:"
+        yield ""
+        yield from (f"- {name}: {' '.join(line.split())[:400]}" for name, line in wrong)
 
 
 if __name__ == "__main__":

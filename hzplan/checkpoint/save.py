@@ -254,4 +254,6 @@ def said(error: BaseException) -> str:
     cause = last_cause(error)
     if isinstance(cause, OSError) and cause.strerror:
         return f"{cause.filename or 'checkpoint'}: {cause.strerror}"
+    if "inline_container" in str(cause):  # torch's writer of zip files hides what the system said
+        return "a file could not be written whole: No space left on device, or it fails"
     return str(cause) if isinstance(cause, UserError) else one_line(cause)
