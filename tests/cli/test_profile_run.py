@@ -24,6 +24,7 @@ RUN_KEYS = {
     "loss_first",
     "loss_last",
     "skipped_steps",
+    "resumed_from",
     "heldout_loss",
     "unigram_entropy",
     "tokens_per_s",
