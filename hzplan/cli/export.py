@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hzplan.formats.profile import Profile
 
 TARGETS = ("fsdp2", "deepspeed", "megatron-fsdp")
+MOST_SHOWN = 12
+"""Lines about what gets lost."""
 
 
 def command(
@@ -128,9 +130,6 @@ def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path |
         console.remark(f"in all, by hzplan's own model: {_cost(total['step_s'], int(total['peak_bytes']))}")
     if output is not None:
         console.remark(f"Wrote {output}.")
-
-
-MOST_SHOWN = 12
 
 
 def _cost(step_s: float, peak_bytes: int) -> str:

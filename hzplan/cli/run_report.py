@@ -15,7 +15,7 @@ from hzplan.errors import UserError
 from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
-from hzplan.training.loop import RunResult, StepStats, Watcher
+from hzplan.training.run import RunResult, StepStats, Watcher
 
 CALIBRATE = 0.2
 """A step predicted wrong by more than this share makes ``run`` mention calibration."""

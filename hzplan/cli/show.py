@@ -49,11 +49,15 @@ def command(
             metavar="FILE", help="Also write a report to open in a browser: one file, needs no network."
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the predicted step, for ui.perfetto.dev."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Say what a plan's step waits for, one after the other, and how busy every link is.
 
-    The profile must be where the plan says. Only --html writes a file.
+    The profile must be where the plan says. Only --html and --trace write files.
 
     Example: hzplan show plan.json --metrics metrics.jsonl --html report.html
     """
@@ -70,6 +74,8 @@ def command(
     if html is not None:
         _check_report(html, [plan, profile_path(plan, loaded), *([metrics] if metrics is not None else [])])
     found = replay(loaded, profile, plan)
+    if trace is not None:
+        _write_trace(trace, [plan, profile_path(plan, loaded)], found)
     chain = longest_chain(found, loaded.cluster.tier_names)
     budget = loaded.source.memory_budget_bytes
     others = alternatives(found, unit, budget) if unit is not None else []
@@ -113,6 +119,15 @@ def command(
         _show_measured(measured.steps, compared)
     if html is not None:
         console.stdout().print(f"Wrote {html}; open it in a browser.", soft_wrap=True)
+
+
+def _write_trace(trace: Path, read: list[Path], found: Evaluation) -> None:
+    from hzplan.cli.paths import check_writable
+    from hzplan.formats.base import write_text
+    from hzplan.show.trace import document, predicted
+
+    check_writable(trace, keep=read)
+    write_text(trace, document({"predicted": predicted(found.schedule, found.predicted)}))
 
 
 def _check_report(html: Path, read: list[Path]) -> None:

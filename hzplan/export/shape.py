@@ -68,6 +68,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], lis
     together = [name for name in order if name == ROOT or name in tied]
     found: list[Group] = []
     lost: list[Lost] = []
+    finest = Levels(*[plan.mesh.levels] * 3)  # of a root without tensors: what fully_shard does by itself
     for module, names in [*((name, [name]) for name in alone), (ROOT, together)]:
         members = [units[name] for name in names]
         levels = _heaviest(plan, members, sizes)
@@ -79,7 +80,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], lis
             if unit.recompute and not recompute
         ]
         if levels is not None or module == ROOT:
-            found.append(Group(module, tuple(names), levels or Levels(0, 0, 0), recompute))
+            found.append(Group(module, tuple(names), levels or finest, recompute))
     return found, lost
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,12 +25,13 @@ from hzplan.runtime.faults import named
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.replicas import diverged
 from hzplan.runtime.room import room
-from hzplan.show.trace import Span
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
-from hzplan.training.keeper import Keeper, Saving
+from hzplan.training.keeper import Keeper
 from hzplan.training.measure import hosts, memory_in_use, peak_memory_bytes
+from hzplan.training.pending import Pending, Said
 from hzplan.training.recording import Recording
+from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
 from hzplan.training.step import forward_backward
 from hzplan.training.watch import Watch
 
@@ -45,108 +44,6 @@ TRACED_STEP = 1
 
 MOST_SKIPPED = 20
 """As many steps in a row without a finite gradient are no accident."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How to train.
-
-    ``evaluate_every`` counts steps; the end is evaluated in any case. ``record_steps``: of how many steps at
-    the end to keep what every stream did. ``skip_nonfinite``: leave out steps whose gradients are not finite
-    (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping. With ``saving``, SIGTERM saves and
-    ends the run. ``check_replicas``: after every how many steps to compare what ranks hold in common.
-    ``weights``: safetensors to begin with, where no checkpoint is gone on from.
-    """
-
-    steps: int
-    lr: float = 1e-3
-    seed: int = 0
-    clip_norm: float = 1.0
-    evaluate_every: int | None = None
-    heldout_tokens: int = 1 << 16
-    record_steps: int = 0
-    skip_nonfinite: bool = False
-    saving: Saving | None = None
-    check_replicas: int | None = None
-    weights: Path | None = None
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's.
-
-    ``skipped``: which units' gradients were not finite, so that nothing was updated; else empty.
-    """
-
-    step: int
-    loss: float
-    step_s: float
-    exposed_comm_s: Mapping[str, float]
-    tokens: int
-    peak_memory_bytes: int
-    skipped: str = ""
-
-
-class NothingLeft(Exception):
-    """The run that is to go on is over."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
-        self.steps = steps
-
-
-class Watcher:
-    """Hears of a run as it goes on; this one says nothing of it. Every rank has one."""
-
-    def on_start(self, step: int) -> None:
-        """The first step is this one: 0, or where a checkpoint left off."""
-
-    def on_step(self, stats: StepStats) -> None:
-        """A step has ended, and so has the one after it: its loss is gathered while that runs."""
-
-    def on_remark(self, text: str) -> None:
-        """Something that people should know, one line."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
-
-    ``steps`` counts from the beginning; the first ``resumed_from`` were trained by an earlier run.
-
-    ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
-    order of uses and ran unoverlapped; in ``skipped_steps`` gradients were not finite. ``recorded``: what
-    ``RunOptions.record_steps`` asked for, by rank. ``unsaved``: why the last checkpoint is none.
-    """
-
-    steps: int
-    resumed_from: int
-    losses: tuple[float, ...]
-    step_s: float
-    exposed_comm_s: Mapping[str, float]
-    tokens_per_s: float
-    peak_memory_bytes: int
-    heldout_losses: tuple[tuple[int, float], ...]
-    unigram_entropy_nats: float | None
-    unplanned_steps: int
-    skipped_steps: int
-    recorded: Mapping[str, list[Span]]
-    unsaved: str | None
-
-    @property
-    def loss_first(self) -> float:
-        """The first step's loss, before any update."""
-        return self.losses[0]
-
-    @property
-    def loss_last(self) -> float:
-        """The last step's loss."""
-        return self.losses[-1]
-
-    @property
-    def heldout_loss(self) -> float:
-        """Held-out loss of the trained model, in nats a token."""
-        return self.heldout_losses[-1][1]
 
 
 def train(
@@ -199,7 +96,7 @@ class _Trainer:
             watcher.on_remark(f"beginning with the weights of {options.weights}{_left(unused)}")
         self.ending = False  # whether SIGTERM has come to any rank
         self.data: Batches = batches(workload, corpus, plan, seed=options.seed, since=self.start)
-        self.watch = Watch(hosts(self.world))
+        self.watch = Watch(hosts())
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
         self.unplanned = 0
@@ -211,7 +108,7 @@ class _Trainer:
         self.stats: list[StepStats] = []
 
     def train(self) -> RunResult:
-        pending: _Pending | None = None
+        pending: Pending | None = None
         untimed: set[int] = set()
         self.watcher.on_start(self.start.step)
         if self.start.step >= self.options.steps:
@@ -222,8 +119,8 @@ class _Trainer:
             now = time.perf_counter()
             exposed = self.exposed()
             busy = now - ended - sum(exposed.values())
-            said = _Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
-            following = _Pending(step, loss, now - ended, exposed, said, self.rank, self.world)
+            said = Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
+            following = Pending(step, loss, now - ended, exposed, said, self.rank, self.world)
             if pending:
                 self.finish(pending)
             pending, ended = following, now
@@ -334,7 +231,7 @@ class _Trainer:
             "optim": waits.get("optim", 0.0)
         }
 
-    def finish(self, pending: _Pending) -> None:
+    def finish(self, pending: Pending) -> None:
         """A step's loss has arrived from all ranks."""
         loss, said = pending.said()
         self.ending |= any(one.asked_to_end for one in said)
@@ -408,47 +305,6 @@ class _Trainer:
             recorded=self.recording.gather() if self.options.record_steps else {},
             unsaved=self.unsaved,
         )
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What a rank tells the others of a step, beside its loss."""
-
-    asked_to_end: float
-    busy_s: float
-    memory_bytes: float
-
-
-class _Pending:
-    """A step that has ended, while its loss is on its way between ranks.
-
-    One small all-reduce: the sum of losses, and each rank's own numbers in a place of their own.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        loss: Tensor,
-        step_s: float,
-        exposed_comm_s: Mapping[str, float],
-        said: _Said,
-        rank: int,
-        world: int,
-    ) -> None:
-        self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
-        mine = torch.zeros(world, 3, dtype=torch.float64)
-        mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
-        self._world = world
-        self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
-        self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
-
-    def said(self) -> tuple[float, list[_Said]]:
-        """The mean loss, and every rank's numbers."""
-        if self._work is not None:
-            with named(f"the mean loss of step {self.step}: all-reduce"):
-                self._work.wait()
-        loss, *numbers = self._numbers.tolist()
-        return loss / self._world, [_Said(*numbers[at : at + 3]) for at in range(0, 3 * self._world, 3)]
 
 
 def learning_rate(step: int, options: RunOptions) -> float:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hzplan.profiler.memory import memory_trace
+from hzplan.profiler.ranks import Ranks
 
 
 def peak_memory_bytes(
@@ -64,11 +64,6 @@ def memory_in_use(device: torch.device) -> int:
         return 0
 
 
-def hosts(world: int) -> list[str]:
+def hosts() -> list[str]:
     """The names of all ranks' machines; every rank calls it."""
-    mine = socket.gethostname()
-    if world == 1:
-        return [mine]
-    found = [""] * world
-    dist.all_gather_object(found, mine)
-    return found
+    return Ranks.here().gather(socket.gethostname())

@@ -55,6 +55,18 @@ def test_everything_at_once_as_json() -> None:
     assert more["step_s"] <= same["step_s"] * 1.01 and faster["step_s"] <= same["step_s"] * 1.01
 
 
+def test_the_predicted_step_as_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    done = hzplan("show", TINY, "--trace", trace, cwd=ROOT)
+    assert done.code == 0, done.stderr
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    end = max(event["ts"] + event["dur"] for event in spans) / 1e6
+    assert end >= Plan.load(TINY).predicted.step_s
+    before = TINY.read_bytes()
+    refused = hzplan("show", TINY, "--trace", TINY, cwd=ROOT)
+    assert refused.code == 2 and TINY.read_bytes() == before
+
+
 def test_shown_in_80_columns(tmp_path: Path) -> None:
     done = hzplan("show", TINY, "--unit", "layers.0", "--against", "ddp", cwd=ROOT)
     assert done.code == 0

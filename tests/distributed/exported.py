@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
 from hzplan.runtime.apply import parallelize
 from hzplan.training.measure import peak_memory_bytes
+from tests.distributed.ranks import on_ranks
 from tests.plans import make_plan
 
 STEPS = 4
@@ -139,3 +141,14 @@ def _theirs(plan: Plan, recipe: ModuleType) -> tuple[list[float], int]:
     for number in range(STEPS - 1):
         step(number)
     return losses, peak_memory_bytes(lambda: step(STEPS - 1), CPU)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        for plan in on_ranks(
+            4, "tests.distributed.exported:trained", {"seeds": [*range(12)], "folder": place}, Path(place)
+        ):
+            mine, other = plan["losses"]
+            apart = max(abs(one - another) / abs(another) for one, another in zip(mine, other, strict=True))
+            ratio = plan["peaks"][1] / plan["peaks"][0]
+            print(f"plan {plan['seed']}, {plan['dtype']}: losses {apart:.0e} apart, peak {ratio:.2f} of ours")

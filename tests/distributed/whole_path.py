@@ -20,7 +20,8 @@ from hzplan.runtime.engine import Engine
 from hzplan.solver.emit import as_plan
 from hzplan.solver.evaluate import Evaluation, evaluate, uniform
 from hzplan.solver.solve import Request
-from hzplan.training.loop import RunOptions, train
+from hzplan.training.loop import train
+from hzplan.training.run import RunOptions
 from tests.plans import make_plan
 
 LEVELS = [(1, 1, 1), (0, 0, 1), (1, 0, 1)]

@@ -14,17 +14,9 @@ from hzplan.models.workload import load
 from hzplan.profiler.analytic import analyse
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.training.verify import verify
+from tests.configs import LIKE_LLAMA
 from tests.plans import make_plan
 
-LIKE_LLAMA: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-}
 LIKE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 

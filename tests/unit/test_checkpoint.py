@@ -29,7 +29,8 @@ from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
 from hzplan.schedule import Use
 from hzplan.training.keeper import Saving
-from hzplan.training.loop import NothingLeft, RunOptions, RunResult, StepStats, Watcher, train
+from hzplan.training.loop import train
+from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
 from tests.plans import make_plan
 from tests.unit.test_training import corpus
 

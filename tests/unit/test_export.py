@@ -13,6 +13,8 @@ from hzplan.export import deepspeed, fsdp2, megatron_fsdp
 from hzplan.export.shape import groups_of
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
+from hzplan.models.workload import load
+from tests.configs import LIKE_LLAMA
 from tests.plans import make_plan
 
 GOLDEN = sorted((Path(__file__).resolve().parents[2] / "plans").glob("*.json"))
@@ -75,6 +77,16 @@ def test_fsdp2_names_what_it_cannot_say() -> None:
     assert late.levels["layers.0"] == Levels(0, 2, 2)
     recomputed = fsdp2.export(PATH, plan_of(2, 2, 2, recompute=("layers.1",)), one)
     assert wraps(recomputed.text)["layers.1"] == {"shards": 4, "recompute": True} and not recomputed.lost
+
+
+def test_a_root_without_tensors_is_wrapped_over_all_ranks(tmp_path: Path) -> None:
+    """With no shards FSDP2 would be given a mesh of replicas, for units that have none of them."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False} | LIKE_LLAMA))
+    plan = make_plan(load(f"hf:{config}", seq_len=16), mesh="2|2", levels=Levels(2, 2, 2))
+    assert "" not in {unit.name for unit in plan.units}
+    found = wraps(fsdp2.export(PATH, plan, one).text)
+    assert found[""] == found["model.layers.0"] == {"shards": 4}
 
 
 def test_tensors_with_other_levels_than_their_unit_are_named() -> None:

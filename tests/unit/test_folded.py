@@ -26,7 +26,8 @@ from hzplan.profiler.turns import Turns
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.training.batches import SyntheticBatches
-from hzplan.training.loop import RunOptions, train
+from hzplan.training.loop import train
+from hzplan.training.run import RunOptions
 
 measuring = importlib.import_module("hzplan.profiler.measure")  # the package has a function of that name
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from hzplan.hierarchy import Levels
 from hzplan.models.workload import load
-from hzplan.runtime.apply import Choice, apply
-from hzplan.runtime.world import Post, ThreadWorld
+from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.schedule import Kind
 from hzplan.training.verify import verify
 from tests.plans import make_plan
+from tests.threads import in_threads
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -26,30 +25,22 @@ def test_adapters_of_peft_are_all_that_is_reduced_and_updated(monkeypatch: pytes
     torch.manual_seed(0)
     workload = load("lora:factory")
     plan = make_plan(workload, mesh="2|2", levels=Levels(2, 0, 2), micro_batch=1)
-    initial, post = workload.build(), Post(4)
+    initial = workload.build()
     trained = sum(p.numel() for p in initial.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in initial.parameters())
     assert 0 < trained < everything / 20
-    sent: dict[int, tuple[int, int, int]] = {}
 
-    def rank(number: int) -> None:
-        world = ThreadWorld(post, number)
-        _, optimizer = apply(copy.deepcopy(initial), Choice.of(plan), torch.optim.AdamW, world=world, lr=0.1)
+    def rank(_: int, model: nn.Module, optimizer: ShardedOptimizer) -> tuple[int, int, int]:
         engine = optimizer.engine
         first, second = (
             sum(engine.nbytes(task) for task in engine.schedule.tasks if task.kind is kind and task.tier == 0)
             for kind in (Kind.FINAL_REDUCE, Kind.UNSHARD)
         )
-        sent[number] = (first, second, sum(held.high - held.low for held in optimizer.held))
-        engine.close()
+        return first, second, sum(held.high - held.low for held in optimizer.held)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sum(held for *_, held in sent.values()) == trained  # each element is updated once
-    for reduced, gathered, _ in sent.values():
+    sent = in_threads(plan, initial, rank)
+    assert sum(held for *_, held in sent) == trained  # each element is updated once
+    for reduced, gathered, _ in sent:
         assert 4 * trained <= reduced < 4 * trained * 1.3  # alignment and padding
         assert gathered >= 4 * everything  # the base is sharded, as this plan says
 

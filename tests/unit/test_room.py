@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hzplan.errors import OutOfMemory
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.unit import UnitState
-from hzplan.training.loop import RunOptions, train
+from hzplan.training.loop import train
+from hzplan.training.run import RunOptions
 from tests.plans import make_plan
 
 MIB = 2**20

@@ -19,7 +19,8 @@ from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import full_parameters, parallelize
 from hzplan.training.batches import SyntheticBatches, TextBatches, reads_bytes
 from hzplan.training.data import Corpus, heldout_windows
-from hzplan.training.loop import RunOptions, RunResult, StepStats, Watcher, learning_rate, train
+from hzplan.training.loop import learning_rate, train
+from hzplan.training.run import RunOptions, RunResult, StepStats, Watcher
 from tests.plans import make_plan
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import random
-import threading
 
 import torch
+from torch import nn
 
 from hzplan.hierarchy import Levels
 from hzplan.models.workload import load
-from hzplan.runtime.apply import Choice, apply
+from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.replicas import checksum, diverged
-from hzplan.runtime.world import Post, ThreadWorld
 from hzplan.training.watch import LEAST_GROWTH_BYTES, SETTLED, WINDOW, Watch
 from tests.plans import make_plan
+from tests.threads import in_threads
 
 GIB = float(1 << 30)
 
@@ -70,23 +69,13 @@ def test_any_bit_changes_a_checksum() -> None:
 def test_replicas_that_differ_are_named() -> None:
     """On mesh 2|2 with parameters in two shards ranks 1 and 3 hold the same slices."""
     plan = make_plan("gpt:nano", mesh="2|2", levels=Levels(1, 1, 1))
-    initial, post = load("gpt:nano").build(), Post(4)
-    found: dict[int, list[list[str]]] = {}
 
-    def rank(number: int) -> None:
-        model, world = copy.deepcopy(initial), ThreadWorld(post, number)
-        _, optimizer = apply(model, Choice.of(plan), torch.optim.SGD, world=world, lr=0.1)
+    def rank(number: int, _: nn.Module, optimizer: ShardedOptimizer) -> list[list[str]]:
         before = diverged(optimizer.engine)
         if number == 3:
             bucket = optimizer.engine.units["layers.1"].buckets[0]
             bucket.param.view(torch.int32)[5] ^= 1
-        found[number] = [before, diverged(optimizer.engine)]
-        optimizer.engine.close()
+        return [before, diverged(optimizer.engine)]
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
     expected = ["unit layers.1: rank 3 have other values than their replicas"]
-    assert found == {number: [[], expected] for number in range(4)}
+    assert in_threads(plan, load("gpt:nano").build(), rank) == [[[], expected]] * 4

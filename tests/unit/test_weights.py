@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.folder import whole_at
@@ -17,20 +16,12 @@ from hzplan.checkpoint.weights import INDEX, ONE, export, take
 from hzplan.errors import UserError
 from hzplan.hierarchy import Levels
 from hzplan.models.workload import load
-from hzplan.runtime.apply import Choice, apply
-from hzplan.runtime.world import Post, ThreadWorld
+from hzplan.runtime.optimizer import ShardedOptimizer
+from tests.configs import LIKE_LLAMA
 from tests.plans import make_plan
+from tests.threads import in_threads
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-}
+CONFIG = {"model_type": "llama"} | LIKE_LLAMA
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +64,12 @@ def test_every_rank_takes_its_slices(
     workload = load(f"hf:{path.parents[1] / 'config.json'}", seq_len=16)
     plan = make_plan(workload, mesh="2|2", levels=Levels(1, 0, 2))
     torch.manual_seed(3)
-    initial, post = workload.build(), Post(4)
-    found: dict[int, dict[str, torch.Tensor]] = {}
 
-    def rank(number: int) -> None:
-        world = ThreadWorld(post, number)
-        model, optimizer = apply(
-            copy.deepcopy(initial), Choice.of(plan), torch.optim.SGD, world=world, lr=0.1
-        )
+    def rank(_: int, model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
         assert take(tmp_path, model, optimizer) == []
-        found[number] = full_parameters(optimizer)
-        optimizer.engine.close()
+        return full_parameters(optimizer)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(found) == [0, 1, 2, 3]
-    for theirs in found.values():
+    for theirs in in_threads(plan, workload.build(), rank):
         assert all(torch.equal(theirs[name], value) for name, value in values.items())
 
 

@@ -1,0 +1,112 @@
+"""A run's terms: what it is asked, what it says on its way, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hzplan.show.trace import Span
+from hzplan.training.keeper import Saving
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to train.
+
+    ``evaluate_every`` counts steps; the end is evaluated in any case. ``record_steps``: of how many steps at
+    the end to keep what every stream did. ``skip_nonfinite``: leave out steps whose gradients are not finite
+    (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping. With ``saving``, SIGTERM saves and
+    ends the run. ``check_replicas``: after every how many steps to compare what ranks hold in common.
+    ``weights``: safetensors to begin with, where no checkpoint is gone on from.
+    """
+
+    steps: int
+    lr: float = 1e-3
+    seed: int = 0
+    clip_norm: float = 1.0
+    evaluate_every: int | None = None
+    heldout_tokens: int = 1 << 16
+    record_steps: int = 0
+    skip_nonfinite: bool = False
+    saving: Saving | None = None
+    check_replicas: int | None = None
+    weights: Path | None = None
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's.
+
+    ``skipped``: which units' gradients were not finite, so that nothing was updated; else empty.
+    """
+
+    step: int
+    loss: float
+    step_s: float
+    exposed_comm_s: Mapping[str, float]
+    tokens: int
+    peak_memory_bytes: int
+    skipped: str = ""
+
+
+class NothingLeft(Exception):
+    """The run that is to go on is over."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
+        self.steps = steps
+
+
+class Watcher:
+    """Hears of a run as it goes on; this one says nothing of it. Every rank has one."""
+
+    def on_start(self, step: int) -> None:
+        """The first step is this one: 0, or where a checkpoint left off."""
+
+    def on_step(self, stats: StepStats) -> None:
+        """A step has ended, and so has the one after it: its loss is gathered while that runs."""
+
+    def on_remark(self, text: str) -> None:
+        """Something that people should know, one line."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
+
+    ``steps`` counts from the beginning; the first ``resumed_from`` were trained by an earlier run.
+
+    ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
+    order of uses and ran unoverlapped; in ``skipped_steps`` gradients were not finite. ``recorded``: what
+    ``RunOptions.record_steps`` asked for, by rank. ``unsaved``: why the last checkpoint is none.
+    """
+
+    steps: int
+    resumed_from: int
+    losses: tuple[float, ...]
+    step_s: float
+    exposed_comm_s: Mapping[str, float]
+    tokens_per_s: float
+    peak_memory_bytes: int
+    heldout_losses: tuple[tuple[int, float], ...]
+    unigram_entropy_nats: float | None
+    unplanned_steps: int
+    skipped_steps: int
+    recorded: Mapping[str, list[Span]]
+    unsaved: str | None
+
+    @property
+    def loss_first(self) -> float:
+        """The first step's loss, before any update."""
+        return self.losses[0]
+
+    @property
+    def loss_last(self) -> float:
+        """The last step's loss."""
+        return self.losses[-1]
+
+    @property
+    def heldout_loss(self) -> float:
+        """Held-out loss of the trained model, in nats a token."""
+        return self.heldout_losses[-1][1]
