@@ -635,6 +635,7 @@ def main(
             "wrong": result.wrong,
             "seen": result.seen,
             "seconds": round(time.monotonic() - began),
+            "commit": results["commit"],
         }
         write_text(output, json.dumps(results, indent=1) + "\n")
     if docs is not None:
@@ -647,19 +648,20 @@ def _markdown(results: dict[str, object]) -> Iterator[str]:
     yield "# Reliability"
     yield ""
     yield (
-        f"A campaign of faults, of {results['date']} at commit {results['commit']}, with "
+        f"A campaign of faults, of {results['date']}, with "
         f"`python -m tests.faults --docs docs/reliability.md` (`make faults`): `hzplan run` on {RANKS} ranks "
         "(4 on emulated nodes), gpt:nano. A short part of it is in `make test`."
     )
     yield ""
-    yield "| fault | times | wrong | what was seen |"
-    yield "|---|---|---|---|"
+    yield "| fault | times | wrong | what was seen | commit |"
+    yield "|---|---|---|---|---|"
     faults = results["faults"]
     assert isinstance(faults, dict)
     for name in FAULTS:
         if name in faults:
             fault = faults[name]
-            yield f"| {fault['what']} | {fault['times']:,} | {len(fault['wrong'])} | {fault['seen']} |"
+            row = (fault["what"], f"{fault['times']:,}", len(fault["wrong"]), fault["seen"], fault["commit"])
+            yield f"| {' | '.join(map(str, row))} |"
     wrong = [(name, line) for name in FAULTS if name in faults for line in faults[name]["wrong"]]
     if wrong:
         yield ""

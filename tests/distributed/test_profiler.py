@@ -14,6 +14,7 @@ from hzplan.formats.profile import Profile
 
 # Fewer repeats than in earnest: what is held here is that ranks agree, not the figures.
 RANK = """
+import os
 import sys
 from pathlib import Path
 import torch
@@ -51,6 +52,7 @@ assert len(set(ranks.gather(fingerprint(profile)))) == 1
 if ranks.rank == 0:
     profile.save(Path(sys.argv[1]))
 dist.destroy_process_group()
+os._exit(0)  # gloo's threads outlive their groups; one in need of the interpreter aborts its end
 """
 
 
