@@ -139,6 +139,12 @@ class Mesh:
             rank = rank * size + digit
         return rank
 
+    def tier_between(self, rank: int, other: int) -> int:
+        """The slowest tier on the way from one rank to another one; 0 from a rank to itself."""
+        pairs = list(zip(self.coordinates(rank), self.coordinates(other), strict=True))
+        apart = [any(a != b for a, b in pairs[low:high]) for low, high in self.tier_bounds]
+        return max((tier for tier, differ in enumerate(apart) if differ), default=0)
+
     def slice_index(self, rank: int, level: int) -> int:
         """Which of the ``S_level`` slices the rank holds."""
         index = 0

@@ -65,7 +65,7 @@ class Engine:
         self.units = {unit.name: unit for unit in units}
         self.schedule = schedule
         self._streams = streams
-        self.mesh, self.device, self.world = mesh, device, world
+        self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
         self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
@@ -89,6 +89,11 @@ class Engine:
         self._step_started = False
         self._micro_batch = 0
         self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
+
+    def way(self, ranks: Sequence[int]) -> str:
+        """Over which tiers this rank reaches others, for messages."""
+        tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
+        return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
 
     def _allocate(
         self, unshard_slots: Mapping[str, int], staging_slots: Mapping[str, int], device: torch.device

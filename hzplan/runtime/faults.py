@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol
@@ -81,16 +81,23 @@ def _is_late(error: BaseException) -> bool:
     return "timed out" in str(error).lower()
 
 
-def _missed(what: str) -> str:
+def _missed(what: str, way: Callable[[Sequence[int]], str]) -> str:
     """A collective of all ranks timed out, which does not say for whom."""
     ranks = absent(what)
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "other ranks"
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{way(ranks)}" if ranks else "other ranks"
     return f"{who} did not arrive in time"
 
 
+def _unknown(ranks: Sequence[int]) -> str:
+    return ""
+
+
 @contextmanager
-def named(what: str) -> Iterator[None]:
-    """Errors of the block as StreamError: what was going on, and why it failed."""
+def named(what: str, way: Callable[[Sequence[int]], str] = _unknown) -> Iterator[None]:
+    """Errors of the block as StreamError: what was going on, and why it failed.
+
+    ``way``: over what ranks are reached, in words.
+    """
     try:
         yield
     except Exception as error:
@@ -99,7 +106,7 @@ def named(what: str) -> Iterator[None]:
         if isinstance(error, Unfinished):
             why, late = str(error), error.late
         elif lost:
-            why = _missed(what) if late else "the connection to another rank broke"
+            why = _missed(what, way) if late else "the connection to another rank broke"
         else:
             why = one_line(error)
         raise StreamError(f"{what}: {why}", lost_peer=lost and not late) from error

@@ -211,7 +211,7 @@ class ShardedOptimizer(Optimizer):
         self.engine.wait_gradients()
         owned = [*itertools.chain.from_iterable(self._owned_gradients.values())]
         total = nn.utils.get_total_norm(owned, foreach=True).to(self.engine.device, torch.float64) ** 2
-        with named("clipping: all-reduce of the norm"):
+        with named("clipping: all-reduce of the norm", self.engine.way):
             self.engine.world.all_reduce(total)
         norm = total.sqrt()
         scale = float(max_norm / (norm + 1e-6))
@@ -235,7 +235,7 @@ class ShardedOptimizer(Optimizer):
         self.engine.executor.drain()
         names = [*reversed(self._owned_gradients)]
         firsts = torch.stack([self._first_nonfinite[name] for name in names])
-        with named("looking for gradients that are not finite: all-reduce"):
+        with named("looking for gradients that are not finite: all-reduce", self.engine.way):
             self.engine.world.all_reduce(firsts, MIN)
         first = int(firsts.min())
         return (
@@ -257,7 +257,7 @@ class ShardedOptimizer(Optimizer):
             dtype=torch.uint8,
             device=self.engine.device,
         )
-        with named("looking for gradients that are not finite: all-reduce"):
+        with named("looking for gradients that are not finite: all-reduce", self.engine.way):
             self.engine.world.all_reduce(found, MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
 

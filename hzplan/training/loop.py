@@ -120,7 +120,10 @@ class _Trainer:
             exposed = self.exposed()
             busy = now - ended - sum(exposed.values())
             said = Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
-            following = Pending(step, loss, now - ended, exposed, said, self.rank, self.world)
+            following = Pending(
+                *(step, loss, now - ended, exposed, said, self.rank, self.world),
+                way=self.optimizer.engine.way,
+            )
             if pending:
                 self.finish(pending)
             pending, ended = following, now
@@ -279,7 +282,7 @@ class _Trainer:
         if self.world == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with named("figures of all ranks: all-reduce"):
+        with named("figures of all ranks: all-reduce", self.optimizer.engine.way):
             dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
 

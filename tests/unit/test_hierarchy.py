@@ -73,6 +73,15 @@ def test_a_buffer_that_does_not_divide_is_refused(mesh: Mesh, data: st.DataObjec
         assert (end - start) * mesh.shards[level] == numel
 
 
+@given(meshes(), st.data())
+def test_the_way_to_a_rank_is_the_tier_whose_group_first_holds_both(mesh: Mesh, data: st.DataObject) -> None:
+    rank, other = (data.draw(st.integers(0, mesh.world - 1)) for _ in range(2))
+    tier = mesh.tier_between(rank, other)
+    assert mesh.tier_between(other, rank) == tier
+    inside = [other in mesh.group(rank, Stage(0, high)) for _, high in mesh.tier_bounds]
+    assert inside.index(True) == tier
+
+
 @given(meshes())
 def test_coordinates_and_ranks_are_one_to_one(mesh: Mesh) -> None:
     seen = [mesh.coordinates(rank) for rank in range(mesh.world)]
