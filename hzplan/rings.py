@@ -59,10 +59,20 @@ def nodes_of(profile: Profile) -> int:
     return prod(profile.mesh.tiers[-1])
 
 
+def check_whole(profile: Profile) -> None:
+    """UserError for the profile of a rank's share, whose curves are not those of whole nodes."""
+    if profile.parallel is not None:
+        raise UserError(
+            f"the profile is of a rank's share ({profile.parallel}); solve the whole model's again, with "
+            "--nodes and --model-parallel"
+        )
+
+
 def with_nodes(profile: Profile, nodes: int) -> Profile:
     """A modelled profile on so many nodes. UserError for a measured one, or of a cluster of the user's."""
     if not 1 <= nodes <= MOST_NODES:
         raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
+    check_whole(profile)
     if profile.modelled is None:
         raise UserError(f"--nodes {nodes}: the profile was measured on its nodes; profile on that many")
     try:
@@ -89,6 +99,7 @@ def with_ranks(profile: Profile, world: int) -> Profile:
     seconds of the outermost tier change by that ratio; hops are few beside bytes there. UserError where
     groups would have to be of another size, or there was one only.
     """
+    check_whole(profile)
     inner, before = profile.mesh.tiers[:-1], prod(profile.mesh.tiers[-1])
     each = prod(prod(tier) for tier in inner)
     if world % each or world < 1:

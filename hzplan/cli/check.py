@@ -170,7 +170,9 @@ def _verified(verdict: Verdict, *, fresh: bool) -> Verdict:
     from hzplan.training.verify import verify
 
     plan = verdict.fresh if fresh and verdict.fresh is not None else Plan.load(verdict.path)
-    if not plan.model.name.startswith(BUILT_IN):
+    if plan.parallel is not None:
+        said = Change("training", f"a rank's share ({plan.parallel}) was not run", False)
+    elif not plan.model.name.startswith(BUILT_IN):
         said = Change("training", f"{plan.model.name} is a factory and was not run; use hzplan verify", False)
     else:
         try:

@@ -42,6 +42,7 @@ def command(
 
     from hzplan.cli import console
     from hzplan.cli.paths import check_writable
+    from hzplan.cli.trust import check_alone
     from hzplan.export.shape import elements
     from hzplan.formats.base import write_text
     from hzplan.formats.plan import Plan
@@ -54,6 +55,7 @@ def command(
     if output is not None:
         check_writable(output, keep=[plan])
     chosen = Plan.load(plan)
+    check_alone(plan, chosen, "export")
     try:
         profile = profile_of(plan, chosen)
     except UserError as error:

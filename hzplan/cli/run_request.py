@@ -258,10 +258,11 @@ class Request:
             show(setting, found, as_json=as_json)
 
     def _plan(self, world: int | None) -> Plan:
-        from hzplan.cli.trust import check_named
+        from hzplan.cli.trust import check_alone, check_named
         from hzplan.formats.plan import Plan
 
         plan = Plan.load(self.plan)
+        check_alone(self.plan, plan, "run")
         if world is not None and world != plan.mesh.world:
             raise UserError(
                 f"{self.plan}: field cluster.mesh: the plan is for {plan.mesh.world} ranks, this job has "

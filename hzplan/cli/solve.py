@@ -11,6 +11,7 @@ import typer
 from hzplan.errors import Infeasible, JobFailed, UserError
 
 if TYPE_CHECKING:
+    from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.profile import Profile
     from hzplan.solver.solve import Infeasible as NothingFits
     from hzplan.solver.solve import Request, Solved
@@ -63,6 +64,14 @@ def command(
         int | None,
         typer.Option(help="On so many nodes; of a modelled profile, which is then written beside OUTPUT."),
     ] = None,
+    model_parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tp=N,pp=N,cp=N",
+            help="Given tensor, pipeline and context parallelism: plan one rank's share of the model, over "
+            "the ranks that are left. Its profile is written beside OUTPUT.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Choose how each tensor is sharded, what is recomputed, how deep to prefetch, and the micro-batch size.
@@ -76,6 +85,7 @@ def command(
     from hzplan.cli import sweep as sweeping
     from hzplan.cli.paths import check_writable
     from hzplan.cli.quantities import parse_bytes, parse_dtype
+    from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
     from hzplan.solver.solve import Request
@@ -87,8 +97,9 @@ def command(
     if plot is not None and sweep is None:
         raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
-    if nodes is not None:
-        loaded, profile = _on_nodes(loaded, nodes, profile, output)
+    parallel = None if model_parallel is None else ModelParallel.parse(model_parallel)
+    if nodes is not None or (parallel is not None and not (sweep or "").startswith("nodes")):
+        loaded, profile = _derived(loaded, nodes, parallel, profile, output)
     check_writable(output, keep=[profile])
     request = Request(
         parse_bytes(memory, "--memory") if memory else int(loaded.cluster.memory_bytes * (1 - RESERVED)),
@@ -103,17 +114,22 @@ def command(
     if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
     if sweep is not None:
-        sweeping.run(sweep, loaded, request, profile, output, plot=plot, as_json=as_json)
+        sweeping.run(sweep, loaded, request, profile, output, parallel=parallel, plot=plot, as_json=as_json)
     else:
         _solve(loaded, request, profile, output, as_json=as_json)
 
 
-def _on_nodes(loaded: Profile, nodes: int, profile: Path, output: Path) -> tuple[Profile, Path]:
-    """The profile on so many nodes, and where it is written for the plan to name."""
+def _derived(
+    loaded: Profile, nodes: int | None, parallel: ModelParallel | None, profile: Path, output: Path
+) -> tuple[Profile, Path]:
+    """The profile on so many nodes, or of a rank's share, and where it is written for the plan to name."""
     from hzplan.cli.paths import check_writable
+    from hzplan.parallel import share
     from hzplan.rings import with_nodes
 
-    moved, path = with_nodes(loaded, nodes), output.with_name(f"{output.stem}.profile.json")
+    moved = loaded if nodes is None else with_nodes(loaded, nodes)
+    moved = moved if parallel is None else share(moved, parallel)
+    path = output.with_name(f"{output.stem}.profile.json")
     check_writable(path, keep=[profile])
     moved.save(path)
     return moved, path

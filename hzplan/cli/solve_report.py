@@ -70,8 +70,26 @@ class Report:
             f"{console.duration(self.plan.proof.objective_s)} reached, links not shared), "
             f"in {console.duration(self.solved.seconds)}"
         )
+        if (beside := self._beside()) is not None:
+            out.print(beside)
         out.print(f"expected error: {self._expected_error()}")
-        out.print(f"next: hzplan run {self.path}", soft_wrap=True)
+        following = "run" if self.plan.parallel is None else "show"
+        out.print(f"next: hzplan {following} {self.path}", soft_wrap=True)
+
+    def _beside(self) -> str | None:
+        """What model parallelism adds that the plan does not see."""
+        parallel = self.plan.parallel
+        if parallel is None:
+            return None
+        world = self.plan.mesh.world * parallel.tensor * parallel.pipeline
+        said = f"one rank's share of {parallel}, {world} ranks in all"
+        if parallel.pipeline == 1:
+            return said
+        bubble = (parallel.pipeline - 1) / self.plan.batch.accumulation
+        return (
+            f"{said}: the first of {parallel.pipeline} stages, with as many micro-batches under way; a "
+            f"pipeline that is not interleaved adds a bubble of {bubble:.0%} to the step"
+        )
 
     def _expected_error(self) -> str:
         """What is known of it."""
@@ -93,7 +111,8 @@ class Report:
         return f"step {step}, memory {memory}, as {where} came out{when} (docs/accuracy.md)"
 
     def _comparison(self) -> object:
-        where = f"{self.profile.mesh.world} ranks, {self.plan.batch.global_batch} sequences"
+        beside = "" if self.plan.parallel is None else f" beside {self.plan.parallel}"
+        where = f"{self.profile.mesh.world} ranks{beside}, {self.plan.batch.global_batch} sequences"
         table = console.table(
             f"{self.plan.model.name}, {where}",
             "scheme",

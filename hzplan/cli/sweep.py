@@ -11,7 +11,9 @@ from hzplan.cli import console
 from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.errors import Infeasible, JobFailed, UserError
+from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
+from hzplan.parallel import share
 from hzplan.rings import MOST_NODES, with_nodes
 from hzplan.show import front
 from hzplan.solver.emit import emit
@@ -28,15 +30,16 @@ def run(
     path: Path,
     output: Path,
     *,
+    parallel: ModelParallel | None = None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Solve every point; plans of other budgets or numbers of nodes are written beside ``output``, one each,
-    those of other nodes with their profiles.
+    those of other nodes with their profiles, each of a rank's share under what is ``parallel``.
 
     Plans for another network are shown only: no cluster has it. ``plot``: a figure of all.
     """
-    asked = _points(text, profile, request)
+    asked = _points(text, profile, request, parallel)
     if plot is not None:
         check_writable(plot, keep=[path])
         front.check()
@@ -80,13 +83,18 @@ def _place(point: Point) -> tuple[float, float] | None:
     return best.memory.peak / 2**30 if axis == "memory" else float(value), best.step_s
 
 
-def _points(text: str, profile: Profile, request: Request) -> list[tuple[str, Profile, Request]]:
+def _points(
+    text: str, profile: Profile, request: Request, parallel: ModelParallel | None
+) -> list[tuple[str, Profile, Request]]:
     axis, _, given = text.partition("=")
     values = list(dict.fromkeys(value.strip() for value in given.split(",") if value.strip()))
     if axis not in ("memory", "nodes", "network") or not values:
         raise UserError(f"--sweep {text}: write {AXES}")
     if axis == "nodes":
-        return [(f"nodes={value}", with_nodes(profile, _count(value, text)), request) for value in values]
+        moved = {value: with_nodes(profile, _count(value, text)) for value in values}
+        if parallel is not None:
+            moved = {value: share(one, parallel) for value, one in moved.items()}
+        return [(f"nodes={value}", one, request) for value, one in moved.items()]
     if axis == "memory":
         return [
             (f"memory={value}", profile, replace(request, memory_bytes=parse_bytes(value, "--sweep memory")))

@@ -8,6 +8,15 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 
 
+def check_alone(path: Path, plan: Plan, command: str) -> None:
+    """UserError for a plan of one rank's share of a model, which the models we know are not."""
+    if plan.parallel is not None:
+        raise UserError(
+            f"{path}: field parallel: the plan is beside {plan.parallel}, which hzplan {command} does not "
+            "set up; use hzplan.parallelize in the loop that does"
+        )
+
+
 def check_named(path: Path, plan: Plan, model: str | None, command: str) -> None:
     """UserError for a plan of a factory when the user names no ``model``; ``command`` as typed."""
     from hzplan.models.workload import BUILT_IN

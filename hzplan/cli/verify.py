@@ -33,11 +33,12 @@ def command(
     Example: hzplan verify plan.json
     """
     from hzplan.cli import console
-    from hzplan.cli.trust import check_named
+    from hzplan.cli.trust import check_alone, check_named
     from hzplan.formats.plan import Plan
     from hzplan.training.verify import TOLERANCE, verify
 
     loaded = Plan.load(plan)
+    check_alone(plan, loaded, "verify")
     check_named(plan, loaded, model, "verify")
     with console.Bar("verify") as bar:
         found = verify(loaded, model, whole=whole, progress=bar.update)

@@ -19,6 +19,7 @@ from hzplan.formats.base import (
     to_text,
     write_text,
 )
+from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import REDUCE_DTYPES, Dtype
 
@@ -121,13 +122,15 @@ class Predicted(Strict):
 class Plan(Strict):
     """What ``hzplan solve`` writes and ``hzplan run`` executes.
 
-    ``reduce_dtype``: what gradients travel in; they are kept in that of the master weights.
+    ``reduce_dtype``: what gradients travel in; they are kept in that of the master weights. ``parallel``: the
+    model parallelism that the plan is beside, None without; units are then those of a rank's share.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
     version: Literal[1] = 1
     model: PlanModel
     cluster: PlanCluster
+    parallel: ModelParallel | None = None
     optimizer: str
     clip: bool
     reduce_dtype: Dtype
@@ -185,8 +188,11 @@ class Plan(Strict):
                 raise ValueError(
                     f"units: {unit_name} is recomputed, but its backward ({use!r}) reads no parameters"
                 )
-        if self.batch.global_batch != mesh.world * self.batch.micro_batch * self.batch.accumulation:
-            raise ValueError("batch: global_batch must be world × micro_batch × accumulation")
+        check_context(mesh, self.parallel)
+        if self.batch.global_batch != self.data_ranks * self.batch.micro_batch * self.batch.accumulation:
+            raise ValueError(
+                "batch: global_batch must be ranks with sequences of their own × micro_batch × accumulation"
+            )
         return self
 
     @staticmethod
@@ -197,6 +203,11 @@ class Plan(Strict):
     def mesh(self) -> Mesh:
         """The data-parallel mesh."""
         return Mesh.parse(self.cluster.mesh)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of context parallelism, have sequences of their own."""
+        return data_ranks(self.mesh, self.parallel)
 
     @property
     def recomputed(self) -> frozenset[str]:

@@ -21,6 +21,7 @@ from hzplan.formats.base import (
     to_text,
     write_text,
 )
+from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 from hzplan.hierarchy import Mesh
 from hzplan.layout import Dtype, TensorSpec
 from hzplan.schedule import Use
@@ -224,7 +225,8 @@ class CalibratedEntry(Strict):
 class Profile(Strict):
     """What ``hzplan profile`` measured and ``hzplan solve`` reads.
 
-    ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them.
+    ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them;
+    ``parallel``: None where a rank has a whole replica of the model, else it is of a rank's share.
     ``interference`` is by tier, empty where it was not measured; ``stragglers`` held everyone up, and times
     are with them.
     """
@@ -234,6 +236,7 @@ class Profile(Strict):
     provenance: ProvenanceEntry
     modelled: ModelledEntry | None = None
     calibrated: CalibratedEntry | None = None
+    parallel: ModelParallel | None = None
     model: ModelEntry
     cluster: ClusterEntry
     optimizer: OptimizerEntry
@@ -273,6 +276,7 @@ class Profile(Strict):
                 raise ValueError(f"uses.{index}.unit: {use.unit} is not a unit")
             if [cost.micro_batch for cost in use.costs] != sizes:
                 raise ValueError(f"uses.{index}.costs: micro-batch sizes differ from those of the first use")
+        check_context(self.mesh, self.parallel)
         elements = [point.elements for point in self.optimizer.points]
         if sorted(set(elements)) != elements:
             raise ValueError("optimizer.points: sizes not rising")
@@ -282,6 +286,11 @@ class Profile(Strict):
     def mesh(self) -> Mesh:
         """The cluster's mesh."""
         return Mesh.parse(self.cluster.mesh)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of context parallelism, have sequences of their own."""
+        return data_ranks(self.mesh, self.parallel)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

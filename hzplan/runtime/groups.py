@@ -18,7 +18,7 @@ class Communicators:
 
     Unshard, reduce and sync of one stage have a communicator each: collectives on one communicator are
     ordered by their launch, and streams must not order each other. Groups last as long as the job's default
-    group: a second plan in the same process takes them over.
+    group: a second plan in the same process takes them over, and those of an earlier job are freed.
     """
 
     _made: ClassVar[dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], dist.ProcessGroup]] = {}
@@ -29,6 +29,8 @@ class Communicators:
         for kind, stage in sorted(set(wanted)):  # none in a world of one, which needs no job
             rank, world = dist.get_rank(), dist.group.WORLD
             assert world is not None
+            for old in [key for key in self._made if key[0] is not world]:
+                del self._made[old]  # its threads would look after connections that are gone
             members = mesh.group(rank, stage)
             if (world, kind, members) not in self._made:
                 self._made[world, kind, members] = dist.new_group(

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hzplan.formats.base import fingerprint
+from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import (
     Batch,
     BucketEntry,
@@ -48,7 +49,6 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
 
 def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Proof, source: Source) -> Plan:
     """An evaluated choice of levels as a plan."""
-    world = profile.mesh.world
     accumulation = chosen.schedule.accumulation
     return Plan(
         model=PlanModel(**profile.model.model_dump()),
@@ -57,11 +57,12 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
             tier_names=profile.cluster.tier_names,
             backend=profile.cluster.backend,
         ),
+        parallel=profile.parallel,
         optimizer=profile.optimizer.name,
         clip=request.clip,
         reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],
         batch=Batch(
-            global_batch=world * chosen.micro_batch * accumulation,
+            global_batch=profile.data_ranks * chosen.micro_batch * accumulation,
             micro_batch=chosen.micro_batch,
             accumulation=accumulation,
         ),
@@ -77,7 +78,8 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
 
 def predict(profile: Profile, chosen: Evaluation) -> Predicted:
     """The simulator's answer in a plan's terms; exposed communication by tier name."""
-    sequences = chosen.micro_batch * chosen.schedule.accumulation
+    parallel = profile.parallel or ModelParallel()
+    sequences = chosen.micro_batch * chosen.schedule.accumulation / parallel.ranks
     flops = sum(
         cost.flops for use in profile.uses for cost in use.costs if cost.micro_batch == chosen.micro_batch
     )

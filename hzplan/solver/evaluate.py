@@ -261,7 +261,7 @@ def baselines(
                 uniform(model.profile, levels),
                 model.schedule(
                     prefetch=depth,
-                    accumulation=global_batch // (model.mesh.world * micro_batch),
+                    accumulation=global_batch // (model.profile.data_ranks * micro_batch),
                     clip=clip,
                     gradient_buffers=buffers,
                 ),
@@ -270,7 +270,7 @@ def baselines(
             )
             for again in agains
             for micro_batch in model.profile.micro_batches
-            if global_batch % (model.mesh.world * micro_batch) == 0
+            if global_batch % (model.profile.data_ranks * micro_batch) == 0
             for depth, buffers in model.paces(depths)
         ]
         found[name] = _best(tried, memory_bytes)

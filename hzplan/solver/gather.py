@@ -13,6 +13,7 @@ from hzplan.show.readable import count, duration, size
 from hzplan.show.report import Beside, Contender, Occupancy, Part, Report, Span, Tensor, Tier
 from hzplan.simulate import tier_loads_ns
 from hzplan.solver.calibrate import waits_s
+from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
 from hzplan.solver.explain import DOING, longest_chain
 
@@ -81,7 +82,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         origin = f"modelled: {profile.modelled.cluster}, {profile.modelled.device}"
     else:
         origin = "measured" + (", calibrated by a run" if profile.calibrated else "")
-    tokens = batch.global_batch * plan.model.seq_len / found.step_s / plan.mesh.world if found.step_s else 0.0
+    tokens = predict(profile, found).tokens_per_s_per_gpu
     return [
         ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
         ("cluster", f"{plan.mesh.world} ranks, mesh {plan.cluster.mesh} ({tiers}), {plan.cluster.backend}"),
@@ -92,7 +93,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         (
             "batch",
             f"{batch.global_batch} sequences of {plan.model.seq_len}: "
-            f"{plan.mesh.world} ranks × {batch.micro_batch} × {batch.accumulation} forward passes",
+            f"{plan.data_ranks} ranks × {batch.micro_batch} × {batch.accumulation} forward passes",
         ),
         ("prefetch", f"{plan.prefetch} deep, {plan.gradient_buffers} gradient buffers"),
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),

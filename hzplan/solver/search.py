@@ -88,7 +88,7 @@ class Search:
         families: Mapping[str, Family],
         switches: Mapping[str, str],
     ) -> None:
-        accumulation = request.global_batch // (model.mesh.world * micro_batch)
+        accumulation = request.global_batch // (model.profile.data_ranks * micro_batch)
         prefetch, buffers = pace
         schedule = model.schedule(
             prefetch=prefetch, accumulation=accumulation, clip=request.clip, gradient_buffers=buffers

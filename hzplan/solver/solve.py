@@ -274,7 +274,7 @@ def _alike(families: Mapping[str, Family]) -> list[list[str]]:
 
 def searches_of(profile: Profile, request: Request) -> list[Search]:
     """Every micro-batch size and pace of a question; UserError where it has no answer whatever the memory."""
-    world = profile.mesh.world
+    world = profile.data_ranks
     sizes = [size for size in profile.micro_batches if request.global_batch % (world * size) == 0]
     if not sizes or request.global_batch < 1:
         raise UserError(
