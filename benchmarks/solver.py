@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,15 +24,17 @@ import typer
 from benchmarks.__main__ import about
 from hzplan.cost import CostModel
 from hzplan.formats.base import write_text
+from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
 from hzplan.models.hf import CONFIGS
+from hzplan.parallel import share
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.problem import build_fastest
 from hzplan.solver.search import FIRST_OFFER
 from hzplan.solver.solve import Infeasible, Request, Solved, Standing, searches_of, solve
 
-CLUSTERS = Path(__file__).resolve().parents[1] / "cost_models" / "clusters"
+CLUSTER = "h100-8x400g"
 RATIOS = (0.3, 1.0, 3.0)
 ROOMS = (1.05, 1.5, 3.0)
 GAP, TIGHTER = 0.01, 0.001
@@ -43,9 +45,8 @@ LIMIT_S = 10.0
 class Case:
     """A model on nodes of eight H100, and how many forward passes of the smallest micro-batch a step has.
 
-    ``layers``: instead of those that the model has. ``beside``: ranks of tensor and of pipeline parallelism
-    that it is trained with; the profile is then of one rank's share of the model, over the data-parallel
-    ranks, each of which is on a node of its own.
+    ``layers``: instead of those that the model has. ``beside``: what model parallelism it is trained with;
+    the plan is then for one rank's share.
     """
 
     name: str
@@ -55,51 +56,30 @@ class Case:
     micro_batches: str = "1,2"
     layers: int | None = None
     passes: int = 2
-    beside: tuple[int, int] | None = None
+    beside: ModelParallel | None = None
 
-    def profile(self, folder: Path) -> Path:
-        """Made once, by ``hzplan profile --analytic``."""
+    def profile(self, folder: Path) -> Profile:
+        """Made once, by ``hzplan profile --analytic``; then one rank's share of it."""
         path = folder / f"{self.name.replace(' ', '-')}.json"
         if not path.exists():
-            spec, cluster = self.model, "h100-8x400g"
-            changes = {} if self.layers is None else {"num_hidden_layers": self.layers}
-            data = json.loads((CONFIGS / f"{self.model.removeprefix('hf:')}.json").read_text())
-            if self.beside is not None:
-                changes |= _share(data, *self.beside)
-                cluster = str(_alone(folder / "h100-1x400g.json"))
-            if changes:
+            spec = self.model
+            if self.layers is not None:
+                data = json.loads((CONFIGS / f"{self.model.removeprefix('hf:')}.json").read_text())
                 made = folder / self.name.replace(" ", "-") / "config.json"
-                write_text(made, json.dumps(data | changes))
+                write_text(made, json.dumps(data | {"num_hidden_layers": self.layers}))
                 spec = f"hf:{made}"
-            options = ["--analytic", "--cluster", cluster, "--nodes", str(self.nodes), "--dtype", "bf16"]
+            options = ["--analytic", "--cluster", CLUSTER, "--nodes", str(self.nodes), "--dtype", "bf16"]
             options += ["--micro-batch", self.micro_batches, "--seq-len", str(self.seq_len), "-o", str(path)]
             subprocess.run([sys.executable, "-m", "hzplan", "profile", spec, *options], check=True)
-        return path
-
-
-def _share(config: Mapping[str, int], tensor: int, pipeline: int) -> dict[str, int]:
-    """What one rank has of a model: of every layer its heads and a part of the MLP, and a stage's layers."""
-    cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    return {
-        **{name: config[name] // tensor for name in cut},
-        "head_dim": config["hidden_size"] // config["num_attention_heads"],
-        "num_hidden_layers": -(-config["num_hidden_layers"] // pipeline),
-    }
-
-
-def _alone(path: Path) -> Path:
-    """The cluster as the ranks of one data-parallel group see it: each on a node of its own."""
-    data = json.loads((CLUSTERS / "h100-8x400g.json").read_text())
-    inside, network = data["tiers"]
-    write_text(path, json.dumps(data | {"name": path.stem, "tiers": [inside | {"ranks": 1}, network]}))
-    return path
+        whole = Profile.load(path)
+        return whole if self.beside is None else share(whole, self.beside)
 
 
 CASES = (
     Case("llama3-8b on 64", "hf:llama3-8b", 8, 4096),
     Case("61-layer MoE on 512", "hf:mixtral-8x7b", 64, 2048, layers=61),
     Case("llama3-70b on 1024", "hf:llama3-70b", 128, 4096),
-    Case("llama3-405b on 16384", "hf:llama3-405b", 128, 4096, beside=(8, 16)),
+    Case("llama3-405b on 16384", "hf:llama3-405b", 2048, 4096, beside=ModelParallel(tensor=8, pipeline=16)),
 )
 
 
@@ -142,7 +122,7 @@ def scaled(profile: Profile, ratio: float, passes: int) -> Profile:
 
 def measure(case: Case, folder: Path) -> Iterator[Result]:
     """All ratios and rooms of a case."""
-    profile = Profile.load(case.profile(folder))
+    profile = case.profile(folder)
     batch = profile.mesh.world * profile.micro_batches[0] * case.passes
     nothing = solve(profile, Request(1, batch))
     assert isinstance(nothing, Infeasible)
@@ -190,7 +170,7 @@ class Beside:
 
 def beside(case: Case, folder: Path) -> Beside:
     """HiGHS and CBC on the ILP that is left of a case's first pace after its relaxation, at 1 and 1.5."""
-    profile = scaled(Profile.load(case.profile(folder)), 1.0, case.passes)
+    profile = scaled(case.profile(folder), 1.0, case.passes)
     batch = profile.mesh.world * profile.micro_batches[0] * case.passes
     nothing = solve(profile, Request(1, batch))
     assert isinstance(nothing, Infeasible)
@@ -253,9 +233,9 @@ def _page(results: list[Result], both: list[Beside], peak: str) -> str:
 At most {LIMIT_S:g} s were given, a gap of {TIGHTER:.1%} was asked for; the process took {peak}. Profiles are
 modelled, for nodes of eight H100; communication is scaled to take so many times as long as compute under
 ZeRO-3, and memory is so many times the least that fits. Every search is whole: all micro-batch sizes, paces
-and sets of units to recompute. The 405 B model is trained with 8 ranks of tensor and 16 of pipeline
-parallelism beside: solved is one rank's share of it, over 128 data-parallel ranks. `sim` is the predicted
-step over the objective, in which links are not shared; `again`: how many units are recomputed.
+and sets of units to recompute. The 405 B model is planned with
+`--model-parallel tp=8,pp=16`: solved is one rank's share of it, over 128 data-parallel ranks. `sim` is the
+predicted step over the objective, in which links are not shared; `again`: how many units are recomputed.
 
 | model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | again |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|

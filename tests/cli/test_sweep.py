@@ -113,6 +113,28 @@ def test_other_numbers_of_nodes_and_a_plot(modelled: Path) -> None:
         assert hzplan(*ask, *options, cwd=modelled).code == 2
 
 
+def test_a_ranks_share_under_model_parallelism(modelled: Path) -> None:
+    ask = ("solve", "profile.json", "--global-batch", "64", "-o", "share.json")
+    done = hzplan(*ask, "--model-parallel", "tp=2,cp=2", "--nodes", "4", cwd=modelled)
+    assert done.code == 0, done.stderr
+    assert "one rank's share of tp=2,pp=1,cp=2, 32 ranks in all" in " ".join(done.stdout.split())
+    plan = Plan.load(modelled / "share.json")
+    assert plan.mesh.world == 16 and plan.data_ranks == 8 and plan.source.profile == "share.profile.json"
+    assert hzplan("check", "share.json", "--verify", cwd=modelled).code == 0
+    for command in (
+        ("run", "share.json"),
+        ("verify", "share.json"),
+        ("export", "share.json", "--to", "fsdp2"),
+    ):
+        refused = hzplan(*command, cwd=modelled)
+        assert refused.code == 2 and "field parallel: the plan is beside tp=2,pp=1,cp=2" in refused.stderr
+    done = hzplan(*ask, "--model-parallel", "tp=2", "--sweep", "nodes=1,4", "--json", cwd=modelled)
+    worlds = [Plan.load(modelled / row["plan"]).mesh.world for row in json.loads(done.stdout)["sweep"]]
+    assert worlds == [4, 16]
+    refused = hzplan("solve", "share.profile.json", "--global-batch", "64", "--nodes", "2", cwd=modelled)
+    assert refused.code == 2 and "the profile is of a rank's share" in refused.stderr
+
+
 def test_nothing_fits_at_any_point(question: list[object], tmp_path: Path) -> None:
     done = hzplan(*question, "--sweep", "memory=1KiB,2KiB", cwd=tmp_path)
     assert done.code == 3 and "no plan fits at any point" in done.stderr
