@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,6 +51,11 @@ class Place:
     def launched_here(self) -> bool:
         """Whether our own launcher started this rank, and tells the user what became of it."""
         return LAUNCHED in os.environ
+
+    def way(self, ranks: Sequence[int]) -> str:
+        """Where others are, as seen from here, for messages; nodes are full but for the last one."""
+        nodes = {rank // self.local_world for rank in ranks}
+        return " (over the network)" if nodes and self.rank // self.local_world not in nodes else ""
 
 
 def place(env: Mapping[str, str] = os.environ) -> Place | None:
@@ -146,7 +151,7 @@ class Job:
         except UserError as error:
             failure = (error.exit_code, str(error))
         failures: list[tuple[int, str] | None] = [None] * self.place.world
-        with named("ranks comparing notes: all-gather"):
+        with named("ranks comparing notes: all-gather", self.place.way):
             dist.all_gather_object(failures, failure)
         for rank, found in enumerate(failures):
             if found is not None:
@@ -168,7 +173,7 @@ class Job:
                 work()
             except UserError as error:
                 failure = [(error.exit_code, str(error))]
-        with named("the first rank's word: broadcast"):
+        with named("the first rank's word: broadcast", self.place.way):
             dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
             code, message = failure[0]

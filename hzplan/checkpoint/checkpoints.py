@@ -57,6 +57,7 @@ class Checkpoints:
 
         UserError when all are damaged, or the newest is of another model.
         """
+        _check_alone(optimizer)
         saver = self._saver
         found = newest_whole(
             self.folder, optimizer.engine.world.rank, optimizer.engine.world.size, saver.gather
@@ -84,6 +85,7 @@ class Checkpoints:
         ``extra``: whatever else JSON can say, a scheduler's state for instance. A save that fails leaves the
         older checkpoints as they are; ``outcomes`` says so.
         """
+        _check_alone(optimizer)
         self._saver.save(model, optimizer, Position(step, samples), extra)
 
     def settle(self) -> None:
@@ -100,3 +102,12 @@ class Checkpoints:
     def outcomes(self) -> list[Outcome]:
         """What became of the saves that have ended since this was asked last, on this rank."""
         return self._saver.outcomes()
+
+
+def _check_alone(optimizer: ShardedOptimizer) -> None:
+    """UserError beside model parallelism, whose ranks would all write parts of one name."""
+    if optimizer.engine.world.is_part:
+        raise UserError(
+            "hzplan.Checkpoints saves models of data-parallel ranks alone; beside tensor or pipeline "
+            "parallelism save hzplan.full_parameters(optimizer) of each of its ranks"
+        )

@@ -12,6 +12,7 @@ from torch import nn
 
 from hzplan.errors import UserError
 from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, TensorSpec
+from hzplan.models.local import local
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Unit:
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
-    """Name, shape and dtype of a parameter; UserError for a dtype that cannot be sharded."""
+    """Name, this rank's shape, and dtype of a parameter; UserError for a dtype that cannot be sharded."""
     dtype = dtype_name(parameter.dtype)
     if dtype not in ITEM_BYTES:
         raise UserError(f"parameter {name} has dtype {dtype}; supported are {', '.join(ITEM_BYTES)}")
-    return TensorSpec(name, tuple(parameter.shape), dtype, parameter.requires_grad)
+    return TensorSpec(name, tuple(local(parameter).shape), dtype, parameter.requires_grad)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

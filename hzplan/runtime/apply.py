@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
@@ -18,6 +20,7 @@ from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
 from hzplan.memory import assign_slots
 from hzplan.models.hooks import attach
+from hzplan.models.local import split_over
 from hzplan.models.recompute import leaves, recompute
 from hzplan.models.units import Unit, blocks_of, find_units
 from hzplan.runtime.bucket import Bucket
@@ -86,6 +89,7 @@ def parallelize(
     *,
     params: Iterable[Any] | None = None,
     streams: Streams = Streams.TIERS,
+    mesh: DeviceMesh | None = None,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Shard a model in place as a plan (or the file of one) says, and make its optimizer.
@@ -93,6 +97,9 @@ def parallelize(
     ``params``: parameters or parameter groups as torch's optimizers take them (default: all trained
     parameters in one group); ``arguments`` go to ``optimizer_class``, which must work element by element.
     ``streams``: what communication runs on; leave it, except to measure what the others cost.
+    ``mesh``: the data-parallel dimension of a torch DeviceMesh, where the job has others beside, as in
+    ``mesh=device_mesh["dp"]``; what the model then holds as DTensors of tensor parallelism stays so, and the
+    plan is one that ``hzplan solve --model-parallel`` made. By default all ranks.
     Every rank calls it, with torch.distributed initialised and the plan's world. Initial values are rank 0's.
 
     The loop stays yours: forward, ``backward()`` as often as the plan accumulates, then
@@ -111,7 +118,24 @@ def parallelize(
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_model(model, plan)
-    return apply(model, Choice.of(plan), optimizer_class, params=params, streams=streams, **arguments)
+    world = None if mesh is None else Job(_only_group(mesh))
+    return apply(
+        *(model, Choice.of(plan), optimizer_class),
+        params=params,
+        streams=streams,
+        world=world,
+        **arguments,
+    )
+
+
+def _only_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A mesh's process group; UserError for one of several dimensions."""
+    if mesh.ndim != 1:
+        raise UserError(
+            f"mesh has the dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}; give the data-parallel "
+            'one, as in mesh["dp"], or several flattened'
+        )
+    return mesh.get_group()
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -124,6 +148,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         raise UserError(
             f"the plan is for another model ({plan.model.name}): {name} is in {where}; solve again"
         )
+    if plan.parallel is not None:  # how tensors are cut is the user's; names and levels are the plan's
+        return
     if signature(tensors) != plan.model.signature:
         raise UserError(
             f"the plan is for another model ({plan.model.name}): same tensor names, but a shape, dtype or "
@@ -150,6 +176,7 @@ def apply(
             "start that many, or solve for this world"
         )
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
+    _check_whole(units, world)
     tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
     _check_masters(units, tensors)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
@@ -178,6 +205,17 @@ def apply(
 
     engine.detach = detach
     return model, optimizer
+
+
+def _check_whole(units: Iterable[Unit], world: World) -> None:
+    """UserError for a parameter that the ranks that train together have in parts already."""
+    for name, parameter in (named for unit in units for named in unit.parameters):
+        for group in split_over(parameter):
+            if world.meets(dist.get_process_group_ranks(group)):
+                raise UserError(
+                    f"parameter {name} is a DTensor that is cut over ranks which train as replicas (FSDP?); "
+                    "pass the model as it was before, and with tensor parallelism the other dimension as mesh"
+                )
 
 
 def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> list[nn.Module]:

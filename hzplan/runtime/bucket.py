@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hzplan.cost import reduce_spans
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import BucketLayout
+from hzplan.models.local import cast, local, put
 from hzplan.runtime.collectives import Gather, Reduction
 from hzplan.runtime.world import Groups, World
 
@@ -60,7 +61,7 @@ class Bucket:
         first = self.parameters[0]
         flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         for parameter, view in zip(self.parameters, self.views(flat), strict=True):
-            view.copy_(parameter)
+            view.copy_(local(parameter))
         self._world.broadcast(flat)
         return flat
 
@@ -98,7 +99,8 @@ class Bucket:
             for tensor in self.layout.tensors
         ]
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
-            parameter.data = view
+            cast(parameter, view.dtype)
+            put(parameter, view)
             parameter.grad = None  # of before; what backward leaves there is taken as this model's
         self.hide()
 
@@ -106,13 +108,13 @@ class Bucket:
         """The unsharded values are there: parameters become views of them."""
         if self.sharded:
             for parameter, view in zip(self.parameters, self.param_views, strict=True):
-                parameter.data = view
+                put(parameter, view)
 
     def hide(self) -> None:
         """The buffer goes to another unit."""
         if self.sharded:
             for parameter, absent in zip(self.parameters, self.absent_views, strict=True):
-                parameter.data = absent
+                put(parameter, absent)
 
     def within(self, buffer: Tensor, of: int, level: int) -> Tensor:
         """The level-``level`` slice of a buffer that holds the slice of level ``of`` (coarser or equal)."""

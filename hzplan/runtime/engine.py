@@ -92,6 +92,8 @@ class Engine:
 
     def way(self, ranks: Sequence[int]) -> str:
         """Over which tiers this rank reaches others, for messages."""
+        if self.world.is_part:  # they are numbered otherwise in the job
+            return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -23,15 +23,28 @@ class Communicators:
 
     _made: ClassVar[dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], dist.ProcessGroup]] = {}
 
-    def __init__(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> None:
-        """``wanted`` must be the same on every rank; ranks of the group alone take part in making it."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        wanted: Iterable[tuple[str, Stage]],
+        rank: int | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """``wanted`` must be the same on every rank; ranks of the group alone take part in making it.
+
+        ``rank``: this process's place in the mesh; ``ranks``: the job's ranks at all places. By default they
+        are one and the same.
+        """
         self.groups: dict[tuple[str, Stage], dist.ProcessGroup] = {}
         for kind, stage in sorted(set(wanted)):  # none in a world of one, which needs no job
-            rank, world = dist.get_rank(), dist.group.WORLD
+            world = dist.group.WORLD
             assert world is not None
+            place = dist.get_rank() if rank is None else rank
             for old in [key for key in self._made if key[0] is not world]:
                 del self._made[old]  # its threads would look after connections that are gone
-            members = mesh.group(rank, stage)
+            members = mesh.group(place, stage)
+            if ranks is not None:
+                members = tuple(ranks[member] for member in members)
             if (world, kind, members) not in self._made:
                 self._made[world, kind, members] = dist.new_group(
                     list(members),

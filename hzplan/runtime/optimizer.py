@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
+from hzplan.models.local import split_over
 from hzplan.runtime.faults import named
 from hzplan.runtime.world import MAX, MIN
 
@@ -75,6 +77,9 @@ class ShardedOptimizer(Optimizer):
         self._inner: dict[str, Optimizer] = {}
         self.held: list[Held] = []
         self._owned_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's at the finest level
+        self._split_of: dict[int, tuple[Any, ...]] = {}  # those gradients, by where they have other parts
+        trained = (p for unit in units for b in unit.trainable_buckets for p in b.parameters)
+        self._split_over = [*dict.fromkeys(map(split_over, trained))]  # the same on every rank
         everything: list[list[nn.Parameter]] = [[] for _ in groups]
         for unit in units:
             mine: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -93,7 +98,9 @@ class ShardedOptimizer(Optimizer):
                     self.held.append(Held(unit.name, bucket, index, low, high, piece))
                 owned = self._owned_gradients.setdefault(unit.name, [])
                 finest = bucket.bounds(bucket.mesh.levels)
-                owned += [bucket.owned_gradient(low, high) for _, low, high in bucket.layout.pieces(*finest)]
+                for index, low, high in bucket.layout.pieces(*finest):
+                    owned.append(bucket.owned_gradient(low, high))
+                    self._split_of[id(owned[-1])] = split_over(bucket.parameters[index])
             if any(mine):
                 self._inner[unit.name] = optimizer_class(
                     [dict(option, params=params) for option, params in zip(options, mine, strict=True)],
@@ -206,14 +213,21 @@ class ShardedOptimizer(Optimizer):
         """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm before.
 
         Each rank takes the norm of the slice it owns at the finest level; their squares are added up over the
-        world in float64. UserError under a plan without clipping, where updates wait for no norm.
+        world in float64, and over the ranks of tensor parallelism those of what these have in parts.
+        UserError under a plan without clipping, where updates wait for no norm.
         """
         self.engine.wait_gradients()
         owned = [*itertools.chain.from_iterable(self._owned_gradients.values())]
-        total = nn.utils.get_total_norm(owned, foreach=True).to(self.engine.device, torch.float64) ** 2
+        squares = torch.zeros(len(self._split_over), dtype=torch.float64, device=self.engine.device)
+        for place, groups in enumerate(self._split_over):
+            gradients = [grad for grad in owned if self._split_of[id(grad)] == groups]
+            squares[place] = nn.utils.get_total_norm(gradients, foreach=True).double() ** 2
         with named("clipping: all-reduce of the norm", self.engine.way):
-            self.engine.world.all_reduce(total)
-        norm = total.sqrt()
+            self.engine.world.all_reduce(squares)
+            for place, groups in enumerate(self._split_over):
+                for group in groups:
+                    dist.all_reduce(squares[place], group=group)
+        norm = squares.sum().sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1.0 and self.held:
             torch._foreach_mul_([h.param.grad for h in self.held if h.param.grad is not None], scale)

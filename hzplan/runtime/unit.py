@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from hzplan.models.local import take_gradient
 from hzplan.runtime.bucket import Bucket
 
 CHUNK_ELEMENTS = 1 << 16
@@ -91,7 +92,7 @@ class UnitState:
     @torch.no_grad()
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
         """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means."""
-        gradient, parameter.grad = parameter.grad, None
+        gradient = take_gradient(parameter)
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
         accumulate = accumulate and not bucket.staged
@@ -111,7 +112,7 @@ class UnitState:
             for parameter, target in zip(bucket.parameters, bucket.grad_views, strict=True):
                 if id(parameter) not in self._missing:
                     continue
-                gradient, parameter.grad = parameter.grad, None
+                gradient = take_gradient(parameter)
                 if gradient is not None:
                     gradients.append(gradient)
                     targets.append(target)

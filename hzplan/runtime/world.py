@@ -28,6 +28,13 @@ class World(Protocol):
     rank: int
     size: int
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the job has other ranks too, whom tensor parallelism joins with these."""
+
+    def meets(self, ranks: Iterable[int]) -> bool:
+        """Whether more than one of the job's ranks given are of this world."""
+
     def groups(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> Groups:
         """Communicators for the stages of a plan."""
 
@@ -39,25 +46,37 @@ class World(Protocol):
 
 
 class Job:
-    """The ranks of torch.distributed's default group; a world of one where it is not initialised."""
+    """The ranks of torch.distributed's default group, or of one of its groups; alone where there is none."""
 
-    def __init__(self) -> None:
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if self.size > 1 else 0
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """``group``: who trains together, in the order of the plan's mesh."""
+        self._group = group
+        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.rank = dist.get_rank(group) if self.size > 1 else 0
+        self._ranks = dist.get_process_group_ranks(group) if self.size > 1 else [0]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the job has other ranks too."""
+        return self._group is not None and self.size < dist.get_world_size()
+
+    def meets(self, ranks: Iterable[int]) -> bool:
+        """See World."""
+        return len({*ranks} & {*self._ranks}) > 1
 
     def groups(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> Groups:
         """See World."""
-        return Communicators(mesh, wanted).groups
+        return Communicators(mesh, wanted, self.rank, self._ranks).groups
 
     def broadcast(self, tensor: Tensor) -> None:
         """See World."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=self._ranks[0], group=self._group)
 
     def all_reduce(self, tensor: Tensor, operation: Any = SUM) -> None:
         """See World."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=operation)
+            dist.all_reduce(tensor, op=operation, group=self._group)
 
 
 Address = tuple[object, int, int, int]
@@ -87,6 +106,12 @@ class Post:
 
 class ThreadWorld:
     """A rank that is a thread: what it sends is copied, and taken from a queue by who receives it."""
+
+    is_part = False
+
+    def meets(self, ranks: Iterable[int]) -> bool:
+        """See World."""
+        return len({*ranks}) > 1
 
     def __init__(self, post: Post, rank: int) -> None:
         self.post, self.rank, self.size = post, rank, post.size
