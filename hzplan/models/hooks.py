@@ -6,6 +6,7 @@ profiler times them and the runtime schedules them, from the same events.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -45,12 +46,14 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
     """
     hooks = _Hooks(listener)
     handles: list[RemovableHandle] = []
+    outside = _outside_of_graphs()
     for unit in units:
         if all(parameter.dtype == torch.bfloat16 for parameter in unit.module.parameters()):
-            cast = unit.module.register_forward_pre_hook(_cast_inputs, prepend=True, with_kwargs=True)
-            handles.append(cast)  # called after the one that is prepended next
-        handles.append(unit.module.register_forward_pre_hook(hooks.before_forward(unit.name), prepend=True))
-        handles.append(unit.module.register_forward_hook(hooks.after_forward(unit.name)))
+            cast = outside(_cast_inputs)  # called after the one that is prepended next
+            handles.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        before, after = outside(hooks.before_forward(unit.name)), outside(hooks.after_forward(unit.name))
+        handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
+        handles.append(unit.module.register_forward_hook(after))
         for _, parameter in unit.parameters:
             if parameter.requires_grad and not is_small(parameter):
                 handles.append(parameter.register_post_accumulate_grad_hook(hooks.gradient))
@@ -60,6 +63,11 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
             handle.remove()
 
     return detach
+
+
+def _outside_of_graphs() -> Callable[[Any], Any]:
+    """What keeps torch.compile from tracing a hook; who has compiled nothing need not wait for its import."""
+    return torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
 
 
 def is_small(parameter: Tensor) -> bool:

@@ -114,6 +114,8 @@ def parallelize(
     As in FSDP2 floating tensors that are passed to a unit are cast to bfloat16, and buffers keep their dtype:
     a float32 buffer that meets activations inside a module should be cast there.
 
+    Units that are compiled are compiled in place, ``layer.compile()``, before this is called.
+
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -140,6 +142,12 @@ def _only_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def check_model(model: nn.Module, plan: Plan) -> None:
     """UserError when the plan was made for another model; names the first tensor that differs."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise UserError(
+                f"{name or 'the model'} is wrapped by torch.compile, which renames its parameters; compile "
+                "it in place with module.compile() instead, or wrap it after parallelize"
+            )
     tensors = _tensors(find_units(model), plan.model.dtype)  # names and order do not depend on units
     here = {tensor.name for tensor in tensors}
     planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
