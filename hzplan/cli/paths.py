@@ -15,6 +15,8 @@ def check_writable(path: Path, *, keep: Iterable[Path] = ()) -> None:
 
     Leaves nothing behind, and what is there untouched.
     """
+    if str(path).startswith("-"):
+        raise UserError(f"{path}: looks like an option; a file of that name is ./{path}")
     if os.path.exists(path) and any(os.path.exists(read) and path.samefile(read) for read in keep):
         raise UserError(f"{path}: is what is read; name another file to write")
     if path.resolve().is_dir():

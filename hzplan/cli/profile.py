@@ -24,7 +24,7 @@ Progress = Callable[[str, float], None]
 def command(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="gpt:<preset>, hf:<config>, or package.module:factory."),
+        typer.Argument(metavar="MODEL", help="gpt:<preset>, moe:<preset>, hf:<config> or module:factory."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path(
         "profile.json"

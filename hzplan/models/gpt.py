@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.seq_len, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(self.layer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         # A tied head's own weight would be thrown away at once, so it never takes memory.
         device = "meta" if config.tied else None
@@ -118,20 +119,36 @@ class GPT(nn.Module):
             if parameter.dim() < 2:
                 if name.endswith("bias"):
                     nn.init.zeros_(parameter)
-            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+            elif name.endswith(("attention.out.weight", "down.weight", "experts.down")):
                 nn.init.normal_(parameter, std=deviation / sqrt(2 * self.config.layers))
             else:
                 nn.init.normal_(parameter, std=deviation)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        if length > self.config.seq_len:
-            raise ValueError(f"{length} tokens are more than the model's seq_len, {self.config.seq_len}")
-        x = self.embed(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        x = self.embedded(tokens)
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def layer(self, config: Any) -> nn.Module:
+        """One of the model's layers."""
+        return Block(config)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Tokens and positions as vectors [B, S, width]."""
+        length = tokens.shape[1]
+        if length > self.config.seq_len:
+            raise ValueError(f"{length} tokens are more than the model's seq_len, {self.config.seq_len}")
+        found: Tensor = self.embed(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        return found
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all positions, in nats: logits [B, S, vocab], targets int64 [B, S]."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # a sum over the vocabulary loses too much in half precision
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def closed_form_parameters(config: GPTConfig) -> int:

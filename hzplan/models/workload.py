@@ -1,7 +1,7 @@
 """What MODEL on the command line names: a model, its loss, and batches to measure it with.
 
-``gpt:<preset>`` is built in, ``hf:<config>`` a model of transformers; ``package.module:factory`` is the
-user's own code, imported by `load` and never because a file says so.
+``gpt:<preset>`` and ``moe:<preset>`` are built in, ``hf:<config>`` is a model of transformers, and
+``package.module:factory`` the user's own code, imported by `load` and never because a file says so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hzplan.errors import UserError, one_line
-from hzplan.models.gpt import GPT, PRESETS
+from hzplan.models import moe
+from hzplan.models.gpt import GPT, PRESETS, cross_entropy
 from hzplan.models.units import Unit, blocks_like, find_units
 
 BUILT_IN = ("gpt:", "moe:", "hf:")
@@ -74,12 +74,12 @@ def load(spec: str, *, seq_len: int | None = None) -> Workload:
     if kind == "hf" and separator:
         return _hf(spec, name, seq_len)
     if kind == "moe" and separator:
-        raise UserError(
-            f"{spec}: `moe:` models are not yet supported in this version; "
-            "use gpt:<preset>, hf:<config> or package.module:factory"
-        )
+        return _moe(spec, name, seq_len)
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", spec):
-        raise UserError(f"{spec or '(empty)'}: not a model; use gpt:<preset> or package.module:factory")
+        raise UserError(
+            f"{spec or '(empty)'}: not a model; use gpt:<preset>, moe:<preset>, hf:<config> or "
+            "package.module:factory"
+        )
     return _from_factory(spec, seq_len)
 
 
@@ -97,6 +97,24 @@ def _gpt(spec: str, preset: str, seq_len: int | None) -> Workload:
         loss=next_token_loss,
         seq_len=config.seq_len,
         vocab=config.vocab,
+    )
+
+
+def _moe(spec: str, preset: str, seq_len: int | None) -> Workload:
+    config = moe.PRESETS.get(preset)
+    if config is None:
+        known = ", ".join(f"moe:{name}" for name in moe.PRESETS)
+        raise UserError(f"{spec}: no such preset; the presets are {known}")
+    if seq_len is not None:
+        config = replace(config, seq_len=seq_len)
+    return Workload(
+        name=spec,
+        build=partial(moe.MoEGPT, config),
+        batch=partial(_random_tokens, config.vocab, config.seq_len),
+        loss=moe.balanced_loss,
+        seq_len=config.seq_len,
+        vocab=config.vocab,
+        in_shapes=moe.evenly_routed,
     )
 
 
@@ -149,7 +167,7 @@ def _from_factory(spec: str, seq_len: int | None) -> Workload:
     )
 
 
-NARROW_SEQ_LEN, NARROW_VOCAB, NARROW_HEADS, NARROW_HEAD = 8, 64, 2, 8
+NARROW_SEQ_LEN, NARROW_VOCAB, NARROW_HEADS, NARROW_HEAD, NARROW_EXPERTS = 8, 64, 2, 8, 4
 
 
 def narrow(workload: Workload) -> Workload:
@@ -164,6 +182,19 @@ def narrow(workload: Workload) -> Workload:
             PRESETS[name], vocab=NARROW_VOCAB, width=width, heads=NARROW_HEADS, seq_len=NARROW_SEQ_LEN
         )
         build: Callable[[], nn.Module] = partial(GPT, config)
+    elif kind == "moe":
+        width = NARROW_HEADS * NARROW_HEAD
+        mixture = replace(
+            moe.PRESETS[name],
+            vocab=NARROW_VOCAB,
+            width=width,
+            heads=NARROW_HEADS,
+            seq_len=NARROW_SEQ_LEN,
+            experts=min(NARROW_EXPERTS, moe.PRESETS[name].experts),
+            active=min(2, moe.PRESETS[name].active),
+            expert_width=NARROW_HEAD,
+        )
+        build = partial(moe.MoEGPT, mixture)
     elif kind == "hf":
         from hzplan.models.hf import builder, load_config, narrow_config
 
@@ -247,7 +278,4 @@ def _random_tokens(vocab: int, seq_len: int, sequences: int, generator: torch.Ge
 def next_token_loss(model: nn.Module, batch: object) -> Tensor:
     """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1]."""
     assert isinstance(batch, Tensor)
-    logits: Tensor = model(batch[:, :-1])
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()  # a sum over the vocabulary loses too much in half precision
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return cross_entropy(model(batch[:, :-1]), batch[:, 1:])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from array import array
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -37,6 +39,9 @@ from hzplan.training.watch import Watch
 
 WARM_UP_STEPS = 3
 """Steps at the beginning whose times do not count."""
+
+MOST_TIMED = 1000
+"""Steps whose times are kept, the last ones."""
 
 TRACED_STEP = 1
 """The step whose memory is traced: the first one in which the optimizer's state is there from the start."""
@@ -103,13 +108,13 @@ class _Trainer:
         self.skipped: dict[int, str] = {}  # step -> the units concerned
         self.skipped_in_a_row = 0
         self.peak_memory_bytes = 0
-        self.losses: list[float] = []
+        self.losses = array("d")
         self.heldout: list[tuple[int, float]] = []
-        self.stats: list[StepStats] = []
+        self.untimed: set[int] = set()  # steps to come that something else is done in
+        self.timed: deque[StepStats] = deque(maxlen=MOST_TIMED)  # not all: a run may have millions
 
     def train(self) -> RunResult:
         pending: Pending | None = None
-        untimed: set[int] = set()
         self.watcher.on_start(self.start.step)
         if self.start.step >= self.options.steps:
             raise NothingLeft(self.start.step)
@@ -134,18 +139,18 @@ class _Trainer:
                 self.keeper.leave(step + 1)
             if self.keeper.due(step + 1, last=step + 1 == self.options.steps):
                 self.keeper.save(self.model, self.optimizer, step + 1)
-                untimed.add(step + 1)
+                self.untimed.add(step + 1)
             self.keeper.report()
             if self._traces(step):
-                untimed |= {step, step + 1}
+                self.untimed |= {step, step + 1}
             if self._evaluates_after(step):
                 self.finish(pending)
                 pending = None
                 self.evaluate(step)
-                untimed.add(step + 1)
+                self.untimed.add(step + 1)
                 ended = time.perf_counter()
         self.unsaved = self.keeper.finish()
-        return self.result(untimed)
+        return self.result()
 
     def compare_replicas(self, step: int) -> None:
         """JobFailed naming units and ranks when what should be equal is not; before every save too."""
@@ -246,18 +251,16 @@ class _Trainer:
             raise UserError(f"the loss of step {pending.step} is {loss}{self.blamed()}; try a lower --lr")
         self.losses.append(loss)
         tokens = self.plan.batch.global_batch * self.workload.seq_len
-        self.stats.append(
-            StepStats(
-                pending.step,
-                loss,
-                pending.step_s,
-                pending.exposed_comm_s,
-                tokens,
-                self.peak_memory_bytes,
-                skipped,
-            )
+        stats = StepStats(
+            *(pending.step, loss, pending.step_s, pending.exposed_comm_s, tokens),
+            self.peak_memory_bytes,
+            skipped,
         )
-        self.watcher.on_step(self.stats[-1])
+        if pending.step >= self.start.step + WARM_UP_STEPS and pending.step not in self.untimed:
+            self.timed.append(stats)
+        self.untimed.discard(pending.step)
+        self.last = stats
+        self.watcher.on_step(stats)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
@@ -286,9 +289,8 @@ class _Trainer:
             dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
 
-    def result(self, untimed: set[int]) -> RunResult:
-        warm = self.start.step + WARM_UP_STEPS
-        timed = [s for s in self.stats if s.step >= warm and s.step not in untimed] or self.stats[-1:]
+    def result(self) -> RunResult:
+        timed = self.timed or [self.last]
         names = list(timed[0].exposed_comm_s)
         medians = [statistics.median(s.step_s for s in timed)]
         medians += [statistics.median(s.exposed_comm_s[name] for s in timed) for name in names]

@@ -73,7 +73,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run: medians after warm-up, means over ranks; memory of the rank that needs most.
+    """A run: medians of the last 1,000 steps after warm-up, means over ranks; memory of who needs most.
 
     ``steps`` counts from the beginning; the first ``resumed_from`` were trained by an earlier run.
 

@@ -254,7 +254,7 @@ def test_a_factory_of_an_object() -> None:
         ("gpt:huge", None, "the presets are gpt:nano, gpt:tiny"),
         ("gpt:nano", 0, "at least 1 token"),
         ("hf:gpt2", None, "no such file; use a config.json"),
-        ("moe:tiny", None, "not yet supported"),
+        ("moe:huge", None, "no such preset; the presets are moe:nano, moe:tiny"),
         ("", None, "not a model"),
         ("gpt", None, "not a model"),
         ("./train.py", None, "not a model"),
