@@ -59,8 +59,9 @@ fuzz: $(STAMP) ## throw guided nonsense at every reader of files, a minute each 
 	$(PIP_INSTALL) -e '.[fuzz]'
 	$(PY) -m tests.fuzz $(FUZZ)
 
-exhaustive: $(STAMP) ## the solver against trying everything, on 600 random questions (some minutes)
+exhaustive: $(STAMP) ## solver and runtime against trying everything, in more cases than the tests (some minutes)
 	HZPLAN_INSTANCES=600 $(PY) -m pytest --numprocesses 2 tests/unit/test_solver.py -k equals_trying_everything
+	HZPLAN_INSTANCES=600 $(PY) -m pytest tests/distributed/test_oracle.py
 
 soak: $(STAMP) ## train 2,000 steps under random plans in turn, beside one process (several minutes)
 	OMP_NUM_THREADS=1 $(PY) -m tests.distributed.soak

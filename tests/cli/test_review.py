@@ -53,6 +53,8 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 def test_what_is_read_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{}")
+    with pytest.raises(UserError, match=r"looks like an option; a file of that name is \./--against"):
+        check_writable(Path("--against"))
     with pytest.raises(UserError, match="is what is read"):
         check_writable(tmp_path / "p.json", keep=[tmp_path / "p.json"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.distributed.soak import as_exact
 
 pytestmark = pytest.mark.distributed
 
-LEGAL = list(every_legal_case())
-RANDOM = list(random_cases(100))
+WHOLE = "HZPLAN_INSTANCES" in os.environ  # make exhaustive
+LEGAL = list(every_legal_case(whole=WHOLE))
+RANDOM = list(random_cases(100 if WHOLE else 50))
 TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-5, None)}  # fp32 weights differ by up to lr
 
 
@@ -47,5 +49,6 @@ def test_one_plan_after_the_other_equals_one_process(tmp_path: Path) -> None:
 
 def test_cases_are_what_they_claim() -> None:
     assert len({case.name for case in LEGAL + RANDOM}) == len(LEGAL) + len(RANDOM)
-    assert sum(case.dtype == "float64" for case in LEGAL) == (5 + 14 + 14) * 4
-    assert len(RANDOM) == 100
+    exact = [case for case in LEGAL if case.dtype == "float64"]
+    assert len(exact) == (5 + 14 + 14) * (4 if WHOLE else 2)
+    assert len({(case.accumulation, case.prefetch) for case in exact}) == 4

@@ -26,7 +26,7 @@ from hzplan.solver.rounding import rounded
 from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, searches_of, solve
 from tests.instances import random_profile, try_everything
 
-INSTANCES = int(os.environ.get("HZPLAN_INSTANCES", "120"))  # make exhaustive asks for more
+INSTANCES = int(os.environ.get("HZPLAN_INSTANCES", "90"))  # make exhaustive asks for more
 BUDGETS = (0.9, 1.0, 1.05, 1.2, 1.5, 3.0)  # times the least memory of any choice
 
 
