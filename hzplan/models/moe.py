@@ -42,7 +42,9 @@ class MoEConfig(GPTConfig):
 PRESETS: dict[str, MoEConfig] = {
     "nano": MoEConfig(vocab=256, layers=2, width=32, heads=2, seq_len=32, experts=4, expert_width=32),
     "tiny": MoEConfig(vocab=256, layers=4, width=128, heads=4, seq_len=128, experts=8, expert_width=256),
-    "small": MoEConfig(vocab=256, layers=6, width=256, heads=8, seq_len=256, experts=16, expert_width=512),
+    "small": MoEConfig(
+        vocab=256, layers=4, width=256, heads=8, seq_len=128, mlp_ratio=2, experts=16, expert_width=512
+    ),
     "5b": MoEConfig(
         vocab=50257, layers=24, width=2048, heads=16, seq_len=2048, experts=8, expert_width=5632, shared=0
     ),

@@ -248,7 +248,7 @@ def _reference(
 
 
 def every_legal_case(*, whole: bool) -> Iterator[Case]:
-    """float64: every triple × accumulation × prefetch (or each of them once, by turns); float32: every triple."""
+    """float64: every triple × accumulation × prefetch (or each of them once); float32: every triple."""
     for mesh in ("4", "2|2", "1|3"):
         for number, levels in enumerate(legal(mesh)):
             for accumulation in (1, 3):
