@@ -36,6 +36,7 @@ def start(arguments: Sequence[str], ranks: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _silence("torch.distributed")
+    sys.unraisablehook = _unraisable
     os.environ[LAUNCHED] = "1"
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -94,6 +95,12 @@ def _silence(name: str) -> None:
     for known in list(logging.root.manager.loggerDict):
         if known == name or known.startswith(f"{name}."):
             logging.getLogger(known).disabled = True
+
+
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
+    """All but one: the agent's timer may be collected on its own thread, which its finalizer then joins."""
+    if "cannot join current thread" not in str(what.exc_value):
+        sys.__unraisablehook__(what)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ what one rank holds and does. Pure.
 Matrices are cut as in Megatron-LM (Shoeybi et al. 2019, §3), activations between them along the sequence
 (Korthikanti et al. 2022, §4.2); a pipeline runs one forward and one backward in turn (Narayanan et al. 2021,
 §2.2), so its first stage, which is the one planned for, keeps activations of as many micro-batches as there
-are stages. Not in the prediction: context parallelism's own messages, and the pipeline's bubble.
+are stages (fewer where a step has fewer, which is not looked at). Not in the prediction: context
+parallelism's own messages, and the pipeline's bubble.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from hzplan.cost import interpolate
+from hzplan.cost import Curve, interpolate
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, find_cluster
 from hzplan.formats.parallel import ModelParallel
@@ -31,6 +32,9 @@ from hzplan.formats.profile import (
 from hzplan.hierarchy import Mesh
 from hzplan.layout import ITEM_BYTES
 from hzplan.rings import check_whole, collectives, travelling_bytes
+
+MOST_EXCHANGED_BYTES = 1 << 30
+"""A line in bytes, so where it ends does not matter."""
 
 MATRICES_OF_A_BLOCK = 3
 """Units with at least so many are attention and a feed-forward part, each with exchanges of its own."""
@@ -96,9 +100,9 @@ def _remaining(sizes: Sequence[int], parallel: ModelParallel, mesh: str) -> list
                 left, found[tier] = left // found[tier], 1
             elif found[tier] % left == 0:
                 left, found[tier] = 1, found[tier] // left
-            if left == 1:
+            if left == 1 or found[tier] > 1:  # what is left must not be taken from beyond
                 break
-        else:
+        if left > 1:
             raise UserError(f"--model-parallel {parallel}: {short}={taken} does not divide the mesh {mesh}")
     if prod(found) % parallel.context:
         raise UserError(
@@ -236,23 +240,32 @@ class _Exchange:
         self._pairs = {
             name: 2 if count >= MATRICES_OF_A_BLOCK else min(count, 1) for name, count in matrices.items()
         }
-        self._curves = _innermost(profile, parallel.tensor) if parallel.tensor > 1 else []
+        self._curves = _among_neighbours(profile, parallel) if parallel.tensor > 1 else []
 
     def seconds(self, unit: str, micro_batch: int) -> float:
         """Of one pass: for each pair of matrices a gather before and a reduce-scatter after."""
         nbytes = self._bytes * micro_batch
-        return self._pairs[unit] * sum(interpolate(curve, nbytes) for curve in self._curves)
+        return self._pairs[unit] * sum(interpolate(curve, nbytes // ranks) for ranks, curve in self._curves)
 
 
-def _innermost(profile: Profile, count: int) -> list[list[tuple[int, float]]]:
-    """The curves of gather and reduce-scatter over the levels that hold ``count`` ranks, tier by tier."""
-    mesh, found = profile.mesh, []
-    level = next((at for at, shards in enumerate(mesh.shards) if shards >= count), mesh.levels)
+def _among_neighbours(profile: Profile, parallel: ModelParallel) -> list[tuple[int, Curve]]:
+    """The curves of gather and reduce-scatter over the ranks of tensor parallelism, tier by tier; with each
+    by how much less than the whole goes there, as for a bucket's stages."""
+    mesh = profile.mesh
+    found: list[tuple[int, Curve]] = []
+    curves: tuple[CollectiveCurve, ...] = profile.collectives
+    if profile.modelled is not None:  # on a mesh of its own, which need not be one of the profile's levels
+        sizes = [prod(tier) for tier in mesh.tiers]
+        without = _remaining(sizes, parallel.model_copy(update={"pipeline": 1, "context": 1}), str(mesh))
+        mesh = Mesh(tuple((size // rest,) for size, rest in zip(sizes, without, strict=True)))
+        curves = collectives(find_cluster(profile.modelled.cluster)[0], mesh, MOST_EXCHANGED_BYTES)
+    level = _level_of(mesh.shards, parallel.tensor, f"tp={parallel.tensor}", mesh)
     for tier in range(len(mesh.tiers)):
         stage = mesh.stage_in_tier(tier, 0, level)
-        for curve in profile.collectives:
+        for curve in curves:
             if stage is not None and (curve.low, curve.high) == stage and curve.operation != "all_reduce":
-                found.append([(point.bytes, point.seconds) for point in curve.points])
+                points = [(point.bytes, point.seconds) for point in curve.points]
+                found.append((mesh.shards[stage.low], points))
     return found
 
 

@@ -108,6 +108,6 @@ def _check_alone(optimizer: ShardedOptimizer) -> None:
     """UserError beside model parallelism, whose ranks would all write parts of one name."""
     if optimizer.engine.world.is_part:
         raise UserError(
-            "hzplan.Checkpoints saves models of data-parallel ranks alone; beside tensor or pipeline "
-            "parallelism save hzplan.full_parameters(optimizer) of each of its ranks"
+            "hzplan.Checkpoints saves models of data-parallel ranks alone; beside tensor parallelism "
+            "save hzplan.full_parameters(optimizer) of each of its ranks"
         )

@@ -98,9 +98,12 @@ def command(
         raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
     parallel = None if model_parallel is None else ModelParallel.parse(model_parallel)
-    if nodes is not None or (parallel is not None and not (sweep or "").startswith("nodes")):
+    read, at_each_point = profile, (sweep or "").startswith("nodes")
+    if at_each_point and nodes is not None:
+        raise UserError(f"--sweep {sweep} says how many nodes; leave --nodes out")
+    if nodes is not None or (parallel is not None and not at_each_point):
         loaded, profile = _derived(loaded, nodes, parallel, profile, output)
-    check_writable(output, keep=[profile])
+    check_writable(output, keep=[read, profile])
     request = Request(
         parse_bytes(memory, "--memory") if memory else int(loaded.cluster.memory_bytes * (1 - RESERVED)),
         global_batch,
@@ -114,7 +117,13 @@ def command(
     if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
     if sweep is not None:
-        sweeping.run(sweep, loaded, request, profile, output, parallel=parallel, plot=plot, as_json=as_json)
+        sweeping.run(
+            *(sweep, loaded, request, profile, output),
+            keep=[read],
+            parallel=parallel if at_each_point else None,
+            plot=plot,
+            as_json=as_json,
+        )
     else:
         _solve(loaded, request, profile, output, as_json=as_json)
 
@@ -127,6 +136,7 @@ def _derived(
     from hzplan.parallel import share
     from hzplan.rings import with_nodes
 
+    check_writable(output, keep=[profile])
     moved = loaded if nodes is None else with_nodes(loaded, nodes)
     moved = moved if parallel is None else share(moved, parallel)
     path = output.with_name(f"{output.stem}.profile.json")

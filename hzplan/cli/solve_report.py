@@ -85,7 +85,10 @@ class Report:
         said = f"one rank's share of {parallel}, {world} ranks in all"
         if parallel.pipeline == 1:
             return said
-        bubble = (parallel.pipeline - 1) / self.plan.batch.accumulation
+        accumulation = self.plan.batch.accumulation
+        bubble = (parallel.pipeline - 1) / accumulation
+        if accumulation < parallel.pipeline:
+            said += f"; with {accumulation} micro-batches a step, fewer than stages, memory is overestimated"
         return (
             f"{said}: the first of {parallel.pipeline} stages, with as many micro-batches under way; a "
             f"pipeline that is not interleaved adds a bubble of {bubble:.0%} to the step"

@@ -30,18 +30,20 @@ def run(
     path: Path,
     output: Path,
     *,
-    parallel: ModelParallel | None = None,
+    keep: Sequence[Path],
+    parallel: ModelParallel | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Solve every point; plans of other budgets or numbers of nodes are written beside ``output``, one each,
     those of other nodes with their profiles, each of a rank's share under what is ``parallel``.
 
+    ``keep``: other files that are not to be written.
     Plans for another network are shown only: no cluster has it. ``plot``: a figure of all.
     """
     asked = _points(text, profile, request, parallel)
     if plot is not None:
-        check_writable(plot, keep=[path])
+        check_writable(plot, keep=[path, *keep])
         front.check()
     with console.Bar("solve") as bar:
 
@@ -53,7 +55,7 @@ def run(
         raise JobFailed(f"--sweep {text}: no plan was found in the time at any point; raise --time-limit")
     if not any(isinstance(point.outcome, Solved) for point in points):
         raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
-    written = [_written(point, path, output) for point in points]
+    written = [_written(point, path, output, keep) for point in points]
     rows = [
         _row(point, best, plan) for point, best, plan in zip(points, on_front(points), written, strict=True)
     ]
@@ -119,12 +121,12 @@ def _factor(value: str, text: str) -> float:
     return factor
 
 
-def _written(point: Point, path: Path, output: Path) -> Path | None:
+def _written(point: Point, path: Path, output: Path, keep: Sequence[Path]) -> Path | None:
     if not isinstance(point.outcome, Solved) or point.label.startswith("network="):
         return None
     plan_path = output.with_name(f"{output.stem}.{point.label.replace('=', '-')}{output.suffix}")
     if point.label.startswith("nodes="):
-        check_writable(made := plan_path.with_name(f"{plan_path.stem}.profile.json"), keep=[path])
+        check_writable(made := plan_path.with_name(f"{plan_path.stem}.profile.json"), keep=[path, *keep])
         point.profile.save(made)
         path = made
     plan = emit(point.profile, point.request, point.outcome, profile_path=path, plan_path=plan_path)

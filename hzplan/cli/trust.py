@@ -13,7 +13,7 @@ def check_alone(path: Path, plan: Plan, command: str) -> None:
     if plan.parallel is not None:
         raise UserError(
             f"{path}: field parallel: the plan is beside {plan.parallel}, which hzplan {command} does not "
-            "set up; use hzplan.parallelize in the loop that does"
+            "set up; beside tensor parallelism use hzplan.parallelize(mesh=…) in the loop that does"
         )
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from hzplan.errors import UserError, one_line
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -34,8 +36,11 @@ def put(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.data = values
 
 
-def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Make a DTensor's description say ``dtype``; others take it from what is put there."""
+def cast(parameter: nn.Parameter, dtype: torch.dtype, name: str) -> None:
+    """Make a DTensor's description say ``dtype``; others take it from what is put there.
+
+    UserError, naming the parameter, where something refers to it that would then refer to the old one.
+    """
     if not is_distributed(parameter) or parameter.dtype == dtype:
         return
     from torch.distributed.tensor import DTensor
@@ -49,7 +54,13 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         stride=parameter.stride(),
     )
     parameter.grad = None
-    torch.utils.swap_tensors(parameter, nn.Parameter(made, requires_grad=parameter.requires_grad))
+    try:
+        torch.utils.swap_tensors(parameter, nn.Parameter(made, requires_grad=parameter.requires_grad))
+    except RuntimeError as error:
+        raise UserError(
+            f"{name} is a DTensor, which becomes {made.dtype} only while nothing else refers to it; call "
+            f"parallelize before a forward pass and without weak references ({one_line(error)})"
+        ) from None
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -76,5 +87,5 @@ def split_over(parameter: Tensor) -> tuple[Any, ...]:
     return tuple(
         mesh.get_group(dim)
         for dim, placement in enumerate(parameter.placements)
-        if placement.is_shard() and mesh.size(dim) > 1
+        if not placement.is_replicate() and mesh.size(dim) > 1
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ class MoEConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.active <= self.experts or self.shared < 0 or self.expert_width < 1:
-            raise ValueError("MoEConfig: of at least 1 expert at least 1 is active, and at most all are")
+        if not 1 <= self.active <= self.experts:
+            raise ValueError(f"MoEConfig.active must be from 1 to {self.experts} experts, not {self.active}")
+        if self.shared < 0 or self.expert_width < 1 or not 0 <= self.balance < inf:
+            raise ValueError("MoEConfig: shared and balance must be at least 0, expert_width at least 1")
 
 
 PRESETS: dict[str, MoEConfig] = {
@@ -176,10 +179,12 @@ class MoEGPT(GPT):
 
 
 def balanced_loss(model: nn.Module, batch: object) -> Tensor:
-    """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1], and the balancing
-    loss as the model's ``config.balance`` weighs it."""
+    """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1]; in training with
+    the balancing loss, as the model's ``config.balance`` weighs it."""
     assert isinstance(batch, Tensor)
     logits, balance = model(batch[:, :-1])
+    if not model.training:
+        return cross_entropy(logits, batch[:, 1:])
     config = next(module.config for module in model.modules() if isinstance(module, MoEGPT))
     loss: Tensor = cross_entropy(logits, batch[:, 1:]) + config.balance * balance
     return loss

@@ -99,7 +99,7 @@ def parallelize(
     ``streams``: what communication runs on; leave it, except to measure what the others cost.
     ``mesh``: the data-parallel dimension of a torch DeviceMesh, where the job has others beside, as in
     ``mesh=device_mesh["dp"]``; what the model then holds as DTensors of tensor parallelism stays so, and the
-    plan is one that ``hzplan solve --model-parallel`` made. By default all ranks.
+    plan is one that ``hzplan solve --model-parallel tp=…`` made. By default all ranks.
     Every rank calls it, with torch.distributed initialised and the plan's world. Initial values are rank 0's.
 
     The loop stays yours: forward, ``backward()`` as often as the plan accumulates, then
@@ -119,6 +119,11 @@ def parallelize(
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if plan.parallel is not None and plan.parallel.pipeline > 1:
+        raise UserError(
+            f"the plan is of the first of {plan.parallel.pipeline} pipeline stages; pipelines are planned "
+            "and shown, not trained: their order of passes is another"
+        )
     check_model(model, plan)
     world = None if mesh is None else Job(_only_group(mesh))
     return apply(
@@ -132,6 +137,8 @@ def parallelize(
 
 def _only_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A mesh's process group; UserError for one of several dimensions."""
+    if not isinstance(mesh, DeviceMesh):
+        raise UserError(f"mesh is a {type(mesh).__name__}; give a dimension of a torch DeviceMesh")
     if mesh.ndim != 1:
         raise UserError(
             f"mesh has the dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}; give the data-parallel "
@@ -305,6 +312,8 @@ def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: Wor
 
 def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """A copy of every parameter, whole, by its name in the model; every rank calls it, between steps.
+
+    Of a DTensor of tensor parallelism it is this rank's part.
 
     Where the plan keeps master weights (bfloat16), it is those, in float32; frozen parameters are bfloat16.
     """

@@ -98,8 +98,9 @@ class Bucket:
             )
             for tensor in self.layout.tensors
         ]
-        for parameter, view in zip(self.parameters, self.param_views, strict=True):
-            cast(parameter, view.dtype)
+        named = zip(self.parameters, self.param_views, self.layout.tensors, strict=True)
+        for parameter, view, tensor in named:
+            cast(parameter, view.dtype, tensor.name)
             put(parameter, view)
             parameter.grad = None  # of before; what backward leaves there is taken as this model's
         self.hide()

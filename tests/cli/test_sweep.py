@@ -131,6 +131,15 @@ def test_a_ranks_share_under_model_parallelism(modelled: Path) -> None:
     done = hzplan(*ask, "--model-parallel", "tp=2", "--sweep", "nodes=1,4", "--json", cwd=modelled)
     worlds = [Plan.load(modelled / row["plan"]).mesh.world for row in json.loads(done.stdout)["sweep"]]
     assert worlds == [4, 16]
+    refused = hzplan(*ask, "--nodes", "2", "--sweep", "nodes=1,4", cwd=modelled)
+    assert refused.code == 2 and "leave --nodes out" in refused.stderr
+    before = (modelled / "profile.json").read_text()
+    for options in (("--model-parallel", "tp=2"), ("--nodes", "2")):
+        refused = hzplan(
+            "solve", "profile.json", "--global-batch", "64", *options, "-o", "profile.json", cwd=modelled
+        )
+        assert refused.code == 2 and "is what is read" in refused.stderr
+    assert (modelled / "profile.json").read_text() == before
     refused = hzplan("solve", "share.profile.json", "--global-batch", "64", "--nodes", "2", cwd=modelled)
     assert refused.code == 2 and "the profile is of a rank's share" in refused.stderr
 

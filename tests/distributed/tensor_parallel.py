@@ -161,7 +161,7 @@ def _differences(mesh: DeviceMesh, levels: Levels, dtype: Any) -> dict[str, floa
 
 
 def refusals(_: object) -> list[str]:
-    """What is said to a model that is cut over the data-parallel ranks, to two dimensions, to checkpoints."""
+    """What is said to a model that is cut over replicas, to two dimensions, to pipelines, to checkpoints."""
     mesh = init_device_mesh("cpu", (2, TENSOR), mesh_dim_names=("dp", "tp"))
     plan = make_plan(WORKLOAD, mesh="2").model_copy(update={"parallel": ModelParallel(tensor=TENSOR)})
     said = []
@@ -176,6 +176,8 @@ def refusals(_: object) -> list[str]:
     parallelize_module(model.layers[0], mesh["dp"], CUT)
     refused(lambda: parallelize(model, plan, mesh=mesh["dp"]))
     refused(lambda: parallelize(Model(), plan, mesh=mesh))
+    pipeline = plan.model_copy(update={"parallel": ModelParallel(pipeline=2)})
+    refused(lambda: parallelize(Model(), pipeline, mesh=mesh["dp"]))
     good, optimizer = parallelize(Model(), plan, mesh=mesh["dp"], lr=LR)
     refused(lambda: Checkpoints("nowhere").save(good, optimizer, 1))
     optimizer.engine.close()

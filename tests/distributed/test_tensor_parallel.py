@@ -25,7 +25,9 @@ def test_equals_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_what_is_not_supported_is_refused_with_the_reason(tmp_path: Path) -> None:
-    cut, dimensions, saved = on_ranks(4, "tests.distributed.tensor_parallel:refusals", None, tmp_path)
+    said = on_ranks(4, "tests.distributed.tensor_parallel:refusals", None, tmp_path)
+    cut, dimensions, pipeline, saved = said
     assert cut.startswith("parameter layers.0.attention.q.weight is a DTensor that is cut over ranks which")
     assert dimensions.startswith("mesh has the dimensions ('dp', 'tp'); give the data-parallel one")
+    assert pipeline.startswith("the plan is of the first of 2 pipeline stages")
     assert saved.startswith("hzplan.Checkpoints saves models of data-parallel ranks alone")

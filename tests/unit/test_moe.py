@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,10 +52,10 @@ def test_the_balancing_loss_is_one_where_routing_is_even_and_more_where_it_is_no
     moe = MoE(TINY).double()
     nn.init.zeros_(moe.router.weight)
     x = torch.randn(4, 16, TINY.width, dtype=torch.float64)
-    assert float(moe(x)[1]) == pytest.approx(1.0)
+    assert float(moe(x)[1].detach()) == pytest.approx(1.0)
     with torch.no_grad():
         moe.router.weight[0] = 10.0
-    assert float(moe(x.abs())[1]) > 3
+    assert float(moe(x.abs())[1].detach()) > 3
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
@@ -93,6 +95,22 @@ def test_flops_in_shapes_are_those_of_the_active_experts() -> None:
     forward = 2 * 2 * s * (config.layers * (per_token + 2 * s * w) + config.vocab * w)
     found = sum(cost.flops for use in profile.uses for cost in use.costs)
     assert found == pytest.approx(3 * forward, rel=0.02)  # a first layer's input has no gradient
+
+
+def test_the_balancing_loss_is_for_training_only() -> None:
+    workload = load("moe:nano")
+    torch.manual_seed(0)
+    model, batch = workload.build(), workload.batch(2, torch.Generator().manual_seed(0))
+    training = float(workload.loss(model, batch))
+    assert training - float(workload.loss(model.eval(), batch)) == pytest.approx(0.01, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("active", 9), ("shared", -1), ("expert_width", 0), ("balance", -1.0)]
+)
+def test_sizes_that_make_no_sense_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"MoEConfig.*{field}"):
+        replace(TINY, **{field: value})
 
 
 def test_even_routing_is_a_context() -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from hzplan.cost import CostModel
 from hzplan.errors import UserError
+from hzplan.formats.cluster import TierModel, find_cluster
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Mesh
 from hzplan.parallel import _parts, share
+from hzplan.rings import with_nodes
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Request, Solved, solve
 
@@ -84,6 +86,23 @@ def test_the_first_stage_keeps_activations_of_as_many_micro_batches_as_there_are
     assert sum(use.costs[0].retained_bytes for use in four.uses) == pytest.approx(0, abs=kept * 0.01)
 
 
+@pytest.mark.parametrize(("ranks", "across"), [(2, ()), (4, ()), (8, ()), (16, (2,)), (32, (4,))])
+def test_messages_of_tensor_parallelism_take_what_a_ring_takes(ranks: int, across: tuple[int, ...]) -> None:
+    """A gather and a reduce-scatter of [micro-batch, sequence, hidden], for each of a layer's two parts; over
+    nodes what a rank of eight has of it."""
+    cluster, _ = find_cluster("h100-8x400g")
+    nbytes = MODELLED.model.seq_len * 4096 * 2
+
+    def ring(tier: TierModel, size: int, carried: int) -> float:
+        rate = tier.bytes_per_s.value * tier.bytes_share.value
+        return (size - 1) * (tier.latency_s.value + carried / size / rate)
+
+    expected = ring(cluster.tiers[0], min(ranks, 8), nbytes)
+    expected += sum(ring(cluster.tiers[1], size, nbytes // 8) for size in across)
+    layer, whole = (p.uses[1].costs[0] for p in (share(MODELLED, ModelParallel(tensor=ranks)), MODELLED))
+    assert layer.seconds - whole.seconds / ranks == pytest.approx(2 * 2 * expected, rel=1e-3)
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.data())
 def test_the_longest_stage_is_as_short_as_can_be(lengths: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(lengths)))
@@ -121,6 +140,8 @@ def test_ranks_that_share_a_sequence_shard_and_have_no_batch_of_their_own(tmp_pa
     [
         (MODELLED, ModelParallel(tensor=3), "tp=3 does not divide"),
         (MODELLED, ModelParallel(tensor=128), "tp=128 does not divide"),
+        (with_nodes(MODELLED, 3), ModelParallel(tensor=3), "tp=3 does not divide"),
+        (with_nodes(MODELLED, 12), ModelParallel(pipeline=8), "pp=8 does not divide"),
         (MODELLED, ModelParallel(tensor=8, pipeline=4, context=4), "cp=4 does not divide the 2 ranks"),
         (MEASURED, ModelParallel(pipeline=8, tensor=2), "does not divide"),
         (share(MODELLED, ModelParallel(tensor=2)), ModelParallel(tensor=2), "a rank's share"),
