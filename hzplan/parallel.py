@@ -74,11 +74,10 @@ def _cluster(profile: Profile, parallel: ModelParallel, units: tuple[UnitEntry, 
     if profile.calibrated is not None:
         factors = tuple(profile.calibrated.tiers[tier] for tier in kept)
         found["calibrated"] = profile.calibrated.model_copy(update={"tiers": factors})
-    if profile.modelled is not None:
-        model, _ = find_cluster(profile.modelled.cluster)
-        tiers = _tiers(model, len(sizes))
+    model = _rates(profile)
+    if model is not None:
         mesh = Mesh.of_tiers(*(sizes[tier] for tier in kept))
-        links = model.model_copy(update={"tiers": tuple(tiers[tier] for tier in kept)})
+        links = model.model_copy(update={"tiers": tuple(model.tiers[tier] for tier in kept)})
         found["collectives"] = collectives(links, mesh, travelling_bytes(units, profile.model.dtype))
     else:
         mesh, found["collectives"] = _within(profile, parallel, kept)
@@ -111,21 +110,24 @@ def _remaining(sizes: Sequence[int], parallel: ModelParallel, mesh: str) -> list
     return found
 
 
-def _tiers(model: ClusterModel, count: int) -> Sequence[object]:
-    if len(model.tiers) != count:
-        raise UserError(
-            f"--model-parallel: cluster {model.name} has {len(model.tiers)} tiers, the profile {count}; "
-            "profile without --mesh"
-        )
-    return model.tiers
+def _rates(profile: Profile) -> ClusterModel | None:
+    """Of whose links curves can be modelled anew; None where those that there are say more: measured ones, or
+    corrected by a run, or of a cluster that does not come with hzplan."""
+    if profile.modelled is None or profile.calibrated is not None:
+        return None
+    try:
+        model, _ = find_cluster(profile.modelled.cluster)
+    except UserError:
+        return None
+    return model if len(model.tiers) == len(profile.mesh.tiers) else None
 
 
 def _within(
     profile: Profile, parallel: ModelParallel, kept: Sequence[int]
 ) -> tuple[Mesh, tuple[CollectiveCurve, ...]]:
-    """The mesh and measured curves of the levels between what is taken at either end.
+    """The mesh and curves of the levels between what is taken at either end.
 
-    They were measured with all sibling groups active, as those of all model-parallel ranks will be.
+    They are with all sibling groups active, as those of all model-parallel ranks will be.
     """
     mesh = profile.mesh
     first = _level_of(mesh.shards, parallel.tensor, f"tp={parallel.tensor}", mesh)
@@ -149,7 +151,7 @@ def _within(
 def _level_of(shards: Sequence[int], count: int, what: str, mesh: Mesh) -> int:
     if count not in shards:
         raise UserError(
-            f"--model-parallel {what}: no level of the measured mesh {mesh} has that many ranks; profile "
+            f"--model-parallel {what}: no level of the mesh {mesh} has that many ranks; profile "
             "with a --mesh that is split there"
         )
     return shards.index(count)
@@ -254,11 +256,12 @@ def _among_neighbours(profile: Profile, parallel: ModelParallel) -> list[tuple[i
     mesh = profile.mesh
     found: list[tuple[int, Curve]] = []
     curves: tuple[CollectiveCurve, ...] = profile.collectives
-    if profile.modelled is not None:  # on a mesh of its own, which need not be one of the profile's levels
+    model = _rates(profile)
+    if model is not None:  # on a mesh of its own, which need not be one of the profile's levels
         sizes = [prod(tier) for tier in mesh.tiers]
         without = _remaining(sizes, parallel.model_copy(update={"pipeline": 1, "context": 1}), str(mesh))
         mesh = Mesh(tuple((size // rest,) for size, rest in zip(sizes, without, strict=True)))
-        curves = collectives(find_cluster(profile.modelled.cluster)[0], mesh, MOST_EXCHANGED_BYTES)
+        curves = collectives(model, mesh, MOST_EXCHANGED_BYTES)
     level = _level_of(mesh.shards, parallel.tensor, f"tp={parallel.tensor}", mesh)
     for tier in range(len(mesh.tiers)):
         stage = mesh.stage_in_tier(tier, 0, level)

@@ -14,7 +14,7 @@ from hzplan.errors import UserError
 from hzplan.formats.cluster import TierModel, find_cluster
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import Plan
-from hzplan.formats.profile import Profile
+from hzplan.formats.profile import CalibratedEntry, Profile
 from hzplan.hierarchy import Mesh
 from hzplan.parallel import _parts, share
 from hzplan.rings import with_nodes
@@ -69,6 +69,25 @@ def test_measured_curves_are_those_of_the_levels_that_are_left() -> None:
     assert {(c.operation, c.low, c.high): c.points for c in outer.collectives} == {
         key: points for key, points in before.items() if key[2] <= 2
     }
+
+
+@pytest.mark.parametrize("what", ["a cluster of the user's", "corrected by a run"])
+def test_curves_that_nobody_can_model_anew_stay(what: str) -> None:
+    assert MODELLED.modelled is not None
+    fields = {name: getattr(MODELLED, name) for name in Profile.model_fields}
+    if what == "corrected by a run":
+        fields["calibrated"] = CalibratedEntry(steps=9, compute=1.0, tiers=(1.0, 2.0), optimizer=1.0)
+    else:
+        fields["modelled"] = MODELLED.modelled.model_copy(update={"cluster": "ours"})
+    profile = Profile(**fields)
+    shared, again = share(profile, ModelParallel(tensor=8)), share(MODELLED, ModelParallel(tensor=8))
+    assert shared.mesh.world == 8 and shared.uses == again.uses  # the same curve, read another way
+    before = {(c.operation, c.low, c.high): c.points for c in MODELLED.collectives}
+    assert {(c.operation, c.low + 2, c.high + 2): c.points for c in shared.collectives} == {
+        key: points for key, points in before.items() if key[1] >= 2
+    }
+    with pytest.raises(UserError, match=r"no level of the mesh 2,4\|2,4 has that many ranks"):
+        share(profile, ModelParallel(tensor=4))
 
 
 def test_the_first_stage_keeps_activations_of_as_many_micro_batches_as_there_are_stages() -> None:
