@@ -131,7 +131,7 @@ class Part(NamedTuple):
     gathers: tuple[tuple[int, int, Stage, int], ...]
 
 
-def _sum(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+def _sum(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
@@ -283,8 +283,9 @@ class CostModel:
     def together(self, parts: Iterable[Part]) -> UnitCost:
         """Buckets of one unit: reductions one after the other, gathers of a stage at once.
 
-        Gathers of a stage cost what their bytes cost together; over several stages they share the link, so
-        their times add up.
+        Gathers of a stage cost what their bytes cost together. Over several stages they share the link, so
+        their times add up, but for the latency where they are exchanges: those are under way at once, and it
+        passes once.
         """
         total = UnitCost.zero(len(self.mesh.tiers))
         sizes: dict[tuple[int, int, Stage], int] = {}
@@ -293,9 +294,13 @@ class CostModel:
             for kind, tier, stage, nbytes in part.gathers:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
         times = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        at_once = self.profile.cluster.scattered_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
-            times[kind][tier] += self.collective_ns("all_gather", stage, nbytes)
-        unshard, regather, sync = map(tuple, times)
+            latency = self.collective_ns("all_gather", stage, 0) if at_once else 0
+            times[kind][tier] += self.collective_ns("all_gather", stage, nbytes) - latency
+            waited[kind][tier] = max(waited[kind][tier], latency)
+        unshard, regather, sync = map(_sum, times, waited)
         return replace(total, unshard_ns=unshard, regather_ns=regather, sync_ns=sync)
 
     def part(self, bucket: BucketLayout) -> Part:
@@ -414,8 +419,14 @@ class CostModel:
         """Nanoseconds of every task of a schedule."""
         return [self.task_ns(schedule, task, units, micro_batch) for task in schedule.tasks]
 
+    def step_ns(self, schedule: Schedule) -> int:
+        """Nanoseconds for which compute stands still before the updates: until all ranks know the norm."""
+        return round(self.profile.cluster.norm_seconds * 1e9) if schedule.clip else 0
+
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""
+        if task.kind is Kind.STEP:
+            return self.step_ns(schedule)
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
             again = units[schedule.uses[index].unit].recompute

@@ -185,7 +185,8 @@ class ModelEntry(Strict):
 
 
 class ClusterEntry(Strict):
-    """Where it was measured. ``memory_bytes`` is what one rank may use, before any reserve."""
+    """Where it was measured. ``memory_bytes`` is what one rank may use, before any reserve;
+    ``norm_seconds``: how long all ranks take to add up one number, which clipping waits for."""
 
     mesh: str
     tier_names: tuple[str, ...]
@@ -194,6 +195,7 @@ class ClusterEntry(Strict):
     memory_bytes: PositiveInt
     peak_flops: Rate
     scattered_by_exchange: bool
+    norm_seconds: Measured = 0.0
 
 
 class ProvenanceEntry(Strict):

@@ -88,6 +88,15 @@ def measure_links(
     )
 
 
+def measure_norm(ranks: Ranks) -> float:
+    """Seconds until all ranks know the sum of one number of each: the slowest rank's, the median."""
+    if ranks.size == 1:
+        return 0.0
+    number = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    seconds = [_seconds(ranks, partial(_all_reduce, number, None), 1) for _ in range(MAX_REPEATS)]
+    return nanoseconds(statistics.median(map(max, zip(*ranks.gather(seconds), strict=True))))
+
+
 def _cases(
     ranks: Ranks, mesh: Mesh, stage: Stage, groups: Communicators, dtype: torch.dtype, largest_bytes: int
 ) -> Iterator[Case]:
@@ -127,7 +136,7 @@ def collective(
     return partial(_all_reduce, whole, group)
 
 
-def _all_reduce(whole: Tensor, group: dist.ProcessGroup) -> None:
+def _all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(whole, group=group)
 
 

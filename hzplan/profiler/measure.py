@@ -33,7 +33,7 @@ from hzplan.profiler.fake import Rates
 from hzplan.profiler.folded import fold, is_too_large
 from hzplan.profiler.interference import measure_interference
 from hzplan.profiler.kept import Kept
-from hzplan.profiler.links import LAST_BYTES, measure_links
+from hzplan.profiler.links import LAST_BYTES, measure_links, measure_norm
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
@@ -301,6 +301,7 @@ def _measure_links(
             memory_bytes=memory_bytes,
             peak_flops=peak,
             scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
+            norm_seconds=measure_norm(ranks),
         ),
         collectives=collectives,
         interference=interference,

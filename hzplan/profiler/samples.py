@@ -15,6 +15,16 @@ def spread(samples: Sequence[float]) -> float:
     return round((high - low) / 2 / middle, 4)
 
 
+TRIMMED = 0.05
+"""The share of samples at each end that a mean leaves out: what happened once is no property."""
+
+
+def trimmed_mean(samples: Sequence[float]) -> float:
+    """The mean without the smallest and the largest twentieth."""
+    out = int(len(samples) * TRIMMED)
+    return statistics.fmean(sorted(samples)[out : len(samples) - out])
+
+
 def nanoseconds(seconds: float) -> float:
     """Rounded to what a profile is read at."""
     return round(seconds, 9)

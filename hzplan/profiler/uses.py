@@ -10,18 +10,20 @@ from functools import partial
 from torch import Tensor
 
 from hzplan.errors import UserError, one_line
-from hzplan.formats.profile import UseCost, UseEntry
+from hzplan.formats.profile import UseEntry
 from hzplan.models.recompute import Switch, leaves, switched
 from hzplan.models.units import Unit
 from hzplan.profiler.again import Again, by_forwards, differences, with_again
 from hzplan.profiler.clock import clock
+from hzplan.profiler.costs import kinds, use_costs
+from hzplan.profiler.entries import unit_entry
 from hzplan.profiler.fake import FakeTurn
 from hzplan.profiler.flops import FlopProbe
 from hzplan.profiler.memory import Segment, memory_trace
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.reads import unread_uses
 from hzplan.profiler.rounds import rounds
-from hzplan.profiler.samples import nanoseconds, spread
+from hzplan.profiler.samples import spread
 from hzplan.profiler.shapes import Shapes
 from hzplan.profiler.turns import Turns
 from hzplan.schedule import Use
@@ -84,7 +86,11 @@ def measure_uses(
         raise UserError(f"{label}: the order in which modules are used {_NOT_FIXED} chance or earlier calls")
     if not all(repeats[len(passes) :]):  # what was right a few times may not be always
         more = []
-    measured = [_costs(each, mine) for each, mine in zip([*passes, *more], repeats, strict=False)]
+    entries = [unit_entry(unit) for unit in units]
+    measured = [
+        use_costs(each.micro_batch, kinds(entries, each.uses, each.flops), each.flops, each.memory, mine)
+        for each, mine in zip([*passes, *more], repeats, strict=False)
+    ]
     costs, with_more = measured[: len(passes)], measured[len(passes) :]
     if shapes is not None:
         again: Again = {
@@ -103,7 +109,7 @@ def measure_uses(
     else:
         unread = frozenset(i for i, use in enumerate(passes[0].uses) if not shapes.reads(use))
     mine = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[len(passes) - 1])
-    entries = [
+    found = [
         UseEntry(
             unit=use.unit,
             phase=use.phase,
@@ -112,7 +118,7 @@ def measure_uses(
         )
         for index, use in enumerate(passes[0].uses)
     ]
-    return with_again(entries, again, leaves(units)), mine
+    return with_again(found, again, leaves(units)), mine
 
 
 def _bytes(turns: Sequence[FakeTurn]) -> list[tuple[int, int]]:
@@ -243,32 +249,3 @@ def _steady(blocks: Sequence[Sequence[Sequence[Sequence[float]]]]) -> bool:
         [sum(row) for block in mine for row in block] for mine in zip(*blocks, strict=True) if all(mine)
     ]
     return bool(by_rank) and statistics.median(map(spread, by_rank)) < STEADY_SPREAD
-
-
-def _costs(each: Pass, repeats: Sequence[Sequence[Sequence[float]]]) -> list[UseCost]:
-    """Medians over repeats and ranks, scaled to add up to the median of whole passes.
-
-    Where ranks take turns on a core, medians of the parts alone would miss the pauses.
-    """
-    rows = [row for by_rank in repeats for row in by_rank]
-    by_use = list(zip(*rows, strict=True))
-    late = [
-        statistics.median(max(samples) - statistics.fmean(samples) for samples in by_repeat)
-        for by_repeat in zip(*(list(zip(*by_rank, strict=True)) for by_rank in repeats), strict=True)
-    ]
-    medians = [statistics.median(samples) for samples in by_use]
-    scale = statistics.median(map(sum, rows)) / sum(medians)
-    return [
-        UseCost(
-            micro_batch=each.micro_batch,
-            seconds=nanoseconds(median * scale),
-            spread=spread(samples),
-            late_seconds=nanoseconds(wait),
-            flops=flops,
-            retained_bytes=segment.retained_bytes,
-            peak_bytes=segment.peak_bytes,
-        )
-        for median, samples, wait, flops, segment in zip(
-            medians, by_use, late, each.flops, each.memory, strict=True
-        )
-    ]

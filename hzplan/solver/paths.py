@@ -114,6 +114,8 @@ class Network:
                 if switch is not None and again:
                     at = self.rows[switch] * self.shape[1] + self.columns[SWITCHED]
                     terms.append((at, times * again))
+            elif task.kind is Kind.STEP:
+                constant += times * self.model.step_ns(self.whole) * MS
             elif (key := (task.kind, task.tier)) in self.columns:
                 terms += [
                     (self.rows[unit] * self.shape[1] + self.columns[key], float(times))

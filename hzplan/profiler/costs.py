@@ -1,0 +1,60 @@
+"""What repeated passes say of every use: seconds, scatter, and how late the slowest rank is."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from hzplan.formats.profile import UnitEntry, UseCost
+from hzplan.profiler.memory import Segment
+from hzplan.profiler.samples import nanoseconds, spread, trimmed_mean
+from hzplan.schedule import Use
+
+Repeats = Sequence[Sequence[Sequence[float]]]
+"""Seconds by repeat, rank and use."""
+
+
+def kinds(units: Sequence[UnitEntry], uses: Sequence[Use], flops: Sequence[int]) -> list[Hashable]:
+    """What decides how long a use takes: uses of one kind do the same work, on tensors of the same shapes."""
+    shapes = {
+        unit.name: (unit.module, tuple((t.shape, t.dtype, t.trainable) for t in unit.tensors))
+        for unit in units
+    }
+    return [(use.phase, use.reads, shapes[use.unit], count) for use, count in zip(uses, flops, strict=True)]
+
+
+def use_costs(
+    micro_batch: int,
+    kinds: Sequence[Hashable],
+    flops: Sequence[int],
+    memory: Sequence[Segment],
+    repeats: Repeats,
+) -> list[UseCost]:
+    """The cost of every use. Those of a kind share their samples, so equal layers cost the same.
+
+    Means, scaled to add up to the median of whole passes: ranks that take turns on a core make a use as long
+    as it is alone, or several times that, and what decides a step is what that comes to.
+    """
+    rows = [row for by_rank in repeats for row in by_rank]
+    samples: dict[Hashable, list[float]] = defaultdict(list)
+    late: dict[Hashable, list[float]] = defaultdict(list)
+    for index, kind in enumerate(kinds):
+        samples[kind] += [row[index] for row in rows]
+        for by_rank in repeats:
+            of_ranks = [row[index] for row in by_rank]
+            late[kind].append(max(of_ranks) - statistics.fmean(of_ranks))
+    means = {kind: trimmed_mean(found) for kind, found in samples.items()}
+    scale = statistics.median(map(sum, rows)) / sum(means[kind] for kind in kinds)
+    return [
+        UseCost(
+            micro_batch=micro_batch,
+            seconds=nanoseconds(means[kind] * scale),
+            spread=spread(samples[kind]),
+            late_seconds=nanoseconds(trimmed_mean(late[kind])),
+            flops=count,
+            retained_bytes=segment.retained_bytes,
+            peak_bytes=segment.peak_bytes,
+        )
+        for kind, count, segment in zip(kinds, flops, memory, strict=True)
+    ]
