@@ -266,7 +266,11 @@ def _among_neighbours(profile: Profile, parallel: ModelParallel) -> list[tuple[i
     for tier in range(len(mesh.tiers)):
         stage = mesh.stage_in_tier(tier, 0, level)
         for curve in curves:
-            if stage is not None and (curve.low, curve.high) == stage and curve.operation != "all_reduce":
+            if (
+                stage is not None
+                and (curve.low, curve.high) == stage
+                and curve.operation in ("all_gather", "reduce_scatter")
+            ):
                 points = [(point.bytes, point.seconds) for point in curve.points]
                 found.append((mesh.shards[stage.low], points))
     return found

@@ -52,6 +52,7 @@ def random_profile(
         for name in names
     ]
     _add_recomputation(uses)
+    own = random.Random(json.dumps(units))  # what was drawn before this was added stays as it was
     return Profile.model_validate(
         {
             "provenance": {"created": "-", "hzplan": "-", "torch": "-", "python": "-", "cpus": 1},
@@ -64,6 +65,7 @@ def random_profile(
                 "memory_bytes": 2**30,
                 "peak_flops": 1e9,
                 "scattered_by_exchange": rng.random() < 0.5,
+                "norm_seconds": own.choice([None, own.uniform(1, 100) * 1e-6]),
             },
             "optimizer": {
                 "name": "adamw",
@@ -77,7 +79,13 @@ def random_profile(
             "units": units,
             "uses": uses,
             "collectives": [
-                {"operation": operation, "low": stage.low, "high": stage.high, "points": _points(rng)}
+                {
+                    "operation": operation,
+                    "low": stage.low,
+                    "high": stage.high,
+                    "algorithm": own.choice([None, "exchange", "native"]),
+                    "points": _points(rng),
+                }
                 for stage in mesh.stages()
                 for operation in ("all_gather", "reduce_scatter", "all_reduce")
             ],

@@ -29,7 +29,11 @@ from hzplan.schedule import Use
 MAX_TENSOR_BYTES = 2**44
 
 Phase = Literal["forward", "backward"]
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+Algorithm = Literal["exchange", "native"]
+"""How a group does a collective: from rank to rank (gathers in a ring, reductions all to all and a sum), or
+by the backend's own operation."""
 
 
 class TensorEntry(Strict):
@@ -113,11 +117,16 @@ class CollectivePoint(Strict):
 
 
 class CollectiveCurve(Strict):
-    """A collective over the groups between two levels, every sibling group active at once."""
+    """A collective over the groups between two levels, every sibling group active at once.
+
+    ``algorithm``: the faster one where there is a choice, which is what was measured and what the runtime
+    will use; None where the backend leaves none, or where nobody measured.
+    """
 
     operation: Operation
     low: NonNegativeInt
     high: PositiveInt
+    algorithm: Algorithm | None = None
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
 
 
@@ -195,7 +204,7 @@ class ClusterEntry(Strict):
     memory_bytes: PositiveInt
     peak_flops: Rate
     scattered_by_exchange: bool
-    norm_seconds: Measured = 0.0
+    norm_seconds: Measured | None = None
 
 
 class ProvenanceEntry(Strict):

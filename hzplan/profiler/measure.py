@@ -290,7 +290,9 @@ def _measure_links(
     parts.part("links", STAGE_S * len(mesh.stages()))
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
     parts.part("compute and links together", TOGETHER_S * len(mesh.tiers))
-    interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
+    interference = measure_interference(
+        ranks, mesh, travelling, largest_bytes, compute, collectives, parts.at
+    )
     return Links(
         provenance=provenance(),
         cluster=ClusterEntry(

@@ -78,15 +78,22 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
     curves = {(curve.operation, curve.low, curve.high): curve for curve in profile.collectives}
     assert set(curves) == {
         (operation, *stage)
-        for operation in ("all_gather", "reduce_scatter", "all_reduce")
+        for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
         for stage in profile.mesh.stages()
     }
     largest = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in profile.units)
-    for (_, low, _), curve in curves.items():
+    for (operation, low, _), curve in curves.items():
+        chosen = operation in ("all_gather", "reduce_scatter")
+        assert curve.algorithm in (("exchange", "native") if chosen else (None,))
         assert curve.points[-1].bytes >= largest // profile.mesh.shards[low] or len(curve.points) >= 2
         seconds = [point.seconds for point in curve.points]
         assert seconds == sorted(seconds) and seconds[0] > 1e-6
     assert all(use.costs[0].seconds > 0 for use in profile.uses)
     assert sum(use.costs[1].retained_bytes for use in profile.uses) == 0
+    assert profile.cluster.norm_seconds is not None and 1e-5 < profile.cluster.norm_seconds < 1.0
+    forwards = [
+        use.costs for use in profile.uses if use.unit.startswith("layers.") and use.phase == "forward"
+    ]
+    assert len(forwards) > 1 and len({costs[0].seconds for costs in forwards}) == 1
     assert len(profile.interference) == 2
     assert all(entry.slowdown >= 1 and 0 <= entry.compute_lost < 1 for entry in profile.interference)

@@ -1,0 +1,98 @@
+"""What repeated passes say of uses, and what a step costs beside them."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from hzplan.cost import CostModel
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Levels, Stage
+from hzplan.layout import TensorSpec, bucketise
+from hzplan.profiler.costs import use_costs
+from hzplan.profiler.memory import Segment
+from hzplan.runtime.apply import Choice
+from hzplan.schedule import Kind
+
+MEASURED = "plans/profiles/gpt-small-2x2-500mbit.json"
+MEMORY = (Segment(1, 1),) * 3
+
+
+def test_uses_of_a_kind_share_their_samples_and_add_up_to_whole_passes() -> None:
+    repeats = [[[1.0, 5.0, 3.0], [3.0, 1.0, 5.0]], [[2.0, 2.0, 4.0], [2.0, 4.0, 4.0]]]
+    costs = use_costs(1, ["a", "a", "b"], [1, 1, 1], MEMORY, repeats)
+    assert costs[0].seconds == costs[1].seconds
+    assert costs[0].seconds / costs[2].seconds == pytest.approx(2.5 / 4.0)
+    whole = statistics.median(sum(row) for by_rank in repeats for row in by_rank)
+    assert sum(cost.seconds for cost in costs) == pytest.approx(whole)
+    assert costs[0].late_seconds == pytest.approx((1.0 + 2.0 + 0.0 + 1.0) / 4)
+
+
+def test_a_pause_now_and_then_is_no_property() -> None:
+    repeats = [[[1.0, 1.0]] for _ in range(40)]
+    repeats[7] = [[1000.0, 1.0]]
+    first, second = use_costs(1, ["a", "b"], [1, 1], MEMORY[:2], repeats)
+    assert first.seconds == second.seconds == pytest.approx(1.0)
+
+
+def _with(profile: Profile, **changes: Any) -> Profile:
+    return profile.model_copy(update={"cluster": profile.cluster.model_copy(update=changes)})
+
+
+def test_the_norm_costs_only_who_clips() -> None:
+    profile = _with(Profile.load(MEASURED), norm_seconds=0.002)
+    model = CostModel(profile)
+    for clip, expected in ((True, 2_000_000), (False, 0)):
+        schedule = model.schedule(prefetch=1, accumulation=1, clip=clip)
+        step = next(task for task in schedule.tasks if task.kind is Kind.STEP)
+        assert model.task_ns(schedule, step, {}, profile.micro_batches[0]) == expected
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_gathers_at_once_wait_for_one_latency(exchange: bool) -> None:
+    """Of a tier of two levels: over stages (0, 1) and (0, 2), under way together or one after the other."""
+    known = Profile.load(MEASURED)
+    stages = [Stage(0, 1), Stage(0, 2), Stage(1, 2)]
+    points = [
+        {"bytes": 4096, "seconds": 1e-3, "spread": 0.0},
+        {"bytes": 8192, "seconds": 2e-3, "spread": 0.0},
+    ]
+    curves = [
+        {"operation": operation, "low": stage.low, "high": stage.high, "points": points}
+        for stage in stages
+        for operation in ("all_gather", "reduce_scatter")
+    ]
+    data = known.model_dump(mode="json", exclude_none=True) | {"collectives": curves, "interference": []}
+    data["cluster"] |= {"mesh": "2,2", "tier_names": ["node"], "scattered_by_exchange": exchange}
+    model = CostModel(Profile.model_validate(data))
+    tensors = [TensorSpec(name, (2048,), "float32", True) for name in "ab"]
+    levels = [Levels(1, 1, 1), Levels(2, 2, 2)]
+    buckets = bucketise(zip(tensors, levels, strict=True), model.mesh)
+    alone = [model.bucket(bucket).unshard_ns[0] for bucket in buckets]
+    assert alone == [2_000_000, 2_000_000]
+    together = model.unit(buckets).unshard_ns[0]
+    assert together == (3_000_000 if exchange else 4_000_000)
+
+
+def test_a_backends_own_collectives_are_in_the_plan_and_need_no_scratch() -> None:
+    known = Profile.load(MEASURED)
+    curves = tuple(
+        curve.model_copy(update={"algorithm": "native"}) if curve.operation == "reduce_scatter" else curve
+        for curve in known.collectives
+    )
+    native = known.model_copy(update={"collectives": curves})
+    tensors = [TensorSpec("a", (1 << 16,), "float32", True)]
+    buckets = bucketise([(tensors[0], Levels(0, 1, 1))], known.mesh)
+    assert sum(CostModel(known).unit(buckets).scratch_bytes) > 0
+    assert sum(CostModel(native).unit(buckets).scratch_bytes) == 0
+    plan = Plan.load("plans/gpt-small-2x2-500mbit.json")
+    entry = {"operation": "reduce_scatter", "low": 0, "high": 1}
+    data = plan.model_dump(mode="json", exclude_none=True)
+    data["native"] = [entry]
+    assert Choice.of(Plan.model_validate(data)).native == {("reduce_scatter", Stage(0, 1))}
+    data["native"] = [entry | {"high": 9}]
+    with pytest.raises(ValueError, match=r"native\.0: the mesh has no groups"):
+        Plan.model_validate(data)
