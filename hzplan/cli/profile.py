@@ -54,6 +54,13 @@ def command(
         Path | None,
         typer.Option(help="What --only links wrote on the cluster: the model is measured in one process."),
     ] = None,
+    known: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A profile made here before: what it says of units of the same shapes is taken over; "
+            "may be repeated."
+        ),
+    ] = None,
     analytic: Annotated[
         bool, typer.Option(help="Without a cluster: operations in shapes only, at a known cluster's rates.")
     ] = False,
@@ -68,7 +75,8 @@ def command(
     Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here. With
     --analytic nothing is measured: any machine will do, and the profile says that it is modelled. With --only
     links and later --links links are measured once for all models, and models on one device. Of a model that
-    is too large for it only distinct units are made.
+    is too large for it only distinct units are made. With --known another micro-batch size, or more layers of
+    the same, costs only what is new.
 
     What is done is kept in PROFILE.partial until all is: the same command goes on where it was cut short.
 
@@ -93,7 +101,10 @@ def command(
     model_here = _Model(
         *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
         units=tuple(unit or ()),
+        known=tuple(known or ()),
     )
+    if known and analytic:
+        raise UserError("--analytic measures nothing, so there is nothing to take from --known; choose one")
     if analytic:
         assert cluster is not None
         if links is not None:
@@ -195,6 +206,7 @@ class _Model:
     mesh: str | None
     output: Path
     units: tuple[str, ...] = ()
+    known: tuple[Path, ...] = ()
 
     def check(self, world: int) -> None:
         """UserError for a mesh of another world."""
@@ -208,6 +220,7 @@ class _Model:
 
         if writes:
             check_writable(self.output)
+        self.read_known()
         if self.optimizer not in OPTIMIZERS:
             raise UserError(f"--optimizer {self.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
         return replace(load(self.model, seq_len=self.seq_len), units=self.units)
@@ -216,6 +229,12 @@ class _Model:
     def how(self) -> dict[str, Any]:
         """What every way of profiling is told."""
         return {"micro_batches": self.micro_batches, "dtype": self.dtype, "optimizer": self.optimizer}
+
+    def read_known(self) -> dict[str, Profile]:
+        """The profiles to take from, by their paths."""
+        from hzplan.formats.profile import Profile
+
+        return {str(path): Profile.load(path) for path in self.known}
 
     def measure(self, workload: Workload, progress: Progress) -> Callable[[bool], None]:
         """On every rank of the job; returns what writes and shows the result."""
@@ -226,7 +245,14 @@ class _Model:
         mesh, names = _tiers(self.mesh)
         kept = self.output.with_name(f"{self.output.name}.partial")
         profile = measure(
-            workload, mesh=mesh, tier_names=names, progress=progress, keep=kept, said=remark, **self.how
+            workload,
+            mesh=mesh,
+            tier_names=names,
+            progress=progress,
+            keep=kept,
+            said=remark,
+            known=self.read_known(),
+            **self.how,
         )
 
         def write(as_json: bool) -> None:
@@ -238,11 +264,14 @@ class _Model:
 
     def with_links(self, path: Path, progress: Progress) -> Profile:
         """Measured in this process, for the cluster that the links are of."""
+        from hzplan.cli.console import remark
         from hzplan.formats.links import Links
         from hzplan.profiler import measure_with
 
         links = Links.load(path)
-        return measure_with(links, self.ready(), progress=progress, **self.how)
+        return measure_with(
+            links, self.ready(), progress=progress, known=self.read_known(), said=remark, **self.how
+        )
 
     def analyse(self, name: str, nodes: int | None, progress: Progress) -> Profile:
         """In shapes only, at the rates of a cluster that is known by name or file."""

@@ -21,7 +21,7 @@ def kinds(units: Sequence[UnitEntry], uses: Sequence[Use], flops: Sequence[int])
         unit.name: (unit.module, tuple((t.shape, t.dtype, t.trainable) for t in unit.tensors))
         for unit in units
     }
-    return [(use.phase, use.reads, shapes[use.unit], count) for use, count in zip(uses, flops, strict=True)]
+    return [(use.phase, shapes[use.unit], count) for use, count in zip(uses, flops, strict=True)]
 
 
 def use_costs(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hzplan.errors import UserError
-from hzplan.formats.base import Strict
+from hzplan.formats.base import Strict, fingerprint
 from hzplan.formats.links import Links
 from hzplan.formats.profile import (
     ClusterEntry,
@@ -33,9 +33,10 @@ from hzplan.profiler.fake import Rates
 from hzplan.profiler.folded import fold, is_too_large
 from hzplan.profiler.interference import measure_interference
 from hzplan.profiler.kept import Kept
+from hzplan.profiler.known import Known, merged
 from hzplan.profiler.links import LAST_BYTES, measure_links, measure_norm
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
-from hzplan.profiler.optimizer import OPTIMIZERS, measure_optimizer
+from hzplan.profiler.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.shapes import Shapes, in_shapes
@@ -94,6 +95,7 @@ def measure(
     progress: Callable[[str, float], None],
     seed: int = 0,
     memory_bytes: int | None = None,
+    known: Mapping[str, Profile] | None = None,
     keep: Path | None = None,
     said: Callable[[str], None] = lambda text: None,
 ) -> Profile:
@@ -104,9 +106,10 @@ def measure(
     in, torch's name (bfloat16 is trained with float32 master weights, gradients and optimizer state);
     ``optimizer``: one of ``OPTIMIZERS``; ``progress`` gets what is being measured and the fraction done;
     ``memory_bytes``: what a rank may use (default: its device's memory, or its share of the host's); of a
-    model whose weights take most of it only distinct units are made. ``keep``: a file for parts that are
-    done, to be removed when the profile is written; the same call goes on where one before was cut short, and
-    ``said`` hears of it.
+    model whose weights take most of it only distinct units are made. ``known``: profiles, by what messages
+    call them, whose units need not be measured again where shapes and micro-batches are the same. ``keep``:
+    a file for parts that are done, to be removed when the profile is written; the same call goes on where one
+    before was cut short. ``said`` hears of both.
 
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """
@@ -115,6 +118,7 @@ def measure(
     batches = _checked(micro_batches, dtype, optimizer)
     parts = Progress(progress, _model_s(batches) + _links_s(mesh))
     memory = memory_bytes or rank_memory_bytes(ranks)
+    before = Known.of(known or {}, device=ranks.device.type, dtype=dtype, mesh=mesh)
     running = _run(ranks, workload, batches, dtype, seed, memory)
     tensors = [tensor for unit in running.units for tensor in unit.tensors]
     question = (
@@ -127,12 +131,13 @@ def measure(
             optimizer,
         ),
         *(str(mesh), tier_names, seed, memory, torch.__version__, ranks.gather(platform.node())),
+        [fingerprint(profile) for profile in (known or {}).values()],
     )
     kept = Kept.open(ranks, keep, question, said)
     model = kept.part(
         "model",
         _Model,
-        lambda: _measure_model(ranks, workload, running, batches, dtype, optimizer, parts),
+        lambda: _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said),
     )
     links = kept.part(
         "links",
@@ -156,6 +161,8 @@ def measure_with(
     progress: Callable[[str, float], None],
     seed: int = 0,
     memory_bytes: int | None = None,
+    known: Mapping[str, Profile] | None = None,
+    said: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure a model in one process, for a cluster whose links were measured before.
 
@@ -166,8 +173,9 @@ def measure_with(
     ranks = Ranks.here()
     parts = Progress(progress, _model_s(batches) + MACHINE_S)
     memory = memory_bytes or rank_memory_bytes(ranks)
+    before = Known.of(known or {}, device=ranks.device.type, dtype=dtype, mesh=None)
     running = _run(ranks, workload, batches, dtype, seed, memory)
-    model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts)
+    model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
     parts.finish("measured")
@@ -250,25 +258,42 @@ def _measure_model(
     dtype: str,
     optimizer: str,
     parts: Progress,
+    known: Known,
+    said: Callable[[str], None],
 ) -> _Model:
     torch_dtype: torch.dtype = getattr(torch, dtype)
     entries = tuple(unit_entry(unit) for unit in running.units)
-    parts.part(f"forward and backward, micro-batch {', '.join(map(str, batches))}", PASS_S * len(batches))
-    uses, mine = measure_uses(
-        *(ranks, running.turns, running.units, running.steps),
-        label=workload.name,
-        progress=parts.at,
-        shapes=running.shapes,
-    )
+    shapes = None
+    if known.costs:
+        shapes = running.shapes or in_shapes(workload, dtype, batches, NO_RATES, ranks.size)
+    taken = known.taken(shapes) if shapes is not None else {}
+    left = {size: step for size, step in running.steps.items() if size not in taken}
+    if known.costs and ranks.rank == 0:
+        sizes = ", ".join(map(str, taken)) or "no size"
+        said(f"--known: every unit's times are known at micro-batch {sizes}; {len(left)} to measure")
+    parts.part(f"forward and backward, micro-batch {', '.join(map(str, left))}", PASS_S * len(left))
+    mine: float | None = None
+    if left:
+        measured, mine = measure_uses(
+            *(ranks, running.turns, running.units, left),
+            label=workload.name,
+            progress=parts.at,
+            shapes=running.shapes,
+        )
+        uses = merged(measured, taken)
+    else:
+        assert shapes is not None
+        uses = known.entries(shapes, taken)
     largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
+    steps = known.optimizer(optimizer, min(largest, LAST_ELEMENTS))
     return _Model(
         entry=model_entry(workload, [t.spec for unit in entries for t in unit.tensors], as_dtype(dtype)),
         units=joined_units(entries, uses),
         uses=uses,
-        optimizer=measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
+        optimizer=steps or measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
         largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
-        stragglers=slow_compute(ranks, mine),
+        stragglers=slow_compute(ranks, mine) if mine is not None else (),
     )
 
 

@@ -1,0 +1,107 @@
+"""What a profile says of units is taken into another one where shapes and micro-batches are the same."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hzplan.errors import UserError
+from hzplan.formats.profile import Profile
+from hzplan.hierarchy import Mesh
+from hzplan.models.gpt import GPT, GPTConfig
+from hzplan.models.workload import Workload, load
+from hzplan.profiler.measure import measure
+
+measuring = importlib.import_module("hzplan.profiler.measure")  # the package has a function of that name
+
+
+def model(layers: int, width: int = 32) -> Workload:
+    config = GPTConfig(vocab=300, layers=layers, width=width, heads=4, seq_len=32)
+    return replace(load("gpt:nano"), name="model", build=lambda: GPT(config), vocab=300)
+
+
+def measured(workload: Workload, sizes: list[int], **options: Any) -> Profile:
+    return measure(
+        workload,
+        mesh=Mesh.of_tiers(1),
+        tier_names=("node",),
+        micro_batches=sizes,
+        dtype="float32",
+        optimizer="adamw",
+        progress=lambda *_: None,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def small() -> Profile:
+    return measured(model(2), [1])
+
+
+def test_only_a_new_size_is_measured(small: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    real = measuring.measure_uses
+
+    def noted(ranks: Any, turns: Any, units: Any, steps: Any, **options: Any) -> Any:
+        asked.append([*steps])
+        return real(ranks, turns, units, steps, **options)
+
+    monkeypatch.setattr(measuring, "measure_uses", noted)
+    said: list[str] = []
+    more = measured(model(2), [1, 2], known={"small": small}, said=said.append)
+    assert asked == [[2]] and "micro-batch 1; 1 to measure" in said[0]
+    assert [use.costs[0] for use in more.uses] == [use.costs[0] for use in small.uses]
+    assert more.micro_batches == (1, 2) and more.units == small.units
+    again = measured(model(2), [2, 1], known={"more": more})
+    assert asked == [[2]] and again.uses == more.uses and again.optimizer == more.optimizer
+
+
+def test_more_layers_of_the_same_are_known(small: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(measuring, "measure_uses", never)
+        deeper = measured(model(5), [1], known={"small": small})
+    seconds = {(use.unit, use.phase): use.costs[0].seconds for use in small.uses}
+    for use in deeper.uses:
+        like = f"layers.{min(1, int(use.unit[7:]))}" if use.unit.startswith("layers.") else use.unit
+        assert use.costs[0].seconds == seconds[like, use.phase]
+    fresh = measured(model(5), [1])
+    assert [u.use for u in deeper.uses] == [u.use for u in fresh.uses] and deeper.model == fresh.model
+    for mine, theirs in zip(deeper.uses, fresh.uses, strict=True):
+        assert mine.costs[0].flops == theirs.costs[0].flops
+    forwards = [
+        [use.costs[0].retained_bytes for use in found.uses if use.phase == "forward"]
+        for found in (deeper, fresh)
+    ]
+    assert sum(forwards[0]) == pytest.approx(sum(forwards[1]), rel=0.02)
+    assert sum(use.costs[0].retained_bytes for use in deeper.uses) == 0
+
+
+def test_other_shapes_are_measured(small: Profile) -> None:
+    said: list[str] = []
+    wider = measured(model(2, width=64), [1], known={"small": small}, said=said.append)
+    assert "at micro-batch no size; 1 to measure" in said[0]
+    assert wider.uses != small.uses
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "why"),
+    [
+        ("provenance", {"torch": "1.0"}, "--known old: made with torch 1.0, and here that is"),
+        ("model", {"dtype": "bfloat16"}, "made with dtype bfloat16"),
+        ("cluster", {"device": "cuda"}, "made with device cuda"),
+        ("cluster", {"mesh": "2", "tier_names": ("node",)}, "made with ranks per node 2"),
+    ],
+)
+def test_what_was_made_otherwise_is_refused(
+    small: Profile, part: str, changes: dict[str, Any], why: str
+) -> None:
+    other = small.model_copy(update={part: getattr(small, part).model_copy(update=changes)})
+    other.__dict__.pop("mesh")  # a copy knows it already
+    with pytest.raises(UserError, match=why):
+        measured(model(2), [1], known={"old": other})
