@@ -145,17 +145,18 @@ def reduce_spans(mesh: Mesh, tier: int, grad_level: int, *, final: bool) -> tupl
     return own, rest
 
 
-MOST_LOST = 0.9
-"""Of compute's speed, with all tiers at work."""
+MOST_LOST = 0.95
+"""Of compute's speed, to a tier."""
 
 
 @dataclass(frozen=True)
 class Interference:
     """What compute and communication cost each other while both run, by tier.
 
-    ``lost``: the share of compute's speed that a tier at work takes; shares add up over tiers, to less than
-    1. ``slowdown``: how many times as long a tier's tasks take while compute runs. ``collision``: how many
-    times as long several tasks of a tier take at once as one after the other.
+    ``lost``: the share of compute's speed that a tier at work takes; of several at work each takes it of what
+    the others leave, as all share processors. ``slowdown``: how many times as long a tier's tasks take while
+    compute runs. ``collision``: how many times as long several tasks of a tier take at once as one after the
+    other.
     """
 
     lost: tuple[float, ...]
@@ -166,6 +167,20 @@ class Interference:
     def none(cls, tiers: int) -> Interference:
         """Nobody disturbs anybody."""
         return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers)
+
+    @cached_property
+    def surely_lost(self) -> tuple[float, ...]:
+        """By tier a share that compute loses whatever else is at work: for every set S of tiers the sum of
+        theirs is at most 1 − Π_S (1 − lost), the share that S takes.
+
+        Tiers in order of what they take, each share that of what those before it leave: with S alone there
+        would be no less left for any of S, so the sum over S is no more than S takes, which telescopes.
+        """
+        left, found = 1.0, [0.0] * len(self.lost)
+        for tier in sorted(range(len(self.lost)), key=lambda tier: -self.lost[tier]):
+            found[tier] = left * self.lost[tier]
+            left *= 1.0 - self.lost[tier]
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -210,10 +225,8 @@ class CostModel:
         entries = self.profile.interference
         if not entries:
             return Interference.none(len(self.mesh.tiers))
-        total = sum(entry.compute_lost for entry in entries)
-        scale = min(1.0, MOST_LOST / total) if total else 1.0
         return Interference(
-            tuple(entry.compute_lost * scale for entry in entries),
+            tuple(min(entry.compute_lost, MOST_LOST) for entry in entries),
             tuple(entry.slowdown for entry in entries),
             tuple(entry.collision for entry in entries),
         )

@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from hzplan.cost import Interference
 from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
@@ -66,8 +67,9 @@ def objective_ns(
 
     The largest of three: the period in which no two tasks share a link; the whole load of a tier, which
     cannot carry its bytes faster, whatever the sharing; and compute, plus of every tier's load the share that
-    it takes of compute's speed. The last holds because compute either waits while a tier is at work, which
-    costs the period more, or loses that share of its speed, and a tier is at work no shorter than its load.
+    it surely takes of compute's speed. The last holds because compute either waits while tiers are at work,
+    which costs the period more, or loses at least the sum of those shares of its speed, and a tier is at work
+    no shorter than its load.
     """
     return max(replay(schedule, durations_ns).period_ns, floor_ns(schedule, durations_ns, interference))
 
@@ -77,7 +79,7 @@ def floor_ns(
 ) -> float:
     """The second and third of what the objective is the largest of, which need no replay."""
     loads = tier_loads_ns(schedule, durations_ns)
-    lost = interference.lost if interference else (0.0,) * schedule.tiers
+    lost = interference.surely_lost if interference else (0.0,) * schedule.tiers
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
     processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
     return max(processors, *loads)
@@ -262,7 +264,7 @@ class _Replay:
                 on_tier[task.tier] += 1
             elif task.stream == COMPUTE_STREAM:
                 computing += 1.0 / self.ranks
-        speed = 1.0 - sum(lost for lost, beside in zip(self.cost.lost, on_tier, strict=True) if beside)
+        speed = prod(1.0 - lost for lost, beside in zip(self.cost.lost, on_tier, strict=True) if beside)
         slowdown = [
             _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
         ]

@@ -24,7 +24,8 @@ TOGETHER_S = 0.4
 COMPUTE_CALLS = 4
 """As many calls of compute, or as many seconds, communication lasts at least while both run."""
 MOST_BYTES = 4 << 20
-ALONE_CALLS = 3
+ALONE_CALLS, ALONE_S = 3, 0.15
+"""How often compute, and how long communication, runs alone."""
 PAIRS_S, MIN_PAIRS = 0.2, 3
 """How long, or how often at least, gathers and reductions run beside each other."""
 
@@ -122,13 +123,16 @@ def _communication(
 def _sample(
     ranks: Ranks, compute: Callable[[], None], gather: Callable[[], None], reduce: Callable[[], None]
 ) -> _Sample:
+    """Sums over many calls, not the middle of them: what one call loses to another is the other's gain."""
+
     def communicate() -> None:
         gather()
         reduce()
         ranks.finish_device()
 
-    alone = _seconds(ranks, compute)
-    communication = max(ranks.gather(_seconds(ranks, communicate)))
+    alone = _seconds(ranks, compute, ALONE_CALLS)
+    communication = max(ranks.gather(_seconds(ranks, communicate, ALONE_CALLS)))
+    communication = max(ranks.gather(_seconds(ranks, communicate, math.ceil(ALONE_S / communication))))
     calls = math.ceil(max(TOGETHER_S, COMPUTE_CALLS * max(ranks.gather(alone))) / communication)
     together = _Together(communicate, calls)
     ranks.barrier()
@@ -158,15 +162,14 @@ def _collision(ranks: Ranks, gather: Callable[[], None], reduce: Callable[[], No
     return seconds(gather, reduce) / apart
 
 
-def _seconds(ranks: Ranks, call: Callable[[], None]) -> float:
+def _seconds(ranks: Ranks, call: Callable[[], None], calls: int) -> float:
+    """Of a call, of so many one after the other."""
     ranks.barrier()
-    seconds = []
-    for _ in range(ALONE_CALLS):
-        began = time.perf_counter()
+    began = time.perf_counter()
+    for _ in range(calls):
         call()
-        ranks.finish_device()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    ranks.finish_device()
+    return (time.perf_counter() - began) / calls
 
 
 class _Together:
@@ -180,7 +183,7 @@ class _Together:
         self.seconds = 0.0
 
     def run(self, compute: Callable[[], None]) -> float:
-        """Median seconds of the calls of compute that ended before communication did."""
+        """Mean seconds of the calls of compute that ended before communication did."""
         self.start()
         seconds: list[float] = []
         while not self._ended.is_set():
@@ -188,7 +191,7 @@ class _Together:
             compute()
             seconds.append(time.perf_counter() - began)
         self.join()
-        return statistics.median(seconds[:-1] or seconds)
+        return statistics.fmean(seconds[:-1] or seconds)
 
     def start(self) -> None:
         """Communication begins."""

@@ -202,7 +202,7 @@ class Network:
                 for at, many in terms:
                     load.flat[at] += many
         cuts = [Cut(0.0, load) for load in loads]
-        for share, load in zip(self.model.interference.lost, loads, strict=True):
+        for share, load in zip(self.model.interference.surely_lost, loads, strict=True):
             work += share * load
         return [*cuts, Cut(compute, work)]
 

@@ -233,7 +233,7 @@ def test_no_stream_and_no_tier_carries_more_than_a_period(drawn: tuple[Schedule,
 def disturbed(draw: st.DrawFn) -> tuple[Schedule, list[int], Interference]:
     """A timed schedule, and what its tiers cost compute and the reverse."""
     schedule, lengths = draw(timed())
-    shares = st.floats(0, 0.9 / schedule.tiers)
+    shares = st.floats(0, 0.9)
     lost = tuple(draw(shares) for _ in range(schedule.tiers))
     return (
         schedule,
