@@ -10,7 +10,6 @@ import json
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,10 +108,7 @@ def _published(results: Mapping[str, Any]) -> Accuracy:
 
 def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    world = prod(map(int, regime.tiers.split("x")))
-    plans = _plans(
-        profiled(regime, folder.parent), world * MICRO_BATCH * regime.accumulation, folder, regime.name
-    )
+    plans = random_plans(profiled(regime, folder.parent), regime, folder, PLANS)
     predicted = {path.stem: Plan.load(path).predicted for path in plans}
     slowest = max(entry.step_s for entry in predicted.values())
     first, *others = plans
@@ -147,13 +143,14 @@ def _calibrated(plans: Sequence[Path], profile_path: Path, entry: Mapping[str, A
     return {path.stem: replay(Plan.load(path), corrected, path).step_s for path in others}
 
 
-def _plans(profile_path: Path, global_batch: int, folder: Path, seed: str) -> list[Path]:
+def random_plans(profile_path: Path, regime: Regime, folder: Path, count: int) -> list[Path]:
     """Random plans that differ: of one triple, of one per unit, and of one per tensor; every other one
     recomputes half of the units that can be."""
     profile = Profile.load(profile_path)
-    model, rng = CostModel(profile), random.Random(seed)
+    model, rng = CostModel(profile), random.Random(regime.name)
+    global_batch = profile.mesh.world * MICRO_BATCH * regime.accumulation
     written = []
-    for number in range(PLANS):
+    for number in range(count):
         again = [unit for unit in model.recomputable if number % 2 and rng.random() < 0.5]
         found = _random(profile, model, global_batch, rng, number % 3, frozenset(again))
         path = folder / f"random{number}.json"

@@ -182,7 +182,7 @@ class Job:
 
 @contextmanager
 def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
-    """Be a rank: torch.distributed over gloo while the block runs.
+    """Be a rank while the block runs: torch.distributed over NCCL where every rank here has a GPU, else gloo.
 
     After an error the job is left as it is, because taking leave would wait for the others: the process must
     end.
@@ -202,7 +202,9 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     try:
         store, *_ = next(rendezvous("env://", here.rank, here.world, timeout=timeout))
         store = _of_this_attempt(store, here, timeout_s)
-        dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.world, timeout=timeout)
+        dist.init_process_group(
+            _backend(here), store=store, rank=here.rank, world_size=here.world, timeout=timeout
+        )
     except (RuntimeError, ValueError) as error:
         raise JobFailed(
             f"rank {here.rank} did not meet the other ranks at {host}:{port}: {one_line(error)}"
@@ -211,6 +213,16 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
         watchdog.cancel()
     yield Job(here)
     dist.destroy_process_group()
+
+
+def _backend(here: Place) -> str:
+    """NCCL for what is on GPUs, beside gloo for what is not. NOT RUN ON A GPU YET."""
+    import torch
+
+    if torch.cuda.device_count() < here.local_world:
+        return "gloo"
+    torch.cuda.set_device(here.local_rank)
+    return "cuda:nccl,cpu:gloo"
 
 
 def _of_this_attempt(store: Store, here: Place, timeout_s: float) -> Store:

@@ -17,6 +17,7 @@ from hzplan.errors import JobFailed, OutOfMemory, StreamError, UserError, is_los
 COMMANDS = (
     "profile",
     "solve",
+    "rehearse",
     "run",
     "weights",
     "calibrate",

@@ -151,13 +151,13 @@ class Request:
     def compare_provenance(self, plan: Plan) -> None:
         """Say when the plan's figures were measured with another torch or backend than runs here."""
         import torch
-        import torch.distributed as dist
 
         from hzplan.cli import console
         from hzplan.formats.source import profile_of
+        from hzplan.profiler.ranks import Ranks
 
         pairs = []
-        backend = str(dist.get_backend()) if dist.is_initialized() else "none"
+        backend = Ranks.here().backend
         if plan.cluster.backend not in ("none", backend):
             pairs.append((plan.cluster.backend, backend))
         try:

@@ -73,12 +73,12 @@ class RecomputedCost(Strict):
 
 
 class UseCost(Strict):
-    """One use of a unit at one micro-batch size, medians over repeats and ranks.
+    """One use of a unit at one micro-batch size, over repeats, ranks and uses of the same kind.
 
     ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
     ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
-    between the quartiles, over the median. ``late_seconds``: by how much the slowest rank takes longer.
-    ``recomputed``: None where the unit's forward cannot be computed again, or nothing is gained by it.
+    between the quartiles of repeats, over their median. ``late_seconds``: by how much the slowest rank takes
+    longer. ``recomputed``: None where the unit's forward cannot be computed again, or nothing is gained.
     """
 
     micro_batch: PositiveInt

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
+from hzplan.profiler.ranks import Ranks
 from hzplan.training.batches import Batches
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
 from hzplan.training.step import forward_backward
 
-CPU = torch.device("cpu")
 WARM_UP_STEPS = 2
 """Steps before memory is looked at: in the first one optimizers make their state."""
 
@@ -58,6 +58,11 @@ class Setting:
         """This process's rank."""
         return dist.get_rank() if dist.is_initialized() else 0
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return Ranks.here().device
+
     @property
     def accumulation(self) -> int:
         """Micro-batches in a step."""
@@ -81,7 +86,8 @@ class Setting:
     def build_model(self) -> nn.Module:
         """The model with its initial weights, the same for everyone; float32 where it computes in bf16."""
         torch.manual_seed(self.seed)
-        return self.workload.build().to(torch.float32 if self.bf16 else getattr(torch, self.plan.model.dtype))
+        dtype = torch.float32 if self.bf16 else getattr(torch, self.plan.model.dtype)
+        return self.workload.build().to(self.device, dtype)
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The plan's optimizer and its arguments."""
@@ -132,12 +138,12 @@ class Trainer:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        before = alive_bytes(CPU)
+        before = alive_bytes(setting.device)
         self.prepare()
         for step in range(WARM_UP_STEPS):
             self.step(step)
         self.finish()
-        self.peak_memory_bytes = peak_memory_bytes(self._last_warm_up, CPU) - before
+        self.peak_memory_bytes = peak_memory_bytes(self._last_warm_up, setting.device) - before
 
     def _last_warm_up(self) -> None:
         self.step(WARM_UP_STEPS)

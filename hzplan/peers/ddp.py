@@ -90,4 +90,4 @@ def bucket_mb(model: nn.Module) -> float:
 
 def autocast(setting: Setting) -> AbstractContextManager[object]:
     """bf16 as users of replicas have it: float32 weights, matrix products in bfloat16."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16)
+    return torch.autocast(setting.device.type, torch.bfloat16, enabled=setting.bf16)

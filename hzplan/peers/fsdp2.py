@@ -81,7 +81,7 @@ class FSDP2(Trainer):
 
     def device_mesh(self) -> DeviceMesh:
         """The mesh that ``fully_shard`` gets."""
-        return init_device_mesh("cpu", (self.setting.world,))
+        return init_device_mesh(self.setting.device.type, (self.setting.world,))
 
     def prepare(self) -> None:
         model = self.setting.build_model()
@@ -100,7 +100,7 @@ class FSDP2(Trainer):
         self.root: FSDPModule = fully_shard(model, **options | {"reshard_after_forward": None})
         self.model = model
         _prefetch(sharded)
-        for module in [*sharded, self.root]:
+        for module in [*sharded, self.root] if self.setting.device.type == "cpu" else []:
             # On gloo there is no stream to run ahead on, so gathers must be asynchronous by themselves.
             module._set_unshard_async_op(True)
             if mesh.size(-1) == 2:  # in a larger group gloo's own ring goes on by itself
@@ -126,7 +126,7 @@ class HSDP(FSDP2):
 
     def device_mesh(self) -> DeviceMesh:
         shape = (self.setting.world // self.inner, self.inner)
-        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(self.setting.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         self.root.set_requires_all_reduce(last)

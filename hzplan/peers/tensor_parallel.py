@@ -29,7 +29,9 @@ class TensorParallel(DDP):
     def prepare(self) -> None:
         setting = self.setting
         size = inner_shards(setting.plan.mesh)
-        mesh = init_device_mesh("cpu", (setting.world // size, size), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(
+            setting.device.type, (setting.world // size, size), mesh_dim_names=("data", "tensor")
+        )
         self.group, across = mesh["tensor"].get_group(), mesh["data"].get_group()
         model = setting.build_model()
         if not isinstance(model, GPT):

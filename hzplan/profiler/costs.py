@@ -34,23 +34,33 @@ def use_costs(
     """The cost of every use. Those of a kind share their samples, so equal layers cost the same.
 
     Means, scaled to add up to the median of whole passes: ranks that take turns on a core make a use as long
-    as it is alone, or several times that, and what decides a step is what that comes to.
+    as it is alone, or several times that, and what decides a step is what that comes to. So the spread too is
+    that of repeats' means.
     """
     rows = [row for by_rank in repeats for row in by_rank]
-    samples: dict[Hashable, list[float]] = defaultdict(list)
-    late: dict[Hashable, list[float]] = defaultdict(list)
+    places: dict[Hashable, list[int]] = defaultdict(list)
     for index, kind in enumerate(kinds):
-        samples[kind] += [row[index] for row in rows]
-        for by_rank in repeats:
-            of_ranks = [row[index] for row in by_rank]
-            late[kind].append(max(of_ranks) - statistics.fmean(of_ranks))
+        places[kind].append(index)
+    samples = {kind: [row[i] for row in rows for i in indices] for kind, indices in places.items()}
+    of_repeats = {
+        kind: [statistics.fmean(row[i] for row in by_rank for i in indices) for by_rank in repeats]
+        for kind, indices in places.items()
+    }
+    late = {
+        kind: [
+            max(row[i] for row in by_rank) - statistics.fmean(row[i] for row in by_rank)
+            for by_rank in repeats
+            for i in indices
+        ]
+        for kind, indices in places.items()
+    }
     means = {kind: trimmed_mean(found) for kind, found in samples.items()}
     scale = statistics.median(map(sum, rows)) / sum(means[kind] for kind in kinds)
     return [
         UseCost(
             micro_batch=micro_batch,
             seconds=nanoseconds(means[kind] * scale),
-            spread=spread(samples[kind]),
+            spread=spread(of_repeats[kind]),
             late_seconds=nanoseconds(trimmed_mean(late[kind])),
             flops=count,
             retained_bytes=segment.retained_bytes,

@@ -27,13 +27,13 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """The ranks of this process's job; the device is the current CUDA device under NCCL, else the CPU."""
+        """The ranks of this process's job; the device is the current CUDA device where there is one, and in a
+        job under NCCL, else the CPU."""
         if not dist.is_initialized():
-            return cls(0, 1, "none", torch.device("cpu"))
+            return cls(0, 1, "none", _current(torch.cuda.is_available()))
         backend = str(dist.get_backend())
         cuda = "nccl" in backend and torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        return cls(dist.get_rank(), dist.get_world_size(), backend, device)
+        return cls(dist.get_rank(), dist.get_world_size(), "nccl" if cuda else backend, _current(cuda))
 
     def barrier(self) -> None:
         """Return when every rank, with its device, has come here."""
@@ -61,6 +61,10 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def _current(cuda: bool) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def local_ranks(ranks: Ranks) -> int:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hzplan.runtime.convert import Conversion, back, front
-from hzplan.runtime.faults import Transfer, wait
+from hzplan.runtime.faults import Transfer, Work, wait
+from hzplan.runtime.paced import PacedGroup
 from hzplan.runtime.world import ThreadGroup
 
 # torch renamed both; the older names remain for the older versions that the package admits.
@@ -39,14 +40,19 @@ def exchanges(device: torch.device, group: Group | None = None, *, native: bool 
     """
     if isinstance(group, ThreadGroup):
         return True
-    if native:
+    if native or isinstance(group, PacedGroup):
         return False
     group = group or dist.group.WORLD
     assert group is not None
     return str(group._get_backend(device).name()) == "gloo"
 
 
-Group = dist.ProcessGroup | ThreadGroup
+def receives_apart(device: torch.device, group: Group) -> bool:
+    """Whether a group's reductions need scratch to receive into, and may be under way several at once."""
+    return group.needs_scratch if isinstance(group, PacedGroup) else exchanges(device, group)
+
+
+Group = dist.ProcessGroup | ThreadGroup | PacedGroup
 
 Message = tuple[list[Tensor], int, int]
 """A contiguous view, and whom it comes from or goes to: the rank in the group, and in the world."""
@@ -104,8 +110,7 @@ class Gather:
         _convert(self._before)
         self._tag = tag
         if not self._exchanges:
-            work = _all_gather(self._whole, self._part, group=self._group, async_op=True)
-            self._under_way = [Transfer(work)]
+            self._under_way = [Transfer(_gathered(self._whole, self._part, self._group))]
             return
         self._under_way = [_receive(self._group, message, tag) for message in self._receives]
         self._sent = [_send(self._group, message, tag) for message in self._sends[:1]]
@@ -179,7 +184,7 @@ class _Native:
         _convert(self._narrow)
         # In place where it is added or narrow: what was there has been summed.
         target = self._into if accumulate or self._narrow else self._part
-        _reduce_scatter(target, self._whole, group=self._group)
+        _scattered(target, self._whole, self._group)
         _convert(self._widen[accumulate])
         if accumulate:
             self._part.add_(self._own)
@@ -265,12 +270,29 @@ class _Portion:
     target: Tensor
 
 
+def _gathered(whole: Tensor, part: Tensor, group: Group) -> Work | None:
+    """The backend's own all-gather, under way."""
+    if isinstance(group, PacedGroup):
+        return group.all_gather(whole, part)
+    work: Work | None = _all_gather(whole, part, group=group, async_op=True)
+    return work
+
+
+def _scattered(part: Tensor, whole: Tensor, group: Group) -> None:
+    """The backend's own reduce-scatter."""
+    if isinstance(group, PacedGroup):
+        group.reduce_scatter(part, whole)
+    else:
+        _reduce_scatter(part, whole, group=group)
+
+
 def _convert(conversions: Sequence[Conversion]) -> None:
     for conversion in conversions:
         conversion.run()
 
 
 def _message(view: Tensor, peer: int, group: Group) -> Message:
+    assert not isinstance(group, PacedGroup), "which exchanges nothing"
     in_world = group.ranks[peer] if isinstance(group, ThreadGroup) else dist.get_global_rank(group, peer)
     return [view], peer, in_world
 
@@ -280,9 +302,11 @@ def _message(view: Tensor, peer: int, group: Group) -> Message:
 
 def _receive(group: Group, message: Message, tag: int) -> Transfer:
     views, peer, rank = message
+    assert not isinstance(group, PacedGroup), "which exchanges nothing"
     return Transfer(group.recv(views, peer, tag), rank)
 
 
 def _send(group: Group, message: Message, tag: int) -> Transfer:
     views, peer, rank = message
+    assert not isinstance(group, PacedGroup), "which exchanges nothing"
     return Transfer(group.send(views, peer, tag), rank)

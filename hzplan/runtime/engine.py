@@ -16,8 +16,10 @@ from hzplan.errors import UserError
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
-from hzplan.runtime.collectives import Gather, Reduction, exchanges
+from hzplan.runtime.collectives import Gather, Reduction, receives_apart
+from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
+from hzplan.runtime.launcher import Launcher
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
 from hzplan.runtime.world import World
@@ -70,7 +72,11 @@ class Engine:
         self.detach: Callable[[], None] = lambda: None
         self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
-        self.executor = Executor(schedule, self.run, self.idle, streams, self._depth, tier_names)
+        self.executor: Executor | Launcher
+        if device.type == "cuda":
+            self.executor = Launcher(schedule, self.run, self.idle, Device(device), streams, tier_names)
+        else:
+            self.executor = Executor(schedule, self.run, self.idle, streams, self._depth, tier_names)
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }
@@ -115,7 +121,7 @@ class Engine:
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
-        exchanging = any(exchanges(device, group) for group in self.groups.values())
+        exchanging = any(receives_apart(device, group) for group in self.groups.values())
         # A backend's own collectives of a group are told apart by their order alone.
         native = any(bucket.native for unit in self.units.values() for bucket in unit.buckets)
         self._depth = LANES if exchanging and not native and self._streams is Streams.TIERS else 1

@@ -115,14 +115,14 @@ class Executor:
         self._run = run
         self._streams = streams
         left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
-        self._next = _launches(schedule, left_out)
-        self._needs, self._needs_previous = _needs(schedule, left_out)
+        self._next = launches(schedule, left_out)
+        self._needs, self._needs_previous = needs(schedule, left_out)
         self._followers: list[list[tuple[int, int]]] = [[] for _ in self.tasks]  # (task, steps ahead)
         for ahead, needed in enumerate((self._needs, self._needs_previous)):
             for index, before in enumerate(needed):
                 for one in before:
                     self._followers[one].append((index, ahead))
-        self._bookings = [_booking(task) for task in self.tasks]
+        self._bookings = [booking(task) for task in self.tasks]
         self._lock = threading.Lock()
         self._done = [-1] * len(self.tasks)  # the last step in which a task ended
         self._launched = [-1] * len(self.tasks)
@@ -292,7 +292,7 @@ class Executor:
                     self._raise_error()
                     return
                 record = self._records[index]
-                self._note_wait(record.start_s[index], record.end_s[index], _booking(self.tasks[index]))
+                self._note_wait(record.start_s[index], record.end_s[index], booking(self.tasks[index]))
 
     def _tier(self, task: Task) -> str:
         """What the cluster calls the links that a task goes over."""
@@ -302,7 +302,7 @@ class Executor:
         """Run a task and release what waited for it; False when it failed."""
         task, started = self.tasks[index], time.perf_counter()
         try:
-            with named(f"stream {task.stream}{self._tier(task)}, task {task}"), _span(task):
+            with named(f"stream {task.stream}{self._tier(task)}, task {task}"), span(task):
                 self._run(task, lane)
         except StreamError as error:
             self._fail(error)
@@ -329,7 +329,7 @@ class Executor:
             raise self._error
 
 
-def _launches(schedule: Schedule, left_out: Set[int]) -> dict[int, list[int]]:
+def launches(schedule: Schedule, left_out: Set[int]) -> dict[int, list[int]]:
     """For every compute task the tasks launched at its end, in order."""
     launches: dict[int, list[int]] = {}
     current = 0
@@ -342,26 +342,27 @@ def _launches(schedule: Schedule, left_out: Set[int]) -> dict[int, list[int]]:
     return launches
 
 
-def _needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[set[int]]]:
+def needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[set[int]]]:
     """What every task waits for, of its own step and of the one before, without what is left out.
 
-    Compute tasks are never waited for: when anything is launched, those before it are over.
+    Compute tasks are not among it: when anything is launched, those before it are over, or the device has
+    them before it.
     """
-    needs: list[set[int]] = []
+    own: list[set[int]] = []
     for task in schedule.tasks:  # what a task needs of its own step has a lower index
         found = set[int]()
         for before in task.needs:
             if before in left_out:
-                found |= needs[before]
+                found |= own[before]
             elif schedule.tasks[before].stream != COMPUTE_STREAM:
                 found.add(before)
-        needs.append(found)
+        own.append(found)
     previous: list[set[int]] = []
     for task in schedule.tasks:
         found = set()
         for before in task.needs_previous:
             if before in left_out:
-                found |= needs[before]
+                found |= own[before]
             elif schedule.tasks[before].stream != COMPUTE_STREAM:
                 found.add(before)
         for before in left_out & set(task.needs):
@@ -369,15 +370,15 @@ def _needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list
         previous.append(found)
     # Else a task would wait for what happened two steps before.
     assert not any(previous[b] for task in schedule.tasks for b in left_out & set(task.needs_previous))
-    return needs, previous
+    return own, previous
 
 
-def _booking(task: Task) -> str:
+def booking(task: Task) -> str:
     """What waiting for a task is booked to."""
     return f"tier {task.tier}" if task.tier >= 0 else "optim"
 
 
-def _span(task: Task) -> AbstractContextManager[object]:
+def span(task: Task) -> AbstractContextManager[object]:
     """A task as torch's profiler shows it, where it shows all threads; free while no profiler runs."""
     if getattr(profiler, "_is_profiler_enabled", True):
         return profiler.record_function(f"hzplan {task}")

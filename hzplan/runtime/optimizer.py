@@ -228,9 +228,11 @@ class ShardedOptimizer(Optimizer):
                 for group in groups:
                     dist.all_reduce(squares[place], group=group)
         norm = squares.sum().sqrt()
-        scale = float(max_norm / (norm + 1e-6))
-        if scale < 1.0 and self.held:
-            torch._foreach_mul_([h.param.grad for h in self.held if h.param.grad is not None], scale)
+        scale = max_norm / (norm + 1e-6)
+        # A device that queues work is not waited for: there, gradients of a small norm are multiplied by 1.
+        if self.held and (norm.is_cuda or scale < 1.0):
+            gradients = [held.param.grad for held in self.held if held.param.grad is not None]
+            torch._foreach_mul_(gradients, scale.clamp(max=1.0) if norm.is_cuda else float(scale))
         return norm
 
     def skip_step(self) -> None:

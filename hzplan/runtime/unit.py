@@ -139,6 +139,12 @@ def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool)
         else:
             torch.mul(gradient, scale, out=target)
         return
+    if target.is_cuda:  # whose kernels cast as they go
+        if accumulate:
+            target.add_(gradient, alpha=scale)
+        else:
+            target.copy_(gradient).mul_(scale)
+        return
     chunks = (tensor.flatten().split(CHUNK_ELEMENTS) for tensor in (gradient, target))
     for source, place in zip(*chunks, strict=True):
         cast = source.to(target.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from hzplan.cost import CostModel, UnitCost
+from hzplan.cost import CostModel, Interference, UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
 from hzplan.formats.plan import NativeEntry, Plan, Recompute
@@ -60,6 +60,13 @@ class Evaluation:
         """The simulator's answer, links shared."""
         late = self.model.late_ns(self.schedule, self.micro_batch)
         return replay_shared(self.schedule, self.durations_ns, self.model.interference, late)
+
+    @cached_property
+    def undisturbed(self) -> Timeline:
+        """The same for a rank whose links cost its compute nothing, and that waits for no late one."""
+        none = Interference.none(self.schedule.tiers)
+        cost = replace(none, collision=self.model.interference.collision)
+        return replay_shared(self.schedule, self.durations_ns, cost)
 
     @property
     def step_s(self) -> float:

@@ -21,6 +21,7 @@ from hzplan.formats.plan import Plan
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
+from hzplan.profiler.ranks import Ranks
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named
@@ -34,7 +35,7 @@ from hzplan.training.measure import hosts, memory_in_use, peak_memory_bytes
 from hzplan.training.pending import Pending, Said
 from hzplan.training.recording import Recording
 from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
-from hzplan.training.step import forward_backward
+from hzplan.training.step import forward_backward, on_device
 from hzplan.training.watch import Watch
 
 WARM_UP_STEPS = 3
@@ -90,8 +91,8 @@ class _Trainer:
         self.rank = dist.get_rank() if self.world > 1 else 0
         torch.manual_seed(options.seed)
         with room(plan, lambda: None):
-            model = workload.build().to(dtype=master_dtype_of(getattr(torch, plan.model.dtype)))
-            self.device = next(model.parameters()).device
+            self.device = Ranks.here().device
+            model = workload.build().to(self.device, master_dtype_of(getattr(torch, plan.model.dtype)))
             self.model, self.optimizer = _parallelize(model, plan, options.lr)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.keeper = Keeper(options.saving, plan, watcher.on_remark)
@@ -271,7 +272,7 @@ class _Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.data.heldout(count, self.rank, self.world):
-            total += self.workload.loss(self.model, batch).cpu()
+            total += self.workload.loss(self.model, on_device(batch, self.device)).cpu()
         self.model.train()
         loss = self.over_ranks([float(total) / count])[0] / self.world
         if not math.isfinite(loss):

@@ -34,7 +34,7 @@ class Recording:
         if world > 1:
             dist.barrier()
         zero = time.perf_counter()
-        spans = [self._moved(span, -zero) for record in self._records for span in self._spans(record)]
+        spans = [self._moved(span, -zero) for span in self._all_spans()]
         everyone: list[list[Span]] = [spans]
         if world > 1:
             everyone = [[] for _ in range(world)]
@@ -44,6 +44,16 @@ class Recording:
             f"rank {rank}": [self._moved(span, -first) for span in of_rank]
             for rank, of_rank in enumerate(everyone)
         }
+
+    def spans(self) -> list[Span]:
+        """This rank's, after everything is done; the first event is at 0."""
+        self._engine.executor.drain()
+        spans = self._all_spans()
+        first = min((span.start_s for span in spans), default=0.0)
+        return [self._moved(span, -first) for span in spans]
+
+    def _all_spans(self) -> list[Span]:
+        return [span for record in self._records for span in self._spans(record)]
 
     @staticmethod
     def _moved(span: Span, seconds: float) -> Span:

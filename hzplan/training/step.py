@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hzplan.models.workload import Workload
 from hzplan.training.batches import Batches
@@ -24,12 +25,19 @@ def forward_backward(
 ) -> Tensor:
     """Forward and backward of a step's micro-batches; this rank's mean loss, float64 [].
 
+    The loss is on the model's device, which is not waited for.
     ``around`` gives what each micro-batch runs in, and is told whether it is the step's last.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for index in range(accumulation):
         with around(index == accumulation - 1):
-            loss = workload.loss(model, data.train(step, index, rank)) / accumulation
+            loss = workload.loss(model, on_device(data.train(step, index, rank), device)) / accumulation
             loss.backward()
-        total += loss.detach().cpu()
+        total += loss.detach()
     return total
+
+
+def on_device(batch: object, device: torch.device) -> object:
+    """A batch with its tensors on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

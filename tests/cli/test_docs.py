@@ -1,4 +1,4 @@
-"""The commands of docs/quickstart.md run, one after the other (for a smaller model of the same kind)."""
+"""The commands of docs/quickstart.md run in order, for a smaller model of its kind; docs/faq.md's too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def test_the_quickstart_is_as_written(tmp_path: Path) -> None:
         done = hzplan(*words[1:], cwd=tmp_path, timeout_s=180)
         assert done.code == 0, (line, done.stderr)
     assert (tmp_path / "sharding.py").exists()
+
+
+def test_the_answers_are_as_written(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
+    lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]
+    assert len(lines) > 10
+    for line in lines:
+        command, _, remark = line.partition("  # exits with ")
+        done = hzplan(*shlex.split(command)[1:], cwd=tmp_path, timeout_s=180)
+        assert done.code == int(remark or 0), (line, done.stderr)
 
 
 def test_shells_complete_commands(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""CUDA streams and events as the launcher sees them. NOT RUN ON A GPU YET: no machine of ours has one."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+import torch
+
+from hzplan.runtime import launcher
+
+URGENT, NOT_URGENT = -1, 0
+"""CUDA's priorities. Communication is short, and others wait for it: it goes first."""
+
+
+class Event:
+    """See ``launcher.Event``."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def synchronize(self) -> None:
+        """See ``launcher.Event``."""
+        self._event.synchronize()
+
+    def after_s(self, earlier: launcher.Event) -> float:
+        """See ``launcher.Event``."""
+        assert isinstance(earlier, Event)
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """A stream waits for it."""
+        stream.wait_event(self._event)
+
+
+class Queue:
+    """See ``launcher.Queue``."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def record(self) -> Event:
+        """See ``launcher.Queue``."""
+        return Event(self._stream)
+
+    def wait(self, event: launcher.Event) -> None:
+        """See ``launcher.Queue``."""
+        assert isinstance(event, Event)
+        event.hold(self._stream)
+
+    def current(self) -> AbstractContextManager[object]:
+        """See ``launcher.Queue``."""
+        return torch.cuda.stream(self._stream)
+
+
+class Device:
+    """See ``launcher.Device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def here(self) -> Queue:
+        """See ``launcher.Device``."""
+        return Queue(torch.cuda.current_stream(self._device))
+
+    def queue(self, name: str) -> Queue:
+        """See ``launcher.Device``."""
+        priority = NOT_URGENT if name == "optim" else URGENT
+        return Queue(torch.cuda.Stream(self._device, priority=priority))
+
+    def now_s(self) -> float:
+        """See ``launcher.Device``."""
+        return time.perf_counter()

@@ -1,0 +1,195 @@
+"""Executes a schedule on a device that queues work: the compute thread launches all, and waits for nothing.
+
+Every stream of the schedule is a queue of the device, a CUDA stream. What a compute task's end launches, in
+the schedule's total order, goes into the queues at once; events make the device wait where the schedule has
+an edge from one queue to another. The host is ahead of the device by up to a step.
+
+The device is a small protocol, so that what is launched, in which order and after which events can be looked
+at without one (``tests/unit/test_launcher.py``). NOT RUN ON A GPU YET: no machine of ours has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hzplan.runtime.executor import StepRecord, Streams, booking, launches, needs, span
+from hzplan.runtime.faults import named
+from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
+
+
+class Event(Protocol):
+    """A place in a queue: reached when everything before it is done."""
+
+    def synchronize(self) -> None:
+        """Return when it is reached."""
+
+    def after_s(self, earlier: Event) -> float:
+        """Seconds from another event to this one; both must be reached."""
+
+
+class Queue(Protocol):
+    """Work that a device does in order."""
+
+    def record(self) -> Event:
+        """An event after everything that is in the queue."""
+
+    def wait(self, event: Event) -> None:
+        """What is put into the queue from now on begins after the event."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """What this thread launches inside goes into this queue."""
+
+
+class Device(Protocol):
+    """What queues work."""
+
+    def here(self) -> Queue:
+        """The queue that this thread launches into: compute's."""
+
+    def queue(self, name: str) -> Queue:
+        """A new one, for a stream of the schedule."""
+
+    def now_s(self) -> float:
+        """The host's clock, for records."""
+
+
+@dataclass
+class _Launched:
+    """What was launched in a step, to be read when the device has done it."""
+
+    record: StepRecord = field(default_factory=StepRecord)
+    began: list[tuple[int, Event]] = field(default_factory=list)
+    ended: list[tuple[int, Event]] = field(default_factory=list)
+    waits: list[tuple[Event, Event, list[tuple[Event, str]]]] = field(default_factory=list)
+
+
+class Launcher:
+    """Runs steps of one schedule. All methods are called on the compute thread, or autograd's for its device.
+
+    The same methods as ``Executor``; ``record`` is of the last step but one, which the device has done.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        run: Callable[[Task, int], None],
+        idle: Callable[[Task], bool],
+        device: Device,
+        streams: Streams = Streams.TIERS,
+        tier_names: tuple[str, ...] = (),
+    ) -> None:
+        self.schedule, self.tasks = schedule, schedule.tasks
+        self._run, self._device, self._tier_names = run, device, tier_names
+        left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
+        self._next = launches(schedule, left_out)
+        now, previous = needs(schedule, left_out)
+        self._before = [sorted(a | b) for a, b in zip(now, previous, strict=True)]
+        self._streams = streams
+        self._queues: dict[str, Queue] = {}
+        if streams is not Streams.NONE:
+            names = [task.stream for task in self.tasks if task.stream != COMPUTE_STREAM]
+            for name in dict.fromkeys(names if streams is Streams.TIERS else ["all"] * bool(names)):
+                self._queues[name] = device.queue(name)
+        self._ended: dict[int, tuple[str, Event]] = {}  # by task: where, and after what it was put there last
+        self._ran: set[int] = set()
+        self.step = -1
+        self._step = _Launched()
+        self.record = StepRecord()
+        self._origin: tuple[Event, float] | None = None
+        self._before_last: _Launched | None = None
+
+    def begin_step(self) -> None:
+        """Start the next step; its first unshards are launched."""
+        if self._origin is None:
+            self._origin = self._device.here().record(), self._device.now_s()
+        self.record = StepRecord() if self._before_last is None else self._read(self._before_last)
+        self._before_last = self._step if self.step >= 0 else None
+        self._step, self._ran = _Launched(), set()
+        self.step += 1
+        self.start(self.tasks[0])
+        self.end(self.tasks[0])
+
+    def start(self, task: Task) -> None:
+        """The compute task that is launched next waits, on the device, for what it needs."""
+        here = self._device.here()
+        needed = [
+            (self._ended[index][1], index) for index in self._before[task.index] if index in self._ended
+        ]
+        asked = here.record() if needed else None
+        for event, _ in needed:
+            here.wait(event)
+        began = here.record()
+        if asked is not None:
+            causes = [(event, booking(self.tasks[index])) for event, index in needed]
+            self._step.waits.append((asked, began, causes))
+        self._step.began.append((task.index, began))
+
+    def end(self, task: Task) -> None:
+        """A compute task is launched: so is what follows it in the total order."""
+        done = self._device.here().record()
+        self._step.ended.append((task.index, done))
+        waited: set[str] = set()
+        for index in self._next[task.index]:
+            self._launch(index, done, waited)
+
+    def _launch(self, index: int, computed: Event, waited: set[str]) -> None:
+        task = self.tasks[index]
+        name = {Streams.TIERS: task.stream, Streams.ONE: "all", Streams.NONE: COMPUTE_STREAM}[self._streams]
+        queue = self._queues[name] if name in self._queues else self._device.here()
+        with queue.current(), named(f"stream {task.stream}{self._tier(task)}, task {task}"), span(task):
+            if name != COMPUTE_STREAM and name not in waited:  # once: later ones come after it in the queue
+                queue.wait(computed)
+                waited.add(name)
+            for before in self._before[index]:
+                if before in self._ended and self._ended[before][0] != name:
+                    queue.wait(self._ended[before][1])
+            self._step.began.append((index, queue.record()))
+            self._run(task, 0)
+            ended = queue.record()
+        self._ended[index] = name, ended
+        self._step.ended.append((index, ended))
+        self._step.record.launched.append(index)
+        self._step.record.begun.setdefault(task.stream, []).append(index)
+        self._ran.add(index)
+
+    def _tier(self, task: Task) -> str:
+        return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
+
+    def ran(self, task: Task) -> bool:
+        """Whether a task was launched in this step."""
+        return task.index in self._ran
+
+    def drain(self) -> None:
+        """Wait until everything launched is done."""
+        for _, event in self._ended.values():
+            event.synchronize()
+        self._device.here().record().synchronize()
+
+    def skip_step(self) -> None:
+        """Count the rest of this step as done (it was done by other means)."""
+        self.drain()
+        self._ended.clear()  # all of it is done: nobody needs to wait for it
+
+    def close(self) -> None:
+        """Wait for the device."""
+        self.drain()
+
+    def _read(self, launched: _Launched) -> StepRecord:
+        """What the device did in a step, when it has done it."""
+        for _, event in launched.ended:
+            event.synchronize()
+        assert self._origin is not None
+        first, zero_s = self._origin
+        record = launched.record
+        record.start_s = {index: zero_s + event.after_s(first) for index, event in launched.began}
+        record.end_s = {index: zero_s + event.after_s(first) for index, event in launched.ended}
+        for asked, began, causes in launched.waits:
+            _, cause = max((event.after_s(first), cause) for event, cause in causes)
+            waited = began.after_s(asked)
+            record.exposed_s[cause] = record.exposed_s.get(cause, 0.0) + waited
+            start = zero_s + asked.after_s(first)
+            record.waits.append((start, start + waited, cause))
+        return record

@@ -1,0 +1,220 @@
+"""A world of which one rank is here: collectives take the time that is said, and nothing is sent.
+
+Everything else is the runtime's own: buffers, streams, copies, optimizer. What would arrive is made of what
+this rank has, so that shapes and lifetimes are those of the real run; values are not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hzplan.hierarchy import Mesh, Stage
+
+DONE_S = 1e-6
+CYCLES = 10_000_000
+"""How long a GPU's clock is measured."""
+
+Seconds = Callable[[str, Stage, int], float]
+"""Of an operation, as a profile calls it, over a stage, whose whole buffer has so many bytes."""
+
+
+class Wire:
+    """A tier's link: what is under way at once shares it equally.
+
+    ``collision``: how many times as long several take together as one after the other.
+    """
+
+    def __init__(self, collision: float = 1.0) -> None:
+        self._collision = collision
+        self._changed = threading.Condition()
+        self._left: dict[object, float] = {}  # seconds that what is under way would need alone
+        self._settled = 0.0
+
+    def start(self, seconds: float) -> object:
+        """Something is under way from now on that would take so long alone."""
+        key = object()
+        with self._changed:
+            self._settle()
+            if seconds > DONE_S:
+                self._left[key] = seconds
+            self._changed.notify_all()
+        return key
+
+    def wait(self, key: object) -> None:
+        """Return when it has arrived."""
+        with self._changed:
+            while True:
+                self._settle()
+                if key not in self._left:
+                    return
+                # Until the next end, whosever it is: the rest goes faster then.
+                self._changed.wait(min(self._left.values()) * self._slowdown())
+
+    def _slowdown(self) -> float:
+        many = len(self._left)
+        return many * self._collision if many > 1 else 1.0
+
+    def _settle(self) -> None:
+        """What has passed since the last time, in turn to the next end. Lock held."""
+        now = time.perf_counter()
+        passed, self._settled = now - self._settled, now
+        while self._left and passed > 0:
+            slowdown = self._slowdown()
+            step = min(passed, max(DONE_S, min(self._left.values())) * slowdown)
+            passed -= step
+            self._left = {
+                key: left for key, old in self._left.items() if (left := old - step / slowdown) > DONE_S
+            }
+
+
+@dataclass
+class Carried:
+    """A gather under way."""
+
+    wire: Wire
+    key: object
+    over: Callable[[], None]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it has arrived."""
+        self.wire.wait(self.key)
+        self.over()
+        return True
+
+
+@dataclass
+class PacedGroup:
+    """What the runtime uses of a process group. ``ranks``: its members in the world; ``latency_once``:
+    gathers that a task has under way at once over several stages wait for one latency only;
+    ``needs_scratch``: whether the cluster's reductions receive into memory of the runtime's."""
+
+    wire: Wire
+    stage: Stage
+    place: int
+    ranks: tuple[int, ...]
+    seconds: Seconds
+    latency_once: bool
+    needs_scratch: bool
+    under_way: dict[int, dict[Stage, int]]  # by thread: bytes that it gathers on this wire
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.place
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    def start(self, seconds: float, whole: Tensor) -> object:
+        """Under way from now on. A CUDA stream is held for so long, whatever else is under way."""
+        if not whole.is_cuda:
+            return self.wire.start(seconds)
+        occupy(whole.device, seconds)
+        return None  # there is nothing for the host to wait for
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Carried:
+        """``whole`` [size × n] from ``part`` [n], this rank's slice or apart from it; under way."""
+        thread = threading.get_ident()
+        before = self.under_way[thread]
+        nbytes = before.get(self.stage, 0)
+        seconds = self.seconds("all_gather", self.stage, nbytes + whole.nbytes)
+        if nbytes:  # gathers of a stage take as long as one of all their bytes
+            seconds -= self.seconds("all_gather", self.stage, nbytes)
+        elif before and self.latency_once:
+            seconds -= self.seconds("all_gather", self.stage, 0)
+        before[self.stage] = nbytes + whole.nbytes
+        key = self.start(max(0.0, seconds), whole)
+        for place, row in enumerate(whole.view(self.size(), -1)):
+            if place != self.place or row.data_ptr() != part.data_ptr():
+                row.copy_(part)
+        return Carried(self.wire, key, before.clear)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
+        """This rank's slice of ``whole`` [size × n], as often as there are ranks, into ``part`` [n]."""
+        key = self.start(self.seconds("reduce_scatter", self.stage, whole.nbytes), whole)
+        own = whole.view(self.size(), -1)[self.place]
+        if own.data_ptr() != part.data_ptr():
+            part.copy_(own)
+        part.mul_(self.size())
+        self.wire.wait(key)
+
+
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    """Of what ``torch.cuda._sleep`` counts; measured. NOT RUN ON A GPU YET."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(CYCLES)
+    begun.record()
+    torch.cuda._sleep(CYCLES)
+    ended.record()
+    ended.synchronize()
+    return CYCLES / (float(begun.elapsed_time(ended)) / 1e3)
+
+
+def occupy(device: torch.device, seconds: float) -> None:
+    """Hold the current CUDA stream for so long."""
+    torch.cuda._sleep(round(seconds * _cycles_per_s(device)))
+
+
+class PacedWorld:
+    """One rank of many. ``norm_s``: how long all take to add up a number."""
+
+    is_part = False
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        seconds: Seconds,
+        *,
+        exchanges: bool,
+        collision: Sequence[float] = (),
+        norm_s: float = 0.0,
+    ) -> None:
+        self.rank, self.size = rank, mesh.world
+        self._seconds, self._exchanges, self._norm_s = seconds, exchanges, norm_s
+        self._wires = [Wire(factor) for factor in collision or [1.0] * len(mesh.tiers)]
+        self._under_way: list[dict[int, dict[Stage, int]]] = [defaultdict(dict) for _ in self._wires]
+
+    def meets(self, ranks: Iterable[int]) -> bool:
+        """See World."""
+        return False
+
+    def groups(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> dict[tuple[str, Stage], PacedGroup]:
+        """See World."""
+        found = {}
+        for kind, stage in wanted:
+            bounds = enumerate(mesh.tier_bounds)
+            tier = next(tier for tier, (low, high) in bounds if low <= stage.low < high)
+            ranks = tuple(mesh.group(self.rank, stage))
+            found[kind, stage] = PacedGroup(
+                wire=self._wires[tier],
+                stage=stage,
+                place=ranks.index(self.rank),
+                ranks=ranks,
+                seconds=self._seconds,
+                latency_once=self._exchanges,
+                needs_scratch=self._exchanges,
+                under_way=self._under_way[tier],
+            )
+        return found
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See World: this rank's values are everyone's."""
+
+    def all_reduce(self, tensor: Tensor, operation: Any = None) -> None:
+        """See World: what the others would have is as much as this one has."""
+        if tensor.is_cuda:
+            occupy(tensor.device, self._norm_s)
+        else:
+            time.sleep(self._norm_s)

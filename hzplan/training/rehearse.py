@@ -1,0 +1,166 @@
+"""One rank of a plan's world, alone on this device: everything is real but what comes over the links."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hzplan.cost import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.models.units import master_dtype_of
+from hzplan.models.workload import Workload
+from hzplan.profiler.optimizer import OPTIMIZERS
+from hzplan.profiler.ranks import Ranks
+from hzplan.runtime.apply import Choice, apply, check_model
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.paced import PacedWorld
+from hzplan.runtime.room import room
+from hzplan.show.trace import Span
+from hzplan.training.batches import SyntheticBatches
+from hzplan.training.measure import peak_memory_bytes
+from hzplan.training.recording import Recording
+from hzplan.training.step import forward_backward
+
+WARM_UP_STEPS = 2
+TRACED_STEPS = 3
+LEARNING_RATE = 1e-5
+"""What arrives is made up, so nothing is learnt: only that values stay finite matters."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """``step_s``: seconds of every step; ``waits_s``: what compute waited for in each, by tier's name or
+    "optim"; ``peak_memory_bytes``: of a whole step; ``spans``: what the streams did in the last ones."""
+
+    rank: int
+    step_s: tuple[float, ...]
+    waits_s: tuple[dict[str, float], ...]
+    peak_memory_bytes: int
+    spans: tuple[Span, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Of a step."""
+        return statistics.median(self.step_s)
+
+    def waited_s(self, name: str) -> float:
+        """The median step's wait."""
+        return statistics.median(waits.get(name, 0.0) for waits in self.waits_s)
+
+    @property
+    def busy_s(self) -> float:
+        """The median step without its waits."""
+        both = zip(self.step_s, self.waits_s, strict=True)
+        return statistics.median(step - sum(waits.values()) for step, waits in both)
+
+
+def rehearse(
+    plan: Plan,
+    costs: CostModel,
+    workload: Workload,
+    *,
+    rank: int = 0,
+    steps: int = 8,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = lambda text, fraction: None,
+) -> Rehearsed:
+    """Train as a rank of the plan's world on synthetic batches; every collective takes as long as ``costs``,
+    those that the plan was solved with, say that it takes.
+
+    Raises UserError for a rank that the plan does not have, and where model or optimizer are not the plan's;
+    OutOfMemory where the device has not the room.
+    """
+    world, cluster = plan.mesh.world, costs.profile.cluster
+    if not 0 <= rank < world:
+        raise UserError(f"--rank {rank}: the plan's ranks are 0 to {world - 1}")
+    if steps < 1:
+        raise UserError(f"--steps {steps}: rehearse at least 1")
+    torch.manual_seed(seed)
+    paced = PacedWorld(
+        plan.mesh,
+        rank,
+        lambda operation, stage, nbytes: costs.collective_ns(operation, stage, nbytes) / 1e9,
+        exchanges=cluster.scattered_by_exchange,
+        collision=costs.interference.collision,
+        norm_s=cluster.norm_seconds or 0.0,
+    )
+    made: list[ShardedOptimizer] = []
+    with room(plan, lambda: made[0].engine if made else None):
+        progress("making the model", 0.0)
+        device = Ranks.here().device
+        model = workload.build().to(device, master_dtype_of(getattr(torch, plan.model.dtype)))
+        check_model(model, plan)
+        made_by = _optimizer(plan)
+        model, optimizer = apply(
+            model, Choice.of(plan), made_by.func, world=paced, lr=LEARNING_RATE, **made_by.keywords
+        )
+        made.append(optimizer)
+        rehearsal = _Rehearsal(plan, model, optimizer, workload, rank, seed)
+        for step in range(WARM_UP_STEPS):
+            progress("warming up", 0.0)
+            rehearsal.step(step)
+        optimizer.engine.executor.drain()
+        peak = peak_memory_bytes(partial(rehearsal.step, WARM_UP_STEPS), rehearsal.device)
+        rehearsal.step(WARM_UP_STEPS + 1)  # after the tracing, which takes time
+        recording = Recording(optimizer.engine, TRACED_STEPS)
+        names = dict(enumerate(plan.cluster.tier_names))
+        seconds, waits = [], []
+        ended = time.perf_counter()
+        for step in range(steps):
+            progress(f"step {step + 1} of {steps}", (step + 1) / (steps + 1))
+            rehearsal.step(WARM_UP_STEPS + 2 + step)
+            now = time.perf_counter()
+            seconds.append(now - ended)
+            exposed = optimizer.engine.executor.record.exposed_s
+            waits.append({_named(cause, names): waited for cause, waited in exposed.items()})
+            recording.note()
+            ended = now
+        spans = recording.spans()
+    optimizer.engine.close()
+    progress("rehearsed", 1.0)
+    return Rehearsed(rank, tuple(seconds), tuple(waits), peak, tuple(spans))
+
+
+def _named(cause: str, tiers: dict[int, str]) -> str:
+    return next((name for tier, name in tiers.items() if cause == f"tier {tier}"), cause)
+
+
+def _optimizer(plan: Plan) -> partial[torch.optim.Optimizer]:
+    if plan.optimizer not in OPTIMIZERS:
+        raise UserError(f"field optimizer: {plan.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
+    made = OPTIMIZERS[plan.optimizer]
+    return made if isinstance(made, partial) else partial(made)
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    """A rank at work."""
+
+    plan: Plan
+    model: torch.nn.Module
+    optimizer: ShardedOptimizer
+    workload: Workload
+    rank: int
+    seed: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def step(self, step: int) -> None:
+        """Train one."""
+        batch = self.plan.batch
+        data = SyntheticBatches(self.workload, batch.micro_batch, self.seed)
+        forward_backward(
+            self.model, self.workload, data, step=step, accumulation=batch.accumulation, rank=self.rank
+        )
+        if self.plan.clip:
+            self.optimizer.clip_grad_norm_(1.0)
+        self.optimizer.step()

@@ -1,0 +1,108 @@
+"""Links that are only paced: what is under way shares them, and what arrives has its shape and size."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hzplan.hierarchy import Mesh, Stage
+from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
+from hzplan.runtime.paced import PacedGroup, PacedWorld, Wire
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which passes when somebody waits on a condition and at no other."""
+    now = [0.0]
+
+    def wait(self: threading.Condition, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        now[0] += timeout
+        return False
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(threading.Condition, "wait", wait)
+    return now
+
+
+def test_what_is_alone_takes_its_time(clock: list[float]) -> None:
+    wire = Wire()
+    wire.wait(wire.start(2.0))
+    assert clock[0] == pytest.approx(2.0)
+
+
+def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
+    wire = Wire(collision=1.5)
+    first, second = wire.start(1.0), wire.start(3.0)
+    wire.wait(first)
+    assert clock[0] == pytest.approx(1.0 * 2 * 1.5)
+    wire.wait(second)  # of which 1.0 had gone beside the first
+    assert clock[0] == pytest.approx(3.0 + 2.0)
+
+
+def test_what_came_while_nobody_looked_has_come(clock: list[float]) -> None:
+    wire = Wire()
+    first, second = wire.start(1.0), wire.start(3.0)
+    clock[0] = 3.0  # the first came at 2, after which the second had the link to itself
+    wire.wait(first)
+    assert clock[0] == 3.0
+    wire.wait(second)
+    assert clock[0] == pytest.approx(4.0)
+
+
+def _world(rank: int = 1, *, exchanged: bool = True) -> PacedWorld:
+    def seconds(operation: str, stage: Stage, nbytes: int) -> float:
+        return 1.0 + nbytes / 1000
+
+    return PacedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged)
+
+
+def _group(world: PacedWorld, stage: Stage) -> PacedGroup:
+    return world.groups(Mesh.parse("2,2"), [("unshard", stage)])["unshard", stage]
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_gathers_of_a_task_cost_what_the_model_says(clock: list[float], exchanged: bool) -> None:
+    """Two of one stage are one of both sizes; another stage's adds its bytes, and its latency on NCCL."""
+    world = _world(exchanged=exchanged)
+    inner, outer = _group(world, Stage(1, 2)), _group(world, Stage(0, 2))
+    whole, wide = torch.zeros(2, 25), torch.zeros(4, 25)  # 200 and 400 bytes
+    gathers = [
+        Gather(whole.view(-1), whole[inner.rank()], inner),
+        Gather(whole.view(-1), whole[inner.rank()], inner),
+        Gather(wide.view(-1), wide[outer.rank()], outer),
+    ]
+    for gather in gathers:
+        gather.begin()
+    for gather in gathers:
+        gather.end()
+    assert clock[0] == pytest.approx(1.0 + 0.4 + 0.4 + (0.0 if exchanged else 1.0))
+    gathers[0].run()  # the next task's wait for a latency of their own
+    assert clock[0] == pytest.approx(1.8 + (0.0 if exchanged else 1.0) + 1.2)
+
+
+def test_what_arrives_is_made_of_what_is_here(clock: list[float]) -> None:
+    group = _group(_world(rank=2), Stage(0, 2))
+    assert (group.ranks[group.rank()], group.size()) == (2, 4)
+    whole = torch.zeros(4, 3)
+    own = whole[group.rank()]
+    own.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    Gather(whole.view(-1), own, group).run()
+    assert torch.equal(whole, torch.tensor([1.0, 2.0, 3.0]).expand(4, 3))
+    part, room = torch.zeros(3), torch.zeros(3)
+    Reduction(part, whole.view(-1), group, room).run()
+    assert torch.equal(part, torch.tensor([4.0, 8.0, 12.0]))
+    Reduction(part, whole.view(-1), group, room).run(accumulate=True)
+    assert torch.equal(part, torch.tensor([8.0, 16.0, 24.0]))
+
+
+def test_memory_is_that_of_the_cluster() -> None:
+    for exchanged in (True, False):
+        group = _group(_world(exchanged=exchanged), Stage(0, 2))
+        assert receives_apart(CPU, group) == exchanged
+        assert not exchanges(CPU, group)
