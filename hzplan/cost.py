@@ -207,15 +207,6 @@ class CostModel:
         }
 
     @cached_property
-    def _native(self) -> frozenset[tuple[str, int, int]]:
-        curves = self.profile.collectives
-        return frozenset((c.operation, c.low, c.high) for c in curves if c.algorithm == "native")
-
-    def _exchanged(self, operation: str, stage: Stage) -> bool:
-        """Whether the runtime does it from rank to rank, on threads and in memory of its own."""
-        return self.profile.cluster.scattered_by_exchange and (operation, *stage) not in self._native
-
-    @cached_property
     def _optimizer_curve(self) -> list[tuple[int, float]]:
         return [(point.elements, point.seconds) for point in self.profile.optimizer.points]
 
@@ -317,11 +308,11 @@ class CostModel:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
         times = [[0] * len(self.mesh.tiers) for _ in range(3)]
         waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        at_once = self.profile.cluster.scattered_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
-            latency = (
-                self.collective_ns("all_gather", stage, 0) if self._exchanged("all_gather", stage) else 0
-            )
-            times[kind][tier] += self.collective_ns("all_gather", stage, nbytes) - latency
+            alone = self.collective_ns("all_gather", stage, nbytes)
+            latency = min(alone, self.collective_ns("all_gather", stage, 0)) if at_once else 0
+            times[kind][tier] += alone - latency
             waited[kind][tier] = max(waited[kind][tier], latency)
         unshard, regather, sync = map(_sum, times, waited)
         return replace(total, unshard_ns=unshard, regather_ns=regather, sync_ns=sync)
@@ -373,11 +364,12 @@ class CostModel:
                         (
                             _received_bytes(bucket, mesh, stage)
                             for stage, _ in self.travels(bucket, Kind.FINAL_REDUCE, tier)
-                            if self._exchanged("reduce_scatter", stage)
                         ),
                         default=0,
                     )
                 )
+                if self.profile.cluster.scattered_by_exchange
+                else 0
                 for tier in tiers
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),

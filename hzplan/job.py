@@ -192,7 +192,7 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
 
     if here.launched_here:
         end_with_parent()
-    _share_processors(here)
+    share_processors(here.local_world)
     host, port = meeting_point()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     watchdog = threading.Timer(timeout_s, _give_up, (here, f"{host}:{port}", timeout_s))
@@ -216,12 +216,22 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
 
 
 def _backend(here: Place) -> str:
-    """NCCL for what is on GPUs, beside gloo for what is not. NOT RUN ON A GPU YET."""
+    """NCCL for what is on GPUs, beside gloo for what is not. NOT RUN ON A GPU YET.
+
+    Where a host has GPUs every rank has one: its own, or the only one that it sees. HZPLAN_BACKEND=gloo keeps
+    to the processors.
+    """
     import torch
 
-    if torch.cuda.device_count() < here.local_world:
+    count = torch.cuda.device_count()
+    if not count or os.environ.get("HZPLAN_BACKEND") == "gloo":
         return "gloo"
-    torch.cuda.set_device(here.local_rank)
+    if 1 < count < here.local_world:
+        raise JobFailed(
+            f"rank {here.rank}: {here.local_world} ranks on a host that shows {count} GPUs; start one per "
+            "GPU, or set HZPLAN_BACKEND=gloo to train on its processors"
+        )
+    torch.cuda.set_device(min(here.local_rank, count - 1))
     return "cuda:nccl,cpu:gloo"
 
 
@@ -284,12 +294,13 @@ def end_with_parent() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _share_processors(here: Place) -> None:
-    """One thread per rank where ranks have less than two processors each, unless the user said otherwise."""
+def share_processors(ranks: int) -> None:
+    """One thread for each of so many ranks of a host where they have less than two processors each, unless
+    the user said otherwise."""
     import torch
 
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if "OMP_NUM_THREADS" not in os.environ and here.local_world > 1 and processors < 2 * here.local_world:
+    if "OMP_NUM_THREADS" not in os.environ and ranks > 1 and processors < 2 * ranks:
         torch.set_num_threads(1)
 
 

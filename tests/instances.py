@@ -79,13 +79,7 @@ def random_profile(
             "units": units,
             "uses": uses,
             "collectives": [
-                {
-                    "operation": operation,
-                    "low": stage.low,
-                    "high": stage.high,
-                    "algorithm": own.choice([None, "exchange", "native"]),
-                    "points": _points(rng),
-                }
+                {"operation": operation, "low": stage.low, "high": stage.high, "points": _points(rng)}
                 for stage in mesh.stages()
                 for operation in ("all_gather", "reduce_scatter", "all_reduce")
             ],

@@ -83,8 +83,8 @@ def command(
     Example: hzplan profile gpt:tiny --nproc 4 -o profile.json
     """
     if only is not None:
-        if only != "links" or model is not None or links is not None or analytic:
-            raise UserError("--only links stands without MODEL, --links and --analytic")
+        if only != "links" or model is not None or links is not None or analytic or known:
+            raise UserError("--only links stands without MODEL, --links, --known and --analytic")
         _in_job(_Links(_dtype(dtype), mesh, output), nproc, as_json=as_json)
         return
     if model is None:

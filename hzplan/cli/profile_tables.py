@@ -187,9 +187,7 @@ def _links(profile: Profile | Links) -> Table:
         tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= curve.low < high)
         first, last = curve.points[0], curve.points[-1]
         table.add_row(
-            curve.operation
-            + (f", {names[tier]}" if len(names) > 1 else "")
-            + (", native" if curve.algorithm == "native" else ""),
+            curve.operation + (f", {names[tier]}" if len(names) > 1 else ""),
             f"{curve.low}–{curve.high}",
             str(mesh.shards[curve.high] // mesh.shards[curve.low]),
             console.duration(first.seconds),

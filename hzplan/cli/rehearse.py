@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
+    from hzplan.formats.profile import Profile
     from hzplan.simulate import Timeline
     from hzplan.solver.evaluate import Evaluation
     from hzplan.training.rehearse import Rehearsed
@@ -59,6 +60,7 @@ def command(
         check_writable(trace, keep=[plan, profile_path(plan, loaded)])
     found = replay(loaded, profile, plan)
     workload = load(model or loaded.model.name, seq_len=loaded.model.seq_len)
+    _as_measured(profile)
     with console.Bar("rehearse") as bar:
         rehearsed = rehearse(loaded, found.model, workload, rank=rank, steps=steps, progress=bar.update)
     alone = found.undisturbed
@@ -69,6 +71,29 @@ def command(
         print(json.dumps(_answer(loaded, found, alone, rehearsed)))
     else:
         _show(plan, loaded, found, alone, rehearsed)
+
+
+def _as_measured(profile: Profile) -> None:
+    """As many threads as a rank had that was measured; and a word where it was on another device."""
+    import os
+
+    import torch
+
+    from hzplan.cli import console
+    from hzplan.job import share_processors
+    from hzplan.profiler.ranks import Ranks
+
+    shared = profile.provenance.ranks_per_host
+    if shared is not None:
+        share_processors(shared)
+    device = Ranks.here().device.type
+    if device != profile.cluster.device:
+        console.remark(
+            f"the plan is for {profile.cluster.device}, and this is {device}: compute is another's"
+        )
+    elif device == "cpu" and shared is not None and shared > (os.cpu_count() or shared):
+        console.remark(f"{shared} ranks shared the processors when compute was measured; one alone is faster")
+    torch.set_flush_denormal(True)  # what arrives is made up
 
 
 def _waits(plan: Plan, alone: Timeline) -> dict[str, float]:

@@ -163,6 +163,7 @@ def environment(cluster: Cluster, rank: int, inherited: dict[str, str]) -> dict[
     node, local = divmod(rank, cluster.per_node)
     if cluster.world > 1:
         kept.setdefault("OMP_NUM_THREADS", "1")
+    kept["HZPLAN_BACKEND"] = "gloo"  # NCCL would find ways past the links
     kept.setdefault("PYTHONUNBUFFERED", "1")  # what is killed leaves its last words in the log
     return kept | {
         "RANK": str(rank),

@@ -20,7 +20,7 @@ from hzplan.formats.base import (
     write_text,
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
-from hzplan.hierarchy import Levels, Mesh, Stage
+from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import REDUCE_DTYPES, Dtype
 
 
@@ -75,14 +75,6 @@ class PlanCluster(Strict):
     backend: str
 
 
-class NativeEntry(Strict):
-    """A collective that the profile found faster by the backend's own operation, between two levels."""
-
-    operation: Literal["all_gather", "reduce_scatter"]
-    low: NonNegativeInt
-    high: PositiveInt
-
-
 class Batch(Strict):
     """Sequences per step in all, per rank and forward pass, and forward passes per step."""
 
@@ -132,8 +124,6 @@ class Plan(Strict):
 
     ``reduce_dtype``: what gradients travel in; they are kept in that of the master weights. ``parallel``: the
     model parallelism that the plan is beside, None without; units are then those of a rank's share.
-    ``native``: what is left to a backend whose collectives the runtime else does itself, from rank to rank;
-    None where that is nothing.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
@@ -141,7 +131,6 @@ class Plan(Strict):
     model: PlanModel
     cluster: PlanCluster
     parallel: ModelParallel | None = None
-    native: tuple[NativeEntry, ...] | None = Field(default=None, min_length=1)
     optimizer: str
     clip: bool
     reduce_dtype: Dtype
@@ -164,9 +153,6 @@ class Plan(Strict):
             raise ValueError(f"cluster.mesh: {error}") from None
         if len(self.cluster.tier_names) != len(mesh.tiers):
             raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
-        for index, entry in enumerate(self.native or ()):
-            if Stage(entry.low, entry.high) not in mesh.stages():
-                raise ValueError(f"native.{index}: the mesh has no groups between those levels")
         allowed = REDUCE_DTYPES[self.model.dtype]
         if self.reduce_dtype not in allowed:
             raise ValueError(

@@ -31,10 +31,6 @@ MAX_TENSOR_BYTES = 2**44
 Phase = Literal["forward", "backward"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
-Algorithm = Literal["exchange", "native"]
-"""How a group does a collective: from rank to rank (gathers in a ring, reductions all to all and a sum), or
-by the backend's own operation."""
-
 
 class TensorEntry(Strict):
     """A parameter tensor; ``name`` as in the model's state_dict."""
@@ -117,16 +113,11 @@ class CollectivePoint(Strict):
 
 
 class CollectiveCurve(Strict):
-    """A collective over the groups between two levels, every sibling group active at once.
-
-    ``algorithm``: the faster one where there is a choice, which is what was measured and what the runtime
-    will use; None where the backend leaves none, or where nobody measured.
-    """
+    """A collective over the groups between two levels, every sibling group active at once."""
 
     operation: Operation
     low: NonNegativeInt
     high: PositiveInt
-    algorithm: Algorithm | None = None
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
 
 
@@ -208,13 +199,15 @@ class ClusterEntry(Strict):
 
 
 class ProvenanceEntry(Strict):
-    """When, and with what, the measurement was made."""
+    """When, and with what, the measurement was made. ``ranks_per_host``: how many computed at once on the
+    machine that measured the model, and shared its processors; None where that was not noted."""
 
     created: str
     hzplan: str
     torch: str
     python: str
     cpus: PositiveInt
+    ranks_per_host: PositiveInt | None = None
 
 
 class ModelledEntry(Strict):

@@ -40,6 +40,8 @@ class DeepSpeed:
     """A contender in a child process."""
 
     def __init__(self, setting: Setting, stage: int) -> None:
+        if setting.device.type != "cpu":
+            raise NotHere("DeepSpeed is compared on CPUs over gloo only")
         missing = Ranks.here().gather(importlib.util.find_spec("deepspeed") is None)
         if any(missing):  # on all ranks alike, or some would wait for the others
             where = f" on rank {missing.index(True)}" if not all(missing) else ""

@@ -6,13 +6,13 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hzplan.cost import LANES, scratch_bytes
-from hzplan.formats.profile import CollectiveCurve, InterferenceEntry, Operation
+from hzplan.formats.profile import InterferenceEntry
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.profiler.links import collective
 from hzplan.profiler.quiet import no_garbage_collection
@@ -50,16 +50,13 @@ def measure_interference(
     dtype: torch.dtype,
     largest_bytes: int,
     compute: Callable[[], None],
-    curves: Iterable[CollectiveCurve],
     progress: Callable[[float], None],
 ) -> tuple[InterferenceEntry, ...]:
     """For every tier: how much slower ``compute`` gets while its collectives run, and these while it does.
 
     Gathers and reductions over the whole tier in turn, as the runtime issues them, on buffers of
     ``largest_bytes`` of a model, at most 4 MiB. Medians over rounds of the mean rank. The same on every rank.
-    ``curves``: what was measured of the links, which says by what algorithm.
     """
-    native = {(c.operation, c.low, c.high) for c in curves if c.algorithm == "native"}
     tiers = range(len(mesh.tiers)) if ranks.size > 1 else range(0)
     found = []
     for tier in tiers:
@@ -67,7 +64,7 @@ def measure_interference(
         if mesh.group_size(stage) == 1:  # nobody to communicate with
             found.append(InterferenceEntry(compute_lost=0.0, slowdown=1.0))
             continue
-        gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes, native)
+        gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes)
         rounds = []
         with no_garbage_collection():
             for number in range(ROUNDS):
@@ -93,12 +90,7 @@ def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
 
 
 def _communication(
-    ranks: Ranks,
-    mesh: Mesh,
-    stage: Stage,
-    dtype: torch.dtype,
-    largest_bytes: int,
-    native: Collection[tuple[str, int, int]],
+    ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """A gather and a reduction over a stage."""
     groups = Communicators(mesh, [("unshard", stage), ("reduce", stage)])
@@ -108,16 +100,12 @@ def _communication(
     scratch = torch.zeros(
         scratch_bytes(whole.nbytes // size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
     )
+    gather = collective("all_gather", groups["unshard", stage], size, place, whole, scratch)
+    reduce = collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)
 
-    def call(operation: Operation, kind: str) -> Callable[[], None]:
-        run = collective(
-            *(operation, groups[kind, stage], size, place, whole, scratch),
-            native=(operation, *stage) in native,
-        )
-        run()
-        return run
-
-    return call("all_gather", "unshard"), call("reduce_scatter", "reduce")
+    gather()
+    reduce()
+    return gather, reduce
 
 
 def _sample(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 
 from hzplan.errors import UserError
 from hzplan.formats.profile import OptimizerEntry, Profile, UseCost, UseEntry
-from hzplan.hierarchy import Mesh
 from hzplan.profiler.costs import kinds
+from hzplan.profiler.fake import FakeTurn
 from hzplan.profiler.shapes import Shapes
+
+ALIKE, FEW_BYTES = 0.1, 4096
+"""By how much what a use keeps may differ from what it is counted to keep in shapes."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,15 @@ class Known:
     optimizers: tuple[OptimizerEntry, ...] = ()
 
     @classmethod
-    def of(cls, profiles: Mapping[str, Profile], *, device: str, dtype: str, mesh: Mesh | None) -> Known:
-        """``profiles``: by what messages call them; ``mesh``: of the ranks that measure now, None for one
-        process. UserError for a profile that was made otherwise than one would be here."""
+    def of(
+        cls, profiles: Mapping[str, Profile], device: torch.device, dtype: str, ranks_per_host: int
+    ) -> Known:
+        """``profiles``: by what messages call them. UserError for one that was made otherwise than one would
+        be here, where so many ranks share a machine."""
         costs: dict[tuple[Hashable, int], list[UseCost]] = defaultdict(list)
         reads: dict[Hashable, bool] = {}
         for name, profile in profiles.items():
-            _check(name, profile, device, dtype, mesh)
+            _check(name, profile, device, dtype, ranks_per_host)
             uses = [use.use for use in profile.uses]
             for size in profile.micro_batches:
                 here: dict[Hashable, list[UseCost]] = defaultdict(list)
@@ -54,7 +59,7 @@ class Known:
         found: dict[int, list[UseCost]] = {}
         for size, turns in shapes.turns.items():
             of_uses = kinds(shapes.entries, shapes.uses, [turn.flops for turn in turns])
-            if all((kind, size) in self.costs for kind in of_uses):
+            if all((kind, size) in self.costs for kind in of_uses) and self._alike(of_uses, size, turns):
                 left = {kind: [*self.costs[kind, size]] for kind in of_uses}
                 as_many = all(of_uses.count(kind) == len(costs) for kind, costs in left.items())
                 found[size] = [
@@ -62,6 +67,16 @@ class Known:
                     for index, kind in enumerate(of_uses)
                 ]
         return found
+
+    def _alike(self, of_uses: Sequence[Hashable], size: int, turns: Sequence[FakeTurn]) -> bool:
+        """Whether uses keep what those that are known kept: dropout, for one, shows nowhere else."""
+        for kind, costs in ((kind, self.costs[kind, size]) for kind in dict.fromkeys(of_uses)):
+            kept = [turn.retained_bytes for turn, of in zip(turns, of_uses, strict=True) if of == kind]
+            before = [cost.retained_bytes for cost in costs]
+            most = max(map(abs, before))
+            if abs(max(kept, key=abs) - max(before, key=abs)) > ALIKE * most + FEW_BYTES:
+                return False
+        return True
 
     def entries(self, shapes: Shapes, taken: Mapping[int, Sequence[UseCost]]) -> tuple[UseEntry, ...]:
         """The uses of a model at sizes that are all known."""
@@ -112,21 +127,19 @@ def merged(entries: Iterable[UseEntry], taken: Mapping[int, Sequence[UseCost]]) 
     )
 
 
-def _check(name: str, profile: Profile, device: str, dtype: str, mesh: Mesh | None) -> None:
+def _check(name: str, profile: Profile, device: torch.device, dtype: str, ranks_per_host: int) -> None:
     said = f"--known {name}: "
     if profile.modelled is not None or profile.calibrated is not None or profile.parallel is not None:
         raise UserError(f"{said}not what was measured of a whole model; give the profile that it is from")
     pairs = {
         "torch": (profile.provenance.torch, torch.__version__),
-        "device": (profile.cluster.device, device),
+        "device": (profile.cluster.device, device.type),
         "dtype": (profile.model.dtype, dtype),
     }
-    if device == "cpu":  # whose processors the ranks of a node share
-        pairs["ranks per node"] = _inner(profile.mesh), _inner(mesh)
+    if device.type == "cpu":  # whose processors the ranks of a host share
+        pairs["processors"] = str(profile.provenance.cpus), str(os.cpu_count() or 1)
+        theirs = profile.provenance.ranks_per_host or "an unknown number of"
+        pairs["ranks per host"] = str(theirs), str(ranks_per_host)
     for what, (theirs, ours) in pairs.items():
         if theirs != ours:
             raise UserError(f"{said}made with {what} {theirs}, and here that is {ours}; leave it out")
-
-
-def _inner(mesh: Mesh | None) -> str:
-    return str(prod(mesh.tiers[0]) if mesh is not None and mesh.tiers else 1)

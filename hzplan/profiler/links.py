@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hzplan.cost import LANES, scratch_bytes
-from hzplan.formats.profile import Algorithm, CollectiveCurve, CollectivePoint, Operation
+from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Operation
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, rising, sizes, spread
-from hzplan.runtime.collectives import Gather, Reduction, exchanges
+from hzplan.runtime.collectives import Gather, Reduction
 from hzplan.runtime.groups import Communicators
 
 FIRST_BYTES = 4 << 10
@@ -40,19 +40,11 @@ OPERATIONS: Mapping[Operation, str] = {
 """What is measured, and the stream whose communicator carries it in a step."""
 
 
-TRIED_BYTES = 1 << 20
-"""How large a buffer, at most, algorithms are compared on."""
-TRIES = 3
-CLEARLY = 0.95
-"""Of an exchange's time, what the backend's own operation must take to be preferred."""
-
-
 @dataclass(frozen=True)
 class Case:
     """A collective to time: ``run`` issues it on ``bytes`` bytes, ``calls`` times in a row per sample."""
 
     operation: Operation
-    algorithm: Algorithm | None
     stage: Stage
     bytes: int
     calls: int
@@ -86,11 +78,9 @@ def measure_links(
         (case.operation, case.stage, case.bytes): [max(by_rank) for by_rank in result]
         for case, result in zip(cases, results, strict=True)
     }
-    algorithms = {(case.operation, case.stage): case.algorithm for case in cases}
     return tuple(
         _curve(
             operation,
-            algorithms[operation, stage],
             stage,
             {nbytes: s for (other, at, nbytes), s in samples.items() if (other, at) == (operation, stage)},
         )
@@ -123,31 +113,13 @@ def _cases(
     )
     for operation, kind in OPERATIONS.items():
         issue = partial(collective, operation, groups[kind, stage], size, place, scratch=scratch)
-        tried = max([nbytes for nbytes in wanted if nbytes <= TRIED_BYTES], default=wanted[0])
-        algorithm = _faster(ranks, operation, partial(issue, whole[: tried // dtype.itemsize]))
         for index, nbytes in enumerate(wanted):
-            run = issue(whole[: nbytes // dtype.itemsize], native=algorithm == "native")
+            run = issue(whole[: nbytes // dtype.itemsize])
             run()
             once = max(ranks.gather(_seconds(ranks, run, 1)))
-            yield Case(operation, algorithm, stage, nbytes, max(1, min(MAX_CALLS, int(BATCH_S / once))), run)
+            yield Case(operation, stage, nbytes, max(1, min(MAX_CALLS, int(BATCH_S / once))), run)
             if index >= 1 and once * FACTOR * MIN_REPEATS > STAGE_BUDGET_S / len(OPERATIONS):
                 break
-
-
-def _faster(ranks: Ranks, operation: Operation, issue: Callable[..., Callable[[], None]]) -> Algorithm | None:
-    """The algorithm that takes less time, by turns; None where the runtime has no choice."""
-    if operation not in ("all_gather", "reduce_scatter") or not exchanges(ranks.device):
-        return None
-    runs = [issue(native=native) for native in (False, True)]
-    for run in runs:
-        run()
-    seconds = [[_seconds(ranks, run, 1) for run in runs] for _ in range(TRIES)]
-    slowest = [
-        [max(by_rank) for by_rank in zip(*turn, strict=True)]
-        for turn in zip(*ranks.gather(seconds), strict=True)
-    ]
-    exchange, native = map(statistics.median, zip(*slowest, strict=True))
-    return "native" if native < CLEARLY * exchange else "exchange"
 
 
 def collective(
@@ -157,16 +129,14 @@ def collective(
     place: int,
     whole: Tensor,
     scratch: Tensor,
-    *,
-    native: bool = False,
 ) -> Callable[[], None]:
     """A call as the runtime issues it: in place, with this rank's the ``place``-th of ``size`` parts."""
     length = whole.numel() // size
     part = whole[place * length : (place + 1) * length]
     if operation == "all_gather":
-        return Gather(whole, part, group, native=native).run
+        return Gather(whole, part, group).run
     if operation == "reduce_scatter":
-        return Reduction(part, whole, group, scratch, native=native).run
+        return Reduction(part, whole, group, scratch).run
     if operation == "all_to_all":
         return partial(_all_to_all, torch.empty_like(whole), whole, group)
     return partial(_all_reduce, whole, group)
@@ -190,15 +160,12 @@ def _seconds(ranks: Ranks, run: Callable[[], None], calls: int) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def _curve(
-    operation: Operation, algorithm: Algorithm | None, stage: Stage, samples: Mapping[int, list[float]]
-) -> CollectiveCurve:
+def _curve(operation: Operation, stage: Stage, samples: Mapping[int, list[float]]) -> CollectiveCurve:
     medians = rising([statistics.median(seconds) for seconds in samples.values()])
     return CollectiveCurve(
         operation=operation,
         low=stage.low,
         high=stage.high,
-        algorithm=algorithm,
         points=tuple(
             CollectivePoint(bytes=nbytes, seconds=nanoseconds(median), spread=spread(seconds))
             for (nbytes, seconds), median in zip(samples.items(), medians, strict=True)

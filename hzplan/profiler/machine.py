@@ -64,12 +64,13 @@ def _products(ranks: Ranks, a: Tensor, out: Tensor, calls: int) -> float:
     return time.perf_counter() - started
 
 
-def provenance() -> ProvenanceEntry:
-    """Now, and the versions of what measures."""
+def provenance(ranks_per_host: int | None = None) -> ProvenanceEntry:
+    """Now, and the versions of what measures; ``ranks_per_host``: how many measure beside each other."""
     return ProvenanceEntry(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         hzplan=hzplan.__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         cpus=os.cpu_count() or 1,
+        ranks_per_host=ranks_per_host,
     )

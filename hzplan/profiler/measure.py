@@ -22,6 +22,7 @@ from hzplan.formats.profile import (
     Profile,
     StragglerEntry,
     UnitEntry,
+    UseCost,
     UseEntry,
     signature,
 )
@@ -38,7 +39,7 @@ from hzplan.profiler.links import LAST_BYTES, measure_links, measure_norm
 from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
 from hzplan.profiler.progress import Progress
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.ranks import Ranks, local_ranks
 from hzplan.profiler.shapes import Shapes, in_shapes
 from hzplan.profiler.stragglers import slow_compute, slow_links
 from hzplan.profiler.turns import Turns
@@ -68,11 +69,12 @@ class _Model(Strict):
     optimizer: OptimizerEntry
     largest_bytes: int
     stragglers: tuple[StragglerEntry, ...]
+    ranks_per_host: int
 
     def profile(self, links: Links) -> Profile:
         """With the links of a cluster."""
         return Profile(
-            provenance=provenance(),
+            provenance=provenance(self.ranks_per_host),
             model=self.entry,
             cluster=links.cluster,
             optimizer=self.optimizer,
@@ -118,7 +120,7 @@ def measure(
     batches = _checked(micro_batches, dtype, optimizer)
     parts = Progress(progress, _model_s(batches) + _links_s(mesh))
     memory = memory_bytes or rank_memory_bytes(ranks)
-    before = Known.of(known or {}, device=ranks.device.type, dtype=dtype, mesh=mesh)
+    before = Known.of(known or {}, ranks.device, dtype, local_ranks(ranks))
     running = _run(ranks, workload, batches, dtype, seed, memory)
     tensors = [tensor for unit in running.units for tensor in unit.tensors]
     question = (
@@ -173,7 +175,7 @@ def measure_with(
     ranks = Ranks.here()
     parts = Progress(progress, _model_s(batches) + MACHINE_S)
     memory = memory_bytes or rank_memory_bytes(ranks)
-    before = Known.of(known or {}, device=ranks.device.type, dtype=dtype, mesh=None)
+    before = Known.of(known or {}, ranks.device, dtype, local_ranks(ranks))
     running = _run(ranks, workload, batches, dtype, seed, memory)
     model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said)
     parts.part("matrix products", MACHINE_S)
@@ -263,14 +265,8 @@ def _measure_model(
 ) -> _Model:
     torch_dtype: torch.dtype = getattr(torch, dtype)
     entries = tuple(unit_entry(unit) for unit in running.units)
-    shapes = None
-    if known.costs:
-        shapes = running.shapes or in_shapes(workload, dtype, batches, NO_RATES, ranks.size)
-    taken = known.taken(shapes) if shapes is not None else {}
+    shapes, taken = _taken(ranks, workload, running, batches, dtype, known, said)
     left = {size: step for size, step in running.steps.items() if size not in taken}
-    if known.costs and ranks.rank == 0:
-        sizes = ", ".join(map(str, taken)) or "no size"
-        said(f"--known: every unit's times are known at micro-batch {sizes}; {len(left)} to measure")
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, left))}", PASS_S * len(left))
     mine: float | None = None
     if left:
@@ -280,6 +276,12 @@ def _measure_model(
             progress=parts.at,
             shapes=running.shapes,
         )
+        order = [(use.unit, use.phase) for use in measured]
+        if shapes is not None and taken and order != [(use.unit, use.phase) for use in shapes.uses]:
+            raise UserError(
+                f"{workload.name}: modules are used in another order with values than without; profile "
+                "without --known"
+            )
         uses = merged(measured, taken)
     else:
         assert shapes is not None
@@ -294,7 +296,33 @@ def _measure_model(
         optimizer=steps or measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
         largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
         stragglers=slow_compute(ranks, mine) if mine is not None else (),
+        ranks_per_host=local_ranks(ranks),
     )
+
+
+def _taken(
+    ranks: Ranks,
+    workload: Workload,
+    running: _Running,
+    batches: Sequence[int],
+    dtype: str,
+    known: Known,
+    said: Callable[[str], None],
+) -> tuple[Shapes | None, dict[int, list[UseCost]]]:
+    """The model in shapes, and by micro-batch size what is known of it."""
+    if not known.costs:
+        return None, {}
+    say = said if ranks.rank == 0 else lambda text: None
+    try:
+        shapes = running.shapes or in_shapes(workload, dtype, batches, NO_RATES, ranks.size)
+    except UserError as error:
+        say(f"--known: all is measured: {error}")
+        return None, {}
+    taken = known.taken(shapes)
+    sizes = ", ".join(map(str, taken)) or "no size"
+    left = len(batches) - len(taken)
+    say(f"--known: every unit's times are known at micro-batch {sizes}; {left} to measure")
+    return shapes, taken
 
 
 def _measure_links(
@@ -315,9 +343,7 @@ def _measure_links(
     parts.part("links", STAGE_S * len(mesh.stages()))
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
     parts.part("compute and links together", TOGETHER_S * len(mesh.tiers))
-    interference = measure_interference(
-        ranks, mesh, travelling, largest_bytes, compute, collectives, parts.at
-    )
+    interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
     return Links(
         provenance=provenance(),
         cluster=ClusterEntry(

@@ -20,8 +20,8 @@ TRIMMED = 0.05
 
 
 def trimmed_mean(samples: Sequence[float]) -> float:
-    """The mean without the smallest and the largest twentieth."""
-    out = int(len(samples) * TRIMMED)
+    """The mean without the smallest and the largest twentieth, or one of each where there are five."""
+    out = max(int(len(samples) * TRIMMED), int(len(samples) >= 5))
     return statistics.fmean(sorted(samples)[out : len(samples) - out])
 
 

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature
-from hzplan.hierarchy import Levels, Mesh, Stage
+from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
 from hzplan.memory import assign_slots
 from hzplan.models.hooks import attach
 from hzplan.models.local import split_over
 from hzplan.models.recompute import leaves, recompute
 from hzplan.models.units import Unit, blocks_of, find_units
-from hzplan.runtime.bucket import Bucket, Native
+from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
@@ -42,8 +42,7 @@ class Choice:
     ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
     what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
     the model says. ``recompute``: the units that compute their forward again in their backward.
-    ``tier_names``: what the cluster calls its links, for messages. ``native``: the collectives that are the
-    backend's own where others are exchanges.
+    ``tier_names``: what the cluster calls its links, for messages.
     """
 
     mesh: Mesh
@@ -58,7 +57,6 @@ class Choice:
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     tier_names: tuple[str, ...] = ()
-    native: Native = frozenset()
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -81,7 +79,6 @@ class Choice:
             requires={unit.name: unit.requires for unit in plan.units},
             recompute=plan.recomputed,
             tier_names=plan.cluster.tier_names,
-            native=frozenset((e.operation, Stage(e.low, e.high)) for e in plan.native or ()),
         )
 
 
@@ -307,10 +304,7 @@ def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: Wor
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
     wire = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     buckets = [
-        Bucket(
-            *(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire),
-            native=choice.native,
-        )
+        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire)
         for layout in layouts
     ]
     return UnitState(unit.name, buckets, choice.mesh.world)

@@ -12,9 +12,6 @@ from hzplan.models.local import cast, local, put
 from hzplan.runtime.collectives import Gather, Reduction
 from hzplan.runtime.world import Groups, World
 
-Native = frozenset[tuple[str, Stage]]
-"""Operations, as a profile calls them, and stages."""
-
 
 class Bucket:
     """Flat buffers [elements] of one bucket.
@@ -34,13 +31,11 @@ class Bucket:
         mesh: Mesh,
         world: World,
         wire: torch.dtype | None = None,
-        native: Native = frozenset(),
     ) -> None:
-        """``wire``: what gradients travel in; by default what they are kept in. ``native``: the collectives
-        that are the backend's own where others are exchanges."""
+        """``wire``: what gradients travel in; by default what they are kept in."""
         self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.rank, self._world = world.rank, world
-        self._wire, self.native = wire, native
+        self._wire = wire
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
         self.staged = layout.trainable and mesh.shards[levels.grad] > 1
@@ -161,8 +156,7 @@ class Bucket:
             return None
         shards, level = self.mesh.shards, self.layout.levels.param
         part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
-        native = ("all_gather", stage) in self.native
-        return Gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage], native=native)
+        return Gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
 
     def reductions(
         self, tier: int, groups: Groups, scratch: Tensor, *, final: bool
@@ -186,9 +180,7 @@ class Bucket:
                 source = self.within(self.staging, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.staging, 0, stage.high)
-            native = ("reduce_scatter", stage) in self.native
-            group = groups["reduce", stage]
-            made = Reduction(target, source, group, scratch, self._wire, native=native)
+            made = Reduction(target, source, groups["reduce", stage], scratch, self._wire)
             found.append((made, arrives))
         return found
 
@@ -217,7 +209,6 @@ class Bucket:
             self.within(buffer, level, stage.high),
             groups["sync", stage],
             wire,
-            native=("all_gather", stage) in self.native,
         )
 
     def publish(self) -> None:

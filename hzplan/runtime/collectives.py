@@ -31,16 +31,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchanges(device: torch.device, group: Group | None = None, *, native: bool = False) -> bool:
-    """Whether a group's collectives on a device's tensors go point to point: on gloo, unless ``native`` ones
-    are asked for; between threads they always do.
+def exchanges(device: torch.device, group: Group | None = None) -> bool:
+    """Whether a group's collectives on a device's tensors go point to point: on gloo.
 
     Its own reduce-scatter moves as many bytes as an all-reduce, an exchange and a local sum half of that.
     The backend is asked, not its name in the job's start, which may leave the choice to torch.
     """
     if isinstance(group, ThreadGroup):
         return True
-    if native or isinstance(group, PacedGroup):
+    if isinstance(group, PacedGroup):
         return False
     group = group or dist.group.WORLD
     assert group is not None
@@ -66,18 +65,9 @@ class Gather:
 
     An exchange goes round in a ring: every rank passes on to the next one what it had from the one before.
     Each rank then receives from one other only; several senders at once were measured to be slower.
-    ``native``: the backend's own all-gather instead.
     """
 
-    def __init__(
-        self,
-        whole: Tensor,
-        part: Tensor,
-        group: Group,
-        wire: torch.dtype | None = None,
-        *,
-        native: bool = False,
-    ) -> None:
+    def __init__(self, whole: Tensor, part: Tensor, group: Group, wire: torch.dtype | None = None) -> None:
         self._group = group
         self._before: list[Conversion] = []
         self._after: list[Conversion] = []
@@ -88,7 +78,7 @@ class Gather:
             self._before, self._after = [Conversion(part, mine)], [Conversion(travels, whole)]
             whole, part = travels, mine
         self._whole, self._part = whole, part
-        self._exchanges = exchanges(whole.device, group, native=native)
+        self._exchanges = exchanges(whole.device, group)
         self._under_way: list[Transfer] = []
         if self._exchanges:
             slices, place, size = whole.view(group.size(), -1), group.rank(), group.size()
@@ -137,7 +127,6 @@ class Reduction:
     Exchanges sum in an order fixed by the rank, so results do not depend on timing, and in the buffers' dtype
     whatever the ``wire``. Their ``scratch`` is for what another rank sends: n elements, or where it is
     smaller (at least 2 elements) a portion in each half, one of which is summed while the other one travels.
-    ``native``: the backend's own reduce-scatter instead.
     """
 
     def __init__(
@@ -147,13 +136,11 @@ class Reduction:
         group: Group,
         scratch: Tensor,
         wire: torch.dtype | None = None,
-        *,
-        native: bool = False,
     ) -> None:
         wire = None if wire == whole.dtype else wire
         self._how: _Exchange | _Native = (
             _Exchange(part, whole, group, scratch, wire)
-            if exchanges(whole.device, group, native=native)
+            if exchanges(whole.device, group)
             else _Native(part, whole, group, wire)
         )
 

@@ -122,9 +122,7 @@ class Engine:
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
         exchanging = any(receives_apart(device, group) for group in self.groups.values())
-        # A backend's own collectives of a group are told apart by their order alone.
-        native = any(bucket.native for unit in self.units.values() for bucket in unit.buckets)
-        self._depth = LANES if exchanging and not native and self._streams is Streams.TIERS else 1
+        self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
         sizes = [
             _received_bytes(self.units.values(), tier) if exchanging else 0
             for tier in range(len(self.mesh.tiers))
@@ -491,7 +489,6 @@ def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
             for unit in units
             for bucket in unit.buckets
             for stage in bucket.reduce_stages(tier, final=True)
-            if ("reduce_scatter", stage) not in bucket.native
         ),
         default=0,
     )

@@ -58,8 +58,11 @@ class Device(Protocol):
 
 @dataclass
 class _Launched:
-    """What was launched in a step, to be read when the device has done it."""
+    """What was launched in a step, to be read when the device has done it; ``first`` and ``zero_s``: an event
+    at its begin, and when that was put there (or a little earlier than it was reached)."""
 
+    first: Event
+    zero_s: float
     record: StepRecord = field(default_factory=StepRecord)
     began: list[tuple[int, Event]] = field(default_factory=list)
     ended: list[tuple[int, Event]] = field(default_factory=list)
@@ -94,20 +97,17 @@ class Launcher:
             for name in dict.fromkeys(names if streams is Streams.TIERS else ["all"] * bool(names)):
                 self._queues[name] = device.queue(name)
         self._ended: dict[int, tuple[str, Event]] = {}  # by task: where, and after what it was put there last
-        self._ran: set[int] = set()
+        self._ran: dict[int, int] = {}  # by task: the step in which it was launched last
         self.step = -1
-        self._step = _Launched()
+        self._step = _Launched(device.here().record(), device.now_s())
         self.record = StepRecord()
-        self._origin: tuple[Event, float] | None = None
         self._before_last: _Launched | None = None
 
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
-        if self._origin is None:
-            self._origin = self._device.here().record(), self._device.now_s()
         self.record = StepRecord() if self._before_last is None else self._read(self._before_last)
         self._before_last = self._step if self.step >= 0 else None
-        self._step, self._ran = _Launched(), set()
+        self._step = _Launched(self._device.here().record(), self._device.now_s())
         self.step += 1
         self.start(self.tasks[0])
         self.end(self.tasks[0])
@@ -153,14 +153,14 @@ class Launcher:
         self._step.ended.append((index, ended))
         self._step.record.launched.append(index)
         self._step.record.begun.setdefault(task.stream, []).append(index)
-        self._ran.add(index)
+        self._ran[index] = self.step
 
     def _tier(self, task: Task) -> str:
         return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
 
     def ran(self, task: Task) -> bool:
         """Whether a task was launched in this step."""
-        return task.index in self._ran
+        return self._ran.get(task.index) == self.step
 
     def drain(self) -> None:
         """Wait until everything launched is done."""
@@ -181,13 +181,12 @@ class Launcher:
         """What the device did in a step, when it has done it."""
         for _, event in launched.ended:
             event.synchronize()
-        assert self._origin is not None
-        first, zero_s = self._origin
+        first, zero_s = launched.first, launched.zero_s
         record = launched.record
         record.start_s = {index: zero_s + event.after_s(first) for index, event in launched.began}
         record.end_s = {index: zero_s + event.after_s(first) for index, event in launched.ended}
         for asked, began, causes in launched.waits:
-            _, cause = max((event.after_s(first), cause) for event, cause in causes)
+            _, cause = max((event.after_s(asked), cause) for event, cause in causes)
             waited = began.after_s(asked)
             record.exposed_s[cause] = record.exposed_s.get(cause, 0.0) + waited
             start = zero_s + asked.after_s(first)

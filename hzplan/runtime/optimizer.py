@@ -232,7 +232,9 @@ class ShardedOptimizer(Optimizer):
         # A device that queues work is not waited for: there, gradients of a small norm are multiplied by 1.
         if self.held and (norm.is_cuda or scale < 1.0):
             gradients = [held.param.grad for held in self.held if held.param.grad is not None]
-            torch._foreach_mul_(gradients, scale.clamp(max=1.0) if norm.is_cuda else float(scale))
+            torch._foreach_mul_(
+                gradients, torch.where(scale < 1.0, scale, 1.0) if norm.is_cuda else float(scale)
+            )
         return norm
 
     def skip_step(self) -> None:

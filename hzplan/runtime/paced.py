@@ -29,24 +29,25 @@ Seconds = Callable[[str, Stage, int], float]
 
 
 class Wire:
-    """A tier's link: what is under way at once shares it equally.
+    """A tier's link: the streams that have something under way share it equally, each of them in order.
 
-    ``collision``: how many times as long several take together as one after the other.
+    ``collision``: how many times as long several streams take together as one after the other.
     """
 
     def __init__(self, collision: float = 1.0) -> None:
         self._collision = collision
         self._changed = threading.Condition()
-        self._left: dict[object, float] = {}  # seconds that what is under way would need alone
+        # By stream, in order: seconds that what is under way would still need alone.
+        self._left: dict[str, dict[object, float]] = {}
         self._settled = 0.0
 
-    def start(self, seconds: float) -> object:
+    def start(self, seconds: float, stream: str = "") -> object:
         """Something is under way from now on that would take so long alone."""
         key = object()
         with self._changed:
             self._settle()
             if seconds > DONE_S:
-                self._left[key] = seconds
+                self._left.setdefault(stream, {})[key] = seconds
             self._changed.notify_all()
         return key
 
@@ -55,10 +56,14 @@ class Wire:
         with self._changed:
             while True:
                 self._settle()
-                if key not in self._left:
+                if not any(key in queue for queue in self._left.values()):
                     return
                 # Until the next end, whosever it is: the rest goes faster then.
-                self._changed.wait(min(self._left.values()) * self._slowdown())
+                self._changed.wait(min(self._heads().values()) * self._slowdown())
+
+    def _heads(self) -> dict[str, float]:
+        """What is on the link, by stream."""
+        return {stream: next(iter(queue.values())) for stream, queue in self._left.items()}
 
     def _slowdown(self) -> float:
         many = len(self._left)
@@ -70,11 +75,15 @@ class Wire:
         passed, self._settled = now - self._settled, now
         while self._left and passed > 0:
             slowdown = self._slowdown()
-            step = min(passed, max(DONE_S, min(self._left.values())) * slowdown)
+            step = min(passed, max(DONE_S, min(self._heads().values())) * slowdown)
             passed -= step
-            self._left = {
-                key: left for key, old in self._left.items() if (left := old - step / slowdown) > DONE_S
-            }
+            for stream, queue in list(self._left.items()):
+                key = next(iter(queue))
+                queue[key] -= step / slowdown
+                if queue[key] <= DONE_S:
+                    del queue[key]
+                if not queue:
+                    del self._left[stream]
 
 
 @dataclass
@@ -99,6 +108,7 @@ class PacedGroup:
     ``needs_scratch``: whether the cluster's reductions receive into memory of the runtime's."""
 
     wire: Wire
+    stream: str
     stage: Stage
     place: int
     ranks: tuple[int, ...]
@@ -118,7 +128,7 @@ class PacedGroup:
     def start(self, seconds: float, whole: Tensor) -> object:
         """Under way from now on. A CUDA stream is held for so long, whatever else is under way."""
         if not whole.is_cuda:
-            return self.wire.start(seconds)
+            return self.wire.start(seconds, self.stream)
         occupy(whole.device, seconds)
         return None  # there is nothing for the host to wait for
 
@@ -131,7 +141,8 @@ class PacedGroup:
         if nbytes:  # gathers of a stage take as long as one of all their bytes
             seconds -= self.seconds("all_gather", self.stage, nbytes)
         elif before and self.latency_once:
-            seconds -= self.seconds("all_gather", self.stage, 0)
+            paid = max(self.seconds("all_gather", stage, 0) for stage in before)
+            seconds -= min(paid, self.seconds("all_gather", self.stage, 0))
         before[self.stage] = nbytes + whole.nbytes
         key = self.start(max(0.0, seconds), whole)
         for place, row in enumerate(whole.view(self.size(), -1)):
@@ -199,6 +210,7 @@ class PacedWorld:
             ranks = tuple(mesh.group(self.rank, stage))
             found[kind, stage] = PacedGroup(
                 wire=self._wires[tier],
+                stream=kind,
                 stage=stage,
                 place=ranks.index(self.rank),
                 ranks=ranks,

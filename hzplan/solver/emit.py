@@ -23,7 +23,7 @@ from hzplan.formats.plan import (
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import REDUCE_DTYPES, bucketise
-from hzplan.solver.evaluate import Evaluation, natives, tensors_of
+from hzplan.solver.evaluate import Evaluation, tensors_of
 from hzplan.solver.solve import Request, Solved
 
 
@@ -58,7 +58,6 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
             backend=profile.cluster.backend,
         ),
         parallel=profile.parallel,
-        native=natives(profile),
         optimizer=profile.optimizer.name,
         clip=request.clip,
         reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],

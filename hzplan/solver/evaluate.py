@@ -10,7 +10,7 @@ from pathlib import Path
 from hzplan.cost import CostModel, Interference, UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
-from hzplan.formats.plan import NativeEntry, Plan, Recompute
+from hzplan.formats.plan import Plan, Recompute
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import Dtype, TensorSpec, bucketise
@@ -214,7 +214,6 @@ def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
     model = [(f"model.{name}", pair) for name, pair in _pairs(plan.model, profile.model)]
     cluster = [(f"cluster.{name}", pair) for name, pair in _pairs(plan.cluster, profile.cluster)]
     return dict(model + cluster) | {
-        "native": (plan.native, natives(profile)),
         "optimizer": (plan.optimizer, profile.optimizer.name),
         "units": (
             {unit.name: set(unit.requires) for unit in plan.units},
@@ -227,18 +226,6 @@ def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
 def _pairs(mine: Strict, theirs: Strict) -> Iterator[tuple[str, tuple[object, object]]]:
     for name in type(mine).model_fields:
         yield name, (getattr(mine, name), getattr(theirs, name))
-
-
-def natives(profile: Profile) -> tuple[NativeEntry, ...] | None:
-    """What the runtime must not do itself, as the profile was not measured so."""
-    if not profile.cluster.scattered_by_exchange:
-        return None
-    entries = [
-        NativeEntry(operation=operation, low=curve.low, high=curve.high)
-        for curve in profile.collectives
-        if curve.algorithm == "native" and (operation := curve.operation) in ("all_gather", "reduce_scatter")
-    ]
-    return tuple(entries) or None
 
 
 def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:

@@ -31,8 +31,7 @@ class Case:
     """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``).
 
     ``dtype``: what the model computes in, ``reduce_dtype``: what gradients travel in. ``lean``: nothing is
-    gathered that is not read, small units travel with others. ``native``: some stages' collectives are the
-    backend's own.
+    gathered that is not read, small units travel with others.
     """
 
     mesh: str
@@ -48,7 +47,6 @@ class Case:
     seed: int = 0
     lean: bool = False
     reduce_dtype: str | None = None
-    native: bool = False
 
     @property
     def name(self) -> str:
@@ -155,12 +153,6 @@ def choice(case: Case) -> Choice:
     triples = [Levels(*triple) for triple in legal(case.mesh)]
     names = [name for name, _ in fresh_model(case).named_parameters()]
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
-    native = {
-        (operation, stage)
-        for operation in ("all_gather", "reduce_scatter")
-        for stage in mesh.stages()
-        if case.native and rng.random() < 0.5
-    }
     uses, requires = lean_uses() if case.lean else (uses_of(case), {})
     return Choice(
         mesh,
@@ -172,7 +164,6 @@ def choice(case: Case) -> Choice:
         case.dtype,
         case.reduce_dtype,
         requires=requires,
-        native=frozenset(native),
     )
 
 
@@ -282,5 +273,4 @@ def random_cases(number: int) -> Iterator[Case]:
             groups=rng.random() < 0.3,
             seed=seed,
             lean=rng.random() < 0.5,
-            native=rng.random() < 0.4,
         )

@@ -82,9 +82,7 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
         for stage in profile.mesh.stages()
     }
     largest = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in profile.units)
-    for (operation, low, _), curve in curves.items():
-        chosen = operation in ("all_gather", "reduce_scatter")
-        assert curve.algorithm in (("exchange", "native") if chosen else (None,))
+    for (_, low, _), curve in curves.items():
         assert curve.points[-1].bytes >= largest // profile.mesh.shards[low] or len(curve.points) >= 2
         seconds = [point.seconds for point in curve.points]
         assert seconds == sorted(seconds) and seconds[0] > 1e-6

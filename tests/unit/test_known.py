@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
@@ -82,6 +83,36 @@ def test_more_layers_of_the_same_are_known(small: Profile, monkeypatch: pytest.M
     assert sum(use.costs[0].retained_bytes for use in deeper.uses) == 0
 
 
+def test_what_keeps_other_bytes_is_measured(small: Profile) -> None:
+    """Dropout shows in neither shapes nor operations."""
+    config = GPTConfig(vocab=300, layers=2, width=32, heads=4, seq_len=32)
+
+    def build() -> GPT:
+        made = GPT(config)
+        for layer in made.layers:
+            for _ in range(6):
+                layer.register_forward_hook(lambda module, given, out: torch.dropout(out, 0.5, train=True))
+        return made
+
+    said: list[str] = []
+    workload = replace(load("gpt:nano"), name="model", build=build, vocab=300)
+    measured(workload, [1], known={"small": small}, said=said.append)
+    assert "at micro-batch no size; 1 to measure" in said[0]
+
+
+def test_a_model_that_looks_at_values_is_measured(small: Profile) -> None:
+    config = GPTConfig(vocab=300, layers=2, width=32, heads=4, seq_len=32)
+
+    class Looks(GPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * (1.0 if tokens.sum().item() >= 0 else 2.0)
+
+    said: list[str] = []
+    workload = replace(load("gpt:nano"), name="looks", build=lambda: Looks(config), vocab=300)
+    assert measured(workload, [1], known={"small": small}, said=said.append).uses
+    assert said[0].startswith("--known: all is measured: looks: ")
+
+
 def test_other_shapes_are_measured(small: Profile) -> None:
     said: list[str] = []
     wider = measured(model(2, width=64), [1], known={"small": small}, said=said.append)
@@ -95,13 +126,13 @@ def test_other_shapes_are_measured(small: Profile) -> None:
         ("provenance", {"torch": "1.0"}, "--known old: made with torch 1.0, and here that is"),
         ("model", {"dtype": "bfloat16"}, "made with dtype bfloat16"),
         ("cluster", {"device": "cuda"}, "made with device cuda"),
-        ("cluster", {"mesh": "2", "tier_names": ("node",)}, "made with ranks per node 2"),
+        ("provenance", {"cpus": 1000}, "made with processors 1000"),
+        ("provenance", {"ranks_per_host": 4}, "made with ranks per host 4, and here that is 1"),
     ],
 )
 def test_what_was_made_otherwise_is_refused(
     small: Profile, part: str, changes: dict[str, Any], why: str
 ) -> None:
     other = small.model_copy(update={part: getattr(small, part).model_copy(update=changes)})
-    other.__dict__.pop("mesh")  # a copy knows it already
     with pytest.raises(UserError, match=why):
         measured(model(2), [1], known={"old": other})

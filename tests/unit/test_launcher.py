@@ -188,8 +188,10 @@ def test_what_was_done_by_other_means_is_not_waited_for() -> None:
     launcher.begin_step()
     assert any(launcher.ran(task) for task in schedule.tasks if task.kind is Kind.UNSHARD)
     launcher.skip_step()
+    launcher.step += 1  # as the engine counts a step that goes by no schedule
+    assert not any(map(launcher.ran, schedule.tasks))
     device.step = 1
     launcher.begin_step()
     launcher.start(schedule.compute[0])
     launcher.close()
-    assert launcher.step == 1
+    assert launcher.step == 2

@@ -38,16 +38,25 @@ def test_what_is_alone_takes_its_time(clock: list[float]) -> None:
 
 def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
     wire = Wire(collision=1.5)
-    first, second = wire.start(1.0), wire.start(3.0)
+    first, second = wire.start(1.0, "unshard"), wire.start(3.0, "reduce")
     wire.wait(first)
     assert clock[0] == pytest.approx(1.0 * 2 * 1.5)
     wire.wait(second)  # of which 1.0 had gone beside the first
     assert clock[0] == pytest.approx(3.0 + 2.0)
 
 
+def test_what_a_stream_has_under_way_goes_in_order(clock: list[float]) -> None:
+    wire = Wire(collision=1.5)
+    first, second = wire.start(1.0, "reduce"), wire.start(3.0, "reduce")
+    wire.wait(first)
+    assert clock[0] == pytest.approx(1.0)
+    wire.wait(second)
+    assert clock[0] == pytest.approx(4.0)
+
+
 def test_what_came_while_nobody_looked_has_come(clock: list[float]) -> None:
     wire = Wire()
-    first, second = wire.start(1.0), wire.start(3.0)
+    first, second = wire.start(1.0, "unshard"), wire.start(3.0, "reduce")
     clock[0] = 3.0  # the first came at 2, after which the second had the link to itself
     wire.wait(first)
     assert clock[0] == 3.0
@@ -59,7 +68,7 @@ def _world(rank: int = 1, *, exchanged: bool = True) -> PacedWorld:
     def seconds(operation: str, stage: Stage, nbytes: int) -> float:
         return 1.0 + nbytes / 1000
 
-    return PacedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged)
+    return PacedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged, collision=[1.5])
 
 
 def _group(world: PacedWorld, stage: Stage) -> PacedGroup:
