@@ -47,7 +47,7 @@ def exchanges(device: torch.device, group: Group | None = None) -> bool:
 
 
 def receives_apart(device: torch.device, group: Group) -> bool:
-    """Whether a group's reductions need scratch to receive into, and may be under way several at once."""
+    """Whether a group's reductions need scratch to receive into."""
     return group.needs_scratch if isinstance(group, PacedGroup) else exchanges(device, group)
 
 

@@ -16,7 +16,7 @@ from hzplan.errors import UserError
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
-from hzplan.runtime.collectives import Gather, Reduction, receives_apart
+from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.launcher import Launcher
@@ -121,10 +121,12 @@ class Engine:
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
-        exchanging = any(receives_apart(device, group) for group in self.groups.values())
+        apart = any(receives_apart(device, group) for group in self.groups.values())
+        exchanging = any(exchanges(device, group) for group in self.groups.values())
+        # What is only paced has no gap at its end that another one could fill.
         self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
         sizes = [
-            _received_bytes(self.units.values(), tier) if exchanging else 0
+            _received_bytes(self.units.values(), tier) if apart else 0
             for tier in range(len(self.mesh.tiers))
         ]
         self._scratch = [
