@@ -126,8 +126,7 @@ class Engine:
         # What is only paced has no gap at its end that another one could fill.
         self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
         sizes = [
-            _received_bytes(self.units.values(), tier) if apart else 0
-            for tier in range(len(self.mesh.tiers))
+            _received_bytes(self.units.values(), tier) if apart else 0 for tier in range(len(self.mesh.tiers))
         ]
         self._scratch = [
             [
