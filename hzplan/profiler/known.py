@@ -138,8 +138,8 @@ def _check(name: str, profile: Profile, device: torch.device, dtype: str, ranks_
     }
     if device.type == "cpu":  # whose processors the ranks of a host share
         pairs["processors"] = str(profile.provenance.cpus), str(os.cpu_count() or 1)
-        theirs = profile.provenance.ranks_per_host or "an unknown number of"
-        pairs["ranks per host"] = str(theirs), str(ranks_per_host)
+        before = profile.provenance.ranks_per_host
+        pairs["ranks per host"] = str(before or "(not noted)"), str(ranks_per_host)
     for what, (theirs, ours) in pairs.items():
         if theirs != ours:
             raise UserError(f"{said}made with {what} {theirs}, and here that is {ours}; leave it out")
