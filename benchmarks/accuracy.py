@@ -29,7 +29,7 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.peers import OURS
 from hzplan.solver.calibrate import calibrate
-from hzplan.solver.evaluate import Evaluation, evaluate, replay, tensors_of
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay, tensors_of
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request
 
 FILE = Path(__file__).parent / "accuracy.json"
@@ -185,7 +185,7 @@ def _random(
         clip=True,
         gradient_buffers=buffers,
     )
-    return evaluate(model, levels, schedule, MICRO_BATCH, recompute=again)
+    return evaluate(model, levels, schedule, MICRO_BATCH, modes=Modes(again))
 
 
 def measured_s(plan: Mapping[str, Any]) -> float:

@@ -153,7 +153,7 @@ def _one(case: Case, profile: Profile, ratio: float, room: float, request: Reque
     best = outcome.best
     gap = curve[-1][1] / curve[-1][2] - 1
     over = best.predicted.period_ns / best.objective_ns
-    again = len(best.recompute)
+    again = len(best.modes.recompute)
     return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, again, curve)
 
 

@@ -57,7 +57,9 @@ class UnitCost:
 
     ``param``, ``master``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's
     claim on a slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t
-    receives. ``recompute``: whether the unit's forward is computed again in its backward.
+    receives. ``recompute``: whether the unit's forward is computed again in its backward. ``host``: what lies
+    in the host's memory instead of ``master`` and ``optim``, and on the device in a slot for the update;
+    ``copy_ns``: how long it takes there, or back.
     """
 
     unshard_ns: tuple[int, ...]
@@ -75,6 +77,8 @@ class UnitCost:
     scratch_bytes: tuple[int, ...]
     update_temporary_bytes: int
     recompute: bool = False
+    host_bytes: int = 0
+    copy_ns: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -99,6 +103,8 @@ class UnitCost:
             scratch_bytes=tuple(map(max, self.scratch_bytes, other.scratch_bytes)),
             update_temporary_bytes=max(self.update_temporary_bytes, other.update_temporary_bytes),
             recompute=self.recompute or other.recompute,
+            host_bytes=self.host_bytes + other.host_bytes,
+            copy_ns=self.copy_ns + other.copy_ns,
         )
 
     @classmethod
@@ -116,6 +122,8 @@ class UnitCost:
             Kind.REGATHER: self.regather_ns,
             Kind.SYNC: self.sync_ns,
             Kind.UPDATE: (self.update_ns,),  # on no tier: its number is -1
+            Kind.FETCH: (self.copy_ns,),
+            Kind.STORE: (self.copy_ns,),
         }
 
     def duration_ns(self, kind: Kind, tier: int) -> int:
@@ -289,9 +297,31 @@ class CostModel:
         """Cost of one bucket on its own."""
         return self.unit([bucket])
 
-    def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
-        """Cost of a unit."""
-        return self.together([self.part(bucket) for bucket in buckets])
+    def unit(self, buckets: Iterable[BucketLayout], *, offload: bool = False) -> UnitCost:
+        """Cost of a unit; ``offload``: its optimizer state lies in the host's memory."""
+        made = self.together([self.part(bucket) for bucket in buckets])
+        return self.offloaded(made) if offload else made
+
+    @cached_property
+    def _host_curve(self) -> list[tuple[int, float]]:
+        return (
+            [(point.bytes, point.seconds) for point in self.profile.host.points] if self.profile.host else []
+        )
+
+    def offloaded(self, unit: UnitCost) -> UnitCost:
+        """The same unit with its optimizer state, and master weights, in the host's memory.
+
+        Its first update makes the state on the device, beside the slot that it then goes to.
+        """
+        moved = unit.master_bytes + unit.optim_bytes
+        return replace(
+            unit,
+            master_bytes=0,
+            optim_bytes=0,
+            host_bytes=moved,
+            copy_ns=round(interpolate(self._host_curve, moved) * 1e9) if moved else 0,
+            update_temporary_bytes=unit.update_temporary_bytes + unit.optim_bytes,
+        )
 
     def together(self, parts: Iterable[Part]) -> UnitCost:
         """Buckets of one unit: reductions one after the other, gathers of a stage at once.
@@ -395,10 +425,16 @@ class CostModel:
                 yield stage, nbytes // mesh.shards[stage.low]
 
     def schedule(
-        self, *, prefetch: int, accumulation: int, clip: bool, gradient_buffers: int | None = None
+        self,
+        *,
+        prefetch: int,
+        accumulation: int,
+        clip: bool,
+        gradient_buffers: int | None = None,
+        offload: bool = False,
     ) -> Schedule:
         """The profile's uses as a step."""
-        key = prefetch, accumulation, clip, gradient_buffers
+        key = prefetch, accumulation, clip, gradient_buffers, offload
         if key not in self._schedules:
             self._schedules[key] = build(
                 [use.use for use in self.profile.uses],
@@ -409,11 +445,12 @@ class CostModel:
                 accumulation=accumulation,
                 clip=clip,
                 gradient_buffers=gradient_buffers,
+                offload=offload,
             )
         return self._schedules[key]
 
     @cached_property
-    def _schedules(self) -> dict[tuple[int, int, bool, int | None], Schedule]:
+    def _schedules(self) -> dict[tuple[int, int, bool, int | None, bool], Schedule]:
         return {}
 
     def paces(self, depths: Iterable[int]) -> list[tuple[int, int]]:

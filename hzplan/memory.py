@@ -12,7 +12,11 @@ from hzplan.schedule import Schedule
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per rank by category; ``peak`` is the largest total over the step's events."""
+    """Bytes per rank by category; ``peak`` is the largest total over the step's events.
+
+    ``host``: in the host's memory, which is not part of the peak; ``optimizer`` has the slots that it is
+    fetched to.
+    """
 
     parameters: int
     master: int
@@ -22,11 +26,13 @@ class Memory:
     gradient_buffers: int
     scratch: int
     activations: int
+    host: int
     peak: int
 
     def by_category(self) -> dict[str, int]:
-        """For tables and files."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
+        """For tables and files; the host's only where there is something."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
+        return {name: nbytes for name, nbytes in named.items() if nbytes or name != "host"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
     master = sum(cost.master_bytes for cost in units.values())
     gradients = sum(cost.grad_bytes for cost in units.values())
     optimizer = sum(cost.optim_bytes for cost in units.values())
+    host = sum(cost.host_bytes for cost in units.values())
+    slots_of = schedule.host_slots
+    optimizer += sum(slot_sizes(slots_of, {unit: units[unit].host_bytes for unit in slots_of}))
     unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
     staging = sum(slot_sizes(slots.staging, {unit: units[unit].staging_bytes for unit in slots.staging}))
     scratch = sum(
@@ -71,5 +80,6 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
         staging,
         scratch,
         activations,
+        host,
         parameters + master + gradients + optimizer + unshard + staging + scratch + activations,
     )

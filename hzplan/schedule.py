@@ -4,8 +4,10 @@ The order comes from the recorded sequence of unit uses, the prefetch depth, the
 gradients are clipped; it does not depend on the levels chosen. A stage that a choice leaves empty is a task
 of zero length, so the DAG of every choice is the same.
 
-Streams, each first in, first out: ``compute``; ``optim``; and for every tier ``unshard.<t>``, ``reduce.<t>``
-and ``sync.<t>`` (all-gathers that carry a step's results: gradients to replicas, updated parameters).
+Streams, each first in, first out: ``compute``; ``optim``; for every tier ``unshard.<t>``, ``reduce.<t>``
+and ``sync.<t>`` (all-gathers that carry a step's results: gradients to replicas, updated parameters); and,
+where optimizer states may lie in the host's memory, ``fetch`` and ``store``, which copy them to the device
+before a unit's update and back after it.
 ``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
 launches. It is a topological order of the DAG.
 """
@@ -25,6 +27,10 @@ from hzplan.layout import Interval
 
 COMPUTE_STREAM = "compute"
 OPTIM_STREAM = "optim"
+FETCH_STREAM, STORE_STREAM = "fetch", "store"
+
+HOST_SLOTS = 2
+"""Buffers for states that are on the device for their update: one fills while another empties."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class Kind(Enum):
     REDUCE = "reduce"
     FINAL_REDUCE = "final-reduce"
     REGATHER = "regather"
+    FETCH = "fetch"
     UPDATE = "update"
+    STORE = "store"
     SYNC = "sync"
 
 
@@ -93,7 +101,7 @@ class Schedule:
 
     ``unshard_lives``: closed intervals of positions in which a unit's unsharded parameters occupy their
     buffer; ``staging_lives``: likewise for unreduced gradients, counted in reduces. Both cover at most three
-    micro-batches, after which they repeat.
+    micro-batches, after which they repeat. ``host_slots``: by unit the buffer that its states are fetched to.
     """
 
     tasks: tuple[Task, ...]
@@ -107,6 +115,7 @@ class Schedule:
     requires: Mapping[str, tuple[str, ...]]
     unshard_lives: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     staging_lives: Mapping[str, tuple[Interval, ...]] = field(repr=False)
+    host_slots: Mapping[str, int] = field(repr=False)
 
     @cached_property
     def streams(self) -> dict[str, tuple[Task, ...]]:
@@ -151,6 +160,7 @@ def build(
     accumulation: int,
     clip: bool,
     gradient_buffers: int | None = None,
+    offload: bool = False,
 ) -> Schedule:
     """Order one step.
 
@@ -158,19 +168,19 @@ def build(
     ``requires``: for every unit the units whose parameters a use of it needs, if it reads any; ``trainable``:
     the units with trained tensors; ``prefetch``: how many uses ahead of compute may be unsharded (at least
     1); ``gradient_buffers``: how many units' gradients may be there unreduced, the one that is being computed
-    included (default: ``prefetch + 1``).
+    included (default: ``prefetch + 1``); ``offload``: whether optimizer states may lie in the host's memory.
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
     reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``gradient_buffers``
     reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
-    hierarchy.
+    hierarchy. The first states are fetched in its backward; others when their buffer has been emptied.
     """
     buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
     if prefetch < 1 or accumulation < 1 or buffers < 1:
         raise ValueError("prefetch, accumulation and gradient_buffers must be at least 1")
     return _Builder(
-        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, buffers, accumulation, clip
+        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, buffers, accumulation, clip, offload
     ).build()
 
 
@@ -187,6 +197,7 @@ class _Builder:
         gradient_buffers: int,
         accumulation: int,
         clip: bool,
+        offload: bool,
     ) -> None:
         self.uses, self.requires, self.trainable = uses, requires, trainable
         self.tiers, self.prefetch, self.accumulation, self.clip = tiers, prefetch, accumulation, clip
@@ -204,6 +215,17 @@ class _Builder:
         self.first_unshard: dict[str, int] = {}  # unit -> first unshard task of the step
         self.reduces: list[int] = []  # the last task of every reduce, in order
         self.reduced: dict[str, int] = {}  # unit -> task after which its final gradient is there
+        self.first_uses = {
+            unit: self.runs[unit][0][0] for units in self.reduced_at.values() for unit in units
+        }
+        self.order = [unit for units in self.reduced_at.values() for unit in units]  # of updates
+        if clip:
+            self.order.sort(key=lambda unit: self.first_uses[unit])
+        self.host_slots = {unit: place % HOST_SLOTS for place, unit in enumerate(self.order) if offload}
+        backward = next((i for i, use in enumerate(uses) if use.phase == "backward"), len(uses) - 1)
+        self.fetches_at = len(uses) * (accumulation - 1) + backward  # the compute task that begins them
+        self.fetched: dict[str, int] = {}
+        self.stored: dict[str, int] = {}
         self.updated: dict[str, int] = {}
         self.synced: dict[str, int] = {}
         self.options_read: int | None = (
@@ -229,6 +251,9 @@ class _Builder:
             computed = self.compute(position)
             if position + self.prefetch + 1 < self.positions:
                 self.unshard(position + self.prefetch + 1, after=computed)
+            if position == self.fetches_at:
+                for unit in self.order[:HOST_SLOTS]:
+                    self.fetch(unit, after=[computed], position=position)
             self.reduce(position, computed=computed)
         self.step()
         return Schedule(
@@ -243,6 +268,7 @@ class _Builder:
             requires=self.requires,
             unshard_lives=self.unshard_lives(),
             staging_lives=self.staging_lives(),
+            host_slots=self.host_slots,
         )
 
     def unshard(self, position: int, *, after: int) -> None:
@@ -293,33 +319,49 @@ class _Builder:
                     self.update(unit, after=[previous], position=position)
 
     def update(self, unit: str, *, after: Iterable[int], position: int = -1) -> None:
-        """A unit's optimizer step."""
-        self.updated[unit] = self.add(
-            Kind.UPDATE, OPTIM_STREAM, after=after, units=(unit,), position=position
-        )
+        """A unit's optimizer step; with its state's ways, and that of the next one in the same buffer."""
+        held = [self.fetched[unit]] if unit in self.fetched else []
+        updated = self.add(Kind.UPDATE, OPTIM_STREAM, after=[*after, *held], units=(unit,), position=position)
+        self.updated[unit] = updated
+        if unit in self.host_slots:
+            self.stored[unit] = self.add(
+                Kind.STORE, STORE_STREAM, after=[updated], units=(unit,), position=position
+            )
+            following = self.order.index(unit) + HOST_SLOTS
+            if following < len(self.order):
+                # After the fetch too: where this unit's state is on the device, for what that waited for.
+                self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
+
+    def fetch(self, unit: str, *, after: Iterable[int], position: int) -> None:
+        """A unit's optimizer state comes to the device."""
+        if unit in self.host_slots:
+            self.fetched[unit] = self.add(
+                Kind.FETCH, FETCH_STREAM, after=after, units=(unit,), position=position
+            )
 
     def step(self) -> None:
         """The end: with clipping all updates, in the order of use; then parameters travel in that order.
 
         Without clipping units have been updated as their gradients came.
         """
-        first_use = {unit: self.runs[unit][0][0] for unit in self.reduced}
-        order = sorted(first_use, key=lambda unit: first_use[unit])
+        order = sorted(self.order, key=lambda unit: self.first_uses[unit])
         step = self.add(Kind.STEP, COMPUTE_STREAM, after=self.reduced.values() if self.clip else ())
         if self.clip:
             self.options_read = step
             for unit in order:
                 self.update(unit, after=[step, self.reduced[unit]])
-        for _, joined in itertools.groupby(order, key=lambda unit: first_use[unit]):
+        for _, joined in itertools.groupby(order, key=lambda unit: self.first_uses[unit]):
             units = tuple(joined)
-            needed = [self.updated[unit] for unit in units]
+            needed = [step, *(self.updated[unit] for unit in units)]  # which launches it, at the earliest
             for tier in reversed(range(self.tiers)):
                 needed = [self.add(Kind.SYNC, f"sync.{tier}", after=needed, units=units, tier=tier)]
             self.synced |= dict.fromkeys(units, needed[0])
 
     def with_wraps(self) -> tuple[Task, ...]:
         """Edges from the step before: each stream goes on, a unit's first use needs its update, and learning
-        rates may change when all updates have read them."""
+        rates may change when all updates have read them. A buffer is filled when it has been emptied; that
+        all of them have is waited for with the learning rates, and updates before the first fetches, so that
+        nothing is launched while it runs for the step before."""
         heads: dict[str, int] = {}
         for task in self.tasks:
             heads.setdefault(task.stream, task.index)
@@ -328,7 +370,13 @@ class _Builder:
         for unit, synced in self.synced.items():
             needs.setdefault(self.first_unshard[unit], set()).add(synced)
         if self.options_read is not None and self.updated:
-            needs.setdefault(self.options_read, set()).add(self.tail[OPTIM_STREAM])
+            needs.setdefault(self.options_read, set()).update(
+                [self.tail[OPTIM_STREAM], *self.stored.values()]
+            )
+        for unit in self.order[:HOST_SLOTS] if self.host_slots else ():
+            slot = self.host_slots[unit]
+            needs[self.fetched[unit]] = {self.stored[u] for u, of in self.host_slots.items() if of == slot}
+            needs.setdefault(min(self.tasks[self.fetched[unit]].needs), set()).add(self.tail[OPTIM_STREAM])
         tasks = list(self.tasks)
         for index in order.keys() | needs.keys():
             own = needs.get(index, set())

@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import prod
 
 from hzplan.cost import Interference
-from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
+from hzplan.schedule import COMPUTE_STREAM, STORE_STREAM, Schedule, Task
 
 MAX_STEPS = 24
 
@@ -34,10 +34,13 @@ class Timeline:
 def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
     """Longest path, step after step, until the period repeats (max-plus systems become periodic).
 
-    A period may itself alternate over a few steps; the mean over the cycle is then the period.
+    A period may itself alternate over a few steps; the mean over the cycle is then the period. Copies to the
+    host's memory may fall behind for many steps before compute waits for them: their period counts at once.
     """
     previous: list[float] = [0.0] * len(schedule.tasks)
     begins: list[float] = []
+    stored: list[float] = []
+    last = _last_store(schedule)
     starts: list[float] = []
     ends: list[float] = []
     for _ in range(MAX_STEPS):
@@ -51,13 +54,21 @@ def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
             ends.append(start + duration)
         begins.append(starts[0])
         previous = ends
-        period = _steady(begins)
-        if period is not None:
+        stored.append(ends[last])
+        found = _steady(begins), _steady(stored)
+        if found[0] is not None and found[1] is not None:
             break
-    else:
-        half = len(begins) // 2
-        period = (begins[-1] - begins[half]) / (len(begins) - 1 - half)
+    half = len(begins) // 2
+    period = max(
+        (times[-1] - times[half]) / (len(times) - 1 - half) if one is None else one
+        for one, times in zip(found, (begins, stored), strict=True)
+    )
     return _timeline(schedule, starts, ends, period)
+
+
+def _last_store(schedule: Schedule) -> int:
+    """The task that ends a step's copies to the host's memory; the step's begin where there are none."""
+    return schedule.streams[STORE_STREAM][-1].index if schedule.host_slots else 0
 
 
 def objective_ns(
@@ -175,6 +186,10 @@ class _Replay:
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
         period = (self.starts[0][last] - self.starts[0][first]) / (self.steps - 1 - self.steps // 2)
+        if self.schedule.host_slots:
+            stored = _last_store(self.schedule)
+            behind = self.ends[0][last + stored] - self.ends[0][first + stored]
+            period = max(period, behind / (self.steps - 1 - self.steps // 2))
         exposed: dict[str, float] = {}
         counted = [last] if self.ranks == 1 else range(first, last, self.total)
         for starts, ends in zip(self.starts, self.ends, strict=True):

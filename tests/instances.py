@@ -87,8 +87,18 @@ def random_profile(
                 {"compute_lost": rng.uniform(0, 0.7), "slowdown": rng.uniform(1, 3)} for _ in mesh.tiers
             ]
             * rng.randint(0, 1),
+            "host": _host(own),
         }
     )
+
+
+def _host(rng: random.Random) -> dict[str, Any] | None:
+    """In half of all."""
+    if rng.random() < 0.5:
+        return None
+    rate = rng.choice([1e8, 1e9, 1e10])
+    points = [{"bytes": size, "seconds": 1e-6 + size / rate, "spread": 0.0} for size in (1024, 65536)]
+    return {"points": points}
 
 
 def _add_recomputation(uses: list[dict[str, Any]]) -> None:
@@ -142,7 +152,7 @@ def try_everything(profile: Profile, request: Request) -> Truth:
     tensors = tensors_of(profile)
     names = [unit for unit, specs in tensors.items() if specs]
     pins = dict(pin.split("=") for pin in request.pins)
-    options = [_options(tensors[name], model, pins) for name in names]
+    options = [_options(tensors[name], model, pins, offload=request.host_bytes > 0) for name in names]
     nothing = UnitCost.zero(len(model.mesh.tiers))
     best: float | None = None
     by_pace: dict[tuple[int, int, int], float] = {}
@@ -152,14 +162,21 @@ def try_everything(profile: Profile, request: Request) -> Truth:
             continue
         accumulation = request.global_batch // (model.mesh.world * size)
         schedule = model.schedule(
-            prefetch=depth, accumulation=accumulation, clip=request.clip, gradient_buffers=buffers
+            prefetch=depth,
+            accumulation=accumulation,
+            clip=request.clip,
+            gradient_buffers=buffers,
+            offload=request.host_bytes > 0,
         )
         slots = assign_slots(schedule, tensors)
         for again, combination in itertools.product(_agains(model, request), itertools.product(*options)):
             units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
             units = {name: replace(cost, recompute=name in again) for name, cost in units.items()}
             peak = model.activation_peak_bytes(size, again)
-            needed = memory(units, slots, schedule, peak).peak
+            taken = memory(units, slots, schedule, peak)
+            if taken.host > request.host_bytes:
+                continue
+            needed = taken.peak
             smallest = needed if smallest is None else min(smallest, needed)
             if needed <= request.memory_bytes:
                 objective = objective_ns(schedule, model.durations(schedule, units, size), model.interference)
@@ -179,7 +196,9 @@ def _agains(model: CostModel, request: Request) -> list[frozenset[str]]:
     return [frozenset(some) for count in counts for some in itertools.combinations(able, count)]
 
 
-def _options(specs: tuple[TensorSpec, ...], model: CostModel, pins: dict[str, str]) -> list[UnitCost]:
+def _options(
+    specs: tuple[TensorSpec, ...], model: CostModel, pins: dict[str, str], *, offload: bool
+) -> list[UnitCost]:
     """``pins``: by a tensor's whole name."""
     found = {}
     shards = model.mesh.shards
@@ -191,7 +210,8 @@ def _options(specs: tuple[TensorSpec, ...], model: CostModel, pins: dict[str, st
         cut = {t.name: tuple(shards[k] for k in triple) for t, triple in zip(specs, levels, strict=True)}
         if all(_as_pinned(of, pins.get(name, "*,*,*")) for name, of in cut.items()):
             found[levels] = model.unit(bucketise(zip(specs, levels, strict=True), model.mesh))
-    return list(found.values())
+    moved = [model.offloaded(cost) for cost in found.values()] if offload else []
+    return [*found.values(), *(cost for cost in moved if cost.host_bytes)]
 
 
 def _as_pinned(shards: tuple[int, ...], pin: str) -> bool:

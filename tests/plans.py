@@ -62,9 +62,11 @@ def make_plan(
     dtype: Dtype = "float32",
     reduce_dtype: Dtype | None = None,
     recompute: Collection[str] = (),
+    offload: Collection[str] = (),
 ) -> Plan:
     """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3);
-    ``recompute``: units that compute their forward again."""
+    ``recompute``: units that compute their forward again; ``offload``: units whose optimizer state lies in
+    the host's memory."""
     workload = load(workload) if isinstance(workload, str) else workload
     shape = Mesh.parse(mesh)
     model = workload.build()
@@ -110,6 +112,7 @@ def make_plan(
                 name=unit.name,
                 requires=unit.requires,
                 recompute=True if unit.name in recompute else None,
+                offload=True if unit.name in offload else None,
                 buckets=(
                     (BucketEntry(shards=shards(unit.name), tensors=tuple(t.name for t in unit.tensors)),)
                     if unit.tensors

@@ -27,6 +27,13 @@ def command(
     memory: Annotated[
         str | None, typer.Option(help="Budget per rank, as in 72GiB; by default the device's, less 5%.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="How much of the host's memory a rank may take for optimizer state, as in 100GiB; by "
+            "default none."
+        ),
+    ] = None,
     gap: Annotated[float, typer.Option(help="How far from the best possible is good enough.")] = 0.005,
     time_limit: Annotated[float, typer.Option(help="Seconds to search at most.")] = 60.0,
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
@@ -113,6 +120,7 @@ def command(
         reduce_dtype=None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype"),
         pins=tuple(pin or ()),
         recompute=cast(Recompute, recompute),
+        host_bytes=parse_bytes(host_memory, "--host-memory") if host_memory else 0,
     )
     if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
@@ -166,12 +174,12 @@ def _solve(loaded: Profile, request: Request, profile: Path, output: Path, *, as
 def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, as_json: bool) -> str:
     """The smallest memory that would, what takes it, and which pins are in the way."""
     from hzplan.cli import console
-    from hzplan.solver.conflict import conflict, decided, more_nodes
+    from hzplan.solver.conflict import conflict, decided, more_nodes, moved_to_host
 
     smallest = outcome.smallest
     least = smallest.memory.peak
     found = conflict(profile, request) if decided(profile, request) else None
-    nodes = more_nodes(profile, request)
+    nodes, host = more_nodes(profile, request), moved_to_host(profile, request)
     if as_json:
         answer: dict[str, object] = {
             "status": "infeasible",
@@ -183,6 +191,8 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
             answer |= {"conflict": found.groups, "smallest_memory_without": found.relief}
         if nodes is not None:
             answer |= {"smallest_memory_on_nodes": {nodes[0]: nodes[1]}}
+        if host is not None:
+            answer |= {"smallest_memory_with_host": host}
         print(json.dumps(answer))
     largest = max(smallest.memory.by_category().items(), key=lambda item: item[1])
     said = (
@@ -192,6 +202,8 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
     )
     if nodes is not None:
         said += f"; on {nodes[0]} nodes it is {console.size(nodes[1])}"
+    if host is not None:
+        said += f"; with optimizer state in the host's memory (--host-memory) it is {console.size(host)}"
     if found is None or not found.relief:
         return said
     without = ", ".join(f"{console.size(of)} without {what}" for what, of in found.relief.items())

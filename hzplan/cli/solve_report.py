@@ -63,6 +63,7 @@ class Report:
             f"prefetch {self.plan.prefetch}, gradient buffers {self.plan.gradient_buffers}; "
             f"memory {console.size(self.plan.predicted.peak_memory_bytes)} "
             f"of {console.size(self.request.memory_bytes)}"
+            + (f", of the host's {console.size(self.solved.best.memory.host)}" if self.plan.offloaded else "")
         )
         out.print(
             f"{self.solved.status}: at most {self.plan.proof.gap:.2%} above the best possible "
@@ -159,7 +160,8 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _choice(unit: PlanUnit) -> str:
-    return _shards(unit) + (", recomputed" if unit.recompute else "")
+    marks = [", recomputed"] * bool(unit.recompute) + [", offloaded"] * bool(unit.offload)
+    return _shards(unit) + "".join(marks)
 
 
 def _shards(unit: PlanUnit) -> str:

@@ -49,11 +49,13 @@ class PlanUnit(Strict):
     """A unit and its buckets; a unit without tensors of its own (tied weights) has none.
 
     ``recompute``: true where its forward is computed again in its backward, and what that needs is not kept.
+    ``offload``: true where its optimizer state, and master weights, lie in the host's memory.
     """
 
     name: str
     requires: tuple[str, ...]
     recompute: Annotated[bool, AfterValidator(_true)] | None = None
+    offload: Annotated[bool, AfterValidator(_true)] | None = None
     buckets: tuple[BucketEntry, ...]
 
 
@@ -88,7 +90,10 @@ Recompute = Literal["choose", "none", "all"]
 
 
 class Source(Strict):
-    """The profile that the plan was solved from (path relative to the plan) and the question asked."""
+    """The profile that the plan was solved from (path relative to the plan) and the question asked.
+
+    ``host_memory_bytes``: how much of the host's a rank may take for optimizer state; None: none.
+    """
 
     profile: str
     profile_sha256: str
@@ -96,6 +101,7 @@ class Source(Strict):
     asked_gap: Gap
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
+    host_memory_bytes: PositiveInt | None = None
 
 
 class Proof(Strict):
@@ -213,6 +219,11 @@ class Plan(Strict):
     def recomputed(self) -> frozenset[str]:
         """The units whose forward is computed again."""
         return frozenset(unit.name for unit in self.units if unit.recompute)
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The units whose optimizer state lies in the host's memory."""
+        return frozenset(unit.name for unit in self.units if unit.offload)
 
     def levels(self, bucket: BucketEntry) -> Levels:
         """A bucket's shard counts as levels of the mesh."""

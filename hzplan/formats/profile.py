@@ -171,6 +171,20 @@ class OptimizerEntry(Strict):
     points: tuple[OptimizerPoint, ...] = Field(min_length=1)
 
 
+class CopyPoint(Strict):
+    """Seconds of a copy of so many bytes to the device, or from it, while as many go the other way."""
+
+    bytes: NonNegativeInt
+    seconds: Measured
+    spread: Fraction
+
+
+class HostEntry(Strict):
+    """The link to the host's memory, with all ranks of a host at it."""
+
+    points: tuple[CopyPoint, ...] = Field(min_length=1)
+
+
 class ModelEntry(Strict):
     """The model that was measured; ``signature`` is a hash over its parameters' names, shapes and dtypes.
 
@@ -231,6 +245,7 @@ class Profile(Strict):
 
     ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them;
     ``parallel``: None where a rank has a whole replica of the model, else it is of a rank's share.
+    ``host``: None where there is no memory but the device's.
     ``interference`` is by tier, empty where it was not measured; ``stragglers`` held everyone up, and times
     are with them.
     """
@@ -248,6 +263,7 @@ class Profile(Strict):
     uses: tuple[UseEntry, ...] = Field(min_length=1)
     collectives: tuple[CollectiveCurve, ...]
     interference: tuple[InterferenceEntry, ...] = ()
+    host: HostEntry | None = None
     stragglers: tuple[StragglerEntry, ...] = ()
 
     @model_validator(mode="after")
@@ -284,6 +300,9 @@ class Profile(Strict):
         elements = [point.elements for point in self.optimizer.points]
         if sorted(set(elements)) != elements:
             raise ValueError("optimizer.points: sizes not rising")
+        copied = [point.bytes for point in self.host.points] if self.host else []
+        if sorted(set(copied)) != copied:
+            raise ValueError("host.points: sizes not rising")
         return self
 
     @cached_property

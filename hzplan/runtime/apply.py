@@ -41,8 +41,9 @@ class Choice:
 
     ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
     what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
-    the model says. ``recompute``: the units that compute their forward again in their backward.
-    ``tier_names``: what the cluster calls its links, for messages.
+    the model says. ``recompute``: the units that compute their forward again in their backward; ``offload``:
+    those whose optimizer state lies in the host's memory. ``tier_names``: what the cluster calls its links,
+    for messages.
     """
 
     mesh: Mesh
@@ -56,6 +57,7 @@ class Choice:
     gradient_buffers: int | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
     tier_names: tuple[str, ...] = ()
 
     @classmethod
@@ -78,6 +80,7 @@ class Choice:
             gradient_buffers=plan.gradient_buffers,
             requires={unit.name: unit.requires for unit in plan.units},
             recompute=plan.recomputed,
+            offload=plan.offloaded,
             tier_names=plan.cluster.tier_names,
         )
 
@@ -199,7 +202,8 @@ def apply(
     states = []
     for unit in units:
         try:
-            states.append(_state(unit, tensors[unit.name], choice, world))
+            offload = unit.name in choice.offload and unit.name in schedule.host_slots
+            states.append(_state(unit, tensors[unit.name], choice, world, offload=offload))
         except Exception as error:
             error.add_note(f"{NOTE}{unit.name}")
             raise
@@ -275,6 +279,7 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         accumulation=choice.accumulation,
         clip=choice.clip,
         gradient_buffers=choice.gradient_buffers,
+        offload=bool(choice.offload),
     )
 
 
@@ -299,7 +304,9 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
                 )
 
 
-def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: World) -> UnitState:
+def _state(
+    unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: World, *, offload: bool
+) -> UnitState:
     by_name = dict(unit.parameters)
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
     wire = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
@@ -307,7 +314,7 @@ def _state(unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: Wor
         Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire)
         for layout in layouts
     ]
-    return UnitState(unit.name, buckets, choice.mesh.world)
+    return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)
 
 
 def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:

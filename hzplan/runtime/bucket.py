@@ -18,7 +18,8 @@ class Bucket:
 
     ``param``: the level-ℓp slice, for good, in the dtype that computes; ``whole``: all parameters, a view of
     the unit's unshard slot (or ``param`` itself where it is not sharded); ``master``: the level-ℓo slice that
-    the optimizer updates, for good where the layout keeps one, else a view of ``param``; ``grad``: the
+    the optimizer updates, for good where the layout keeps one (in the host's memory where the plan offloads
+    the unit), else a view of ``param``; ``grad``: the
     level-ℓg slice, for good, None when frozen; ``staging``: all gradients of one micro-batch, a view of the
     unit's gradient slot (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, and have
     the same bounds in every dtype, so every other level is a view of one of these.
@@ -211,11 +212,15 @@ class Bucket:
             wire,
         )
 
-    def publish(self) -> None:
-        """Round the updated master weights into the parameters' slice, for ``sync`` to gather."""
+    def publish(self, master: Tensor | None = None) -> None:
+        """Round the updated master weights into the parameters' slice, for ``sync`` to gather.
+
+        ``master``: where they have been updated, if that is not where they are kept.
+        """
         if self.layout.keeps_master:
             levels = self.layout.levels
-            self.within(self.param, levels.param, levels.optim).copy_(self.master)
+            updated = self.master if master is None else master
+            self.within(self.param, levels.param, levels.optim).copy_(updated)
 
     def gathered(self, groups: Groups) -> list[Tensor]:
         """New tensors with all values, as exact as they are kept: the master weights' where there are any.
@@ -226,7 +231,7 @@ class Bucket:
         if not self.layout.keeps_master:
             return [view.clone() for view in self.param_views]
         levels, tiers = self.layout.levels, range(len(self.mesh.tiers))
-        whole = self.master.new_empty(self.layout.numel)
+        whole = self.param.new_empty(self.layout.numel, dtype=self.master.dtype)
         self.within(whole, 0, levels.optim).copy_(self.master)
         stages = [("sync", self.sync_stage(tier)) for tier in reversed(tiers)]
         stages += [("unshard", self.unshard_stage(tier)) for tier in reversed(tiers)]
@@ -236,10 +241,10 @@ class Bucket:
                 Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).run()
         return self.views(whole)
 
-    def owned_master(self, low: int, high: int) -> Tensor:
-        """Elements ``[low, high)`` of the whole buffer, which this rank updates."""
+    def owned_master(self, low: int, high: int, master: Tensor | None = None) -> Tensor:
+        """Elements ``[low, high)`` of the whole buffer, which this rank updates; ``master`` as above."""
         start = self.bounds(self.layout.levels.optim)[0]
-        return self.master[low - start : high - start]
+        return (self.master if master is None else master)[low - start : high - start]
 
     def owned_gradient(self, low: int, high: int) -> Tensor:
         """Their reduced gradients."""

@@ -154,6 +154,8 @@ class Engine:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
             return self.optimizer is not None and not any(self.units[u].trainable_buckets for u in task.units)
+        if task.kind in (Kind.FETCH, Kind.STORE):
+            return not any(self.units[unit].offload for unit in task.units)
         return not self.stages(task)
 
     def stages(self, task: Task) -> list[tuple[Bucket, Stage]]:
@@ -188,8 +190,11 @@ class Engine:
             assert self.optimizer is not None
             for name in task.units:
                 self.optimizer.update(name)
-                for bucket in self.units[name].trainable_buckets:
-                    bucket.publish()
+            return
+        if task.kind in (Kind.FETCH, Kind.STORE):
+            assert self.optimizer is not None
+            for name in task.units:
+                self.optimizer.fetch(name) if task.kind is Kind.FETCH else self.optimizer.store(name)
             return
         prepared = self._prepared.get((task.kind, task.units, task.tier, lane))
         if prepared is None:
@@ -431,7 +436,9 @@ class Engine:
         updated = self._updated_in_backward()
         for name in self._trainable:
             if name not in updated:
-                self.run(Task(-1, Kind.UPDATE, "", (name,)))
+                held = (Kind.FETCH, Kind.UPDATE, Kind.STORE) if self.units[name].offload else (Kind.UPDATE,)
+                for kind in held:
+                    self.run(Task(-1, kind, "", (name,)))
             self._sync(name)
         self.executor.skip_step()
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hzplan.errors import UserError
 from hzplan.models.local import split_over
 from hzplan.runtime.faults import named
+from hzplan.runtime.offload import Home, HostStates, Keys, state_keys
 from hzplan.runtime.world import MAX, MIN
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Held:
 class ShardedOptimizer(Optimizer):
     """Drives one inner optimizer per unit, so that a unit can be updated as soon as its gradient is there.
 
+    State that a plan keeps in the host's memory is on the device from ``fetch`` to ``store`` only.
     ``param_groups`` are the user's groups over this rank's pieces: a learning-rate scheduler changes them,
     and ``step`` takes the values over. State lives in the inner optimizers.
     """
@@ -74,6 +76,8 @@ class ShardedOptimizer(Optimizer):
         self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._units = {unit.name: unit for unit in units}
+        self._host = _host_states(engine, units, optimizer_class, groups, arguments)
         self._inner: dict[str, Optimizer] = {}
         self.held: list[Held] = []
         self._owned_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's at the finest level
@@ -92,7 +96,8 @@ class ShardedOptimizer(Optimizer):
                             f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
                             "add it to one, or set requires_grad=False"
                         )
-                    piece = nn.Parameter(bucket.owned_master(low, high))
+                    master = self._host.master(bucket) if self._host is not None else None
+                    piece = nn.Parameter(bucket.owned_master(low, high, master))
                     piece.grad = bucket.owned_gradient(low, high)
                     mine[group_of[id(owner)]].append(piece)
                     self.held.append(Held(unit.name, bucket, index, low, high, piece))
@@ -108,6 +113,11 @@ class ShardedOptimizer(Optimizer):
                 )
             for collected, params in zip(everything, mine, strict=True):
                 collected += params
+        self._held_of = {
+            unit.name: [held for held in self.held if held.unit == unit.name]
+            for unit in units
+            if unit.offload
+        }
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
@@ -139,16 +149,38 @@ class ShardedOptimizer(Optimizer):
         """Nothing to do: the first backward of a step overwrites."""
 
     def state_of(self, held: Held) -> Mapping[str, Any]:
-        """A piece's state, as torch's optimizer of the class keeps it; empty before its first update."""
-        found: Mapping[str, Any] = self._inner[held.unit].state.get(held.param, {})
-        return found
+        """A piece's state, as torch's optimizer of the class keeps it; empty before its first update.
+
+        What is kept in the host's memory is what lies there.
+        """
+        found = self._inner[held.unit].state.get(held.param, {})
+        homes = {key: self._home(held, key) for key in found}
+        return {key: value if (home := homes[key]) is None else home.kept for key, value in found.items()}
 
     def set_state_of(self, held: Held, state: Mapping[str, Any]) -> None:
         """In place of what there is; between steps only."""
-        if state:
-            self._inner[held.unit].state[held.param] = dict(state)
+        made = dict(state)
+        for key, value in state.items():
+            if (home := self._home(held, key)) is not None:
+                home.kept.copy_(value)
+                made[key] = home.here
+        if made:
+            self._inner[held.unit].state[held.param] = made
         else:
             self._inner[held.unit].state.pop(held.param, None)
+
+    def _home(self, held: Held, key: str) -> Home | None:
+        return None if self._host is None else self._host.home(held.bucket, held.low, key)
+
+    def fetch(self, unit: str) -> None:
+        """A unit's state comes to its slot; runs on the fetch stream."""
+        assert self._host is not None
+        self._host.fetch(unit)
+
+    def store(self, unit: str) -> None:
+        """It goes back to the host's memory; runs on the store stream."""
+        assert self._host is not None
+        self._host.store(unit)
 
     def device_of_numbers(self, held: Held) -> torch.device:
         """Where torch's optimizers keep what is one number for a whole tensor."""
@@ -196,7 +228,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def update(self, unit: str) -> None:
-        """Update one unit's pieces; runs on the optim stream.
+        """Update one unit's pieces, and publish what they are; runs on the optim stream.
 
         Without clipping nobody looks at gradients before: whether they are finite is noted here. Nothing is
         waited for, which on a GPU would stop the thread that launches.
@@ -207,6 +239,20 @@ class ShardedOptimizer(Optimizer):
             first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._updating)))
         if unit in self._inner:
             self._inner[unit].step()
+            if self._units[unit].offload:
+                self._settle(unit)
+        for bucket in self._units[unit].trainable_buckets:
+            bucket.publish(None if self._host is None else self._host.master(bucket))
+
+    def _settle(self, unit: str) -> None:
+        """What torch has just made of state lies where it likes: it moves into the unit's slot."""
+        for held in self._held_of[unit]:
+            state = self._inner[unit].state[held.param]
+            for key, value in state.items():
+                home = self._home(held, key)
+                if home is not None and value is not home.here:
+                    home.here.copy_(value)
+                    state[key] = home.here
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -278,6 +324,33 @@ class ShardedOptimizer(Optimizer):
         with named("looking for gradients that are not finite: all-reduce", self.engine.way):
             self.engine.world.all_reduce(found, MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
+
+
+def _host_states(
+    engine: Engine,
+    units: Sequence[UnitState],
+    optimizer_class: Callable[..., Optimizer],
+    groups: Sequence[Group],
+    arguments: Group,
+) -> HostStates | None:
+    """Room for what the plan offloads, if it does; groups may keep different state."""
+    offloaded = [unit for unit in units if unit.offload]
+    if not offloaded:
+        return None
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    known: dict[tuple[int, torch.dtype], Keys] = {}
+    dtypes = {id(p): b.master.dtype for u in offloaded for b in u.trainable_buckets for p in b.parameters}
+
+    def keys(parameter: nn.Parameter) -> Keys:
+        index, dtype = group_of.get(id(parameter), 0), dtypes[id(parameter)]
+        if (index, dtype) not in known:
+            known[index, dtype] = state_keys(
+                lambda params: optimizer_class([dict(groups[index], params=params)], **arguments),
+                *(dtype, engine.device),
+            )
+        return known[index, dtype]
+
+    return HostStates(offloaded, engine.schedule.host_slots, keys, engine.device)
 
 
 def check_elementwise(optimizer_class: Any) -> None:

@@ -25,8 +25,9 @@ class Life(Enum):
 class UnitState:
     """The buckets of one unit, and which of its gradients this micro-batch has delivered."""
 
-    def __init__(self, name: str, buckets: Sequence[Bucket], world: int) -> None:
-        self.name = name
+    def __init__(self, name: str, buckets: Sequence[Bucket], world: int, *, offload: bool = False) -> None:
+        """``offload``: its optimizer state lies in the host's memory."""
+        self.name, self.offload = name, offload
         self.buckets = tuple(buckets)
         self.trainable_buckets = tuple(bucket for bucket in buckets if bucket.layout.trainable)
         self.life = Life.SHARDED

@@ -37,8 +37,8 @@ class Candidates:
         simulator leaves out what communication costs compute, so of predictions that differ by less than
         ``NEAR`` the plan with less communication is the faster one. Where the proven optimum of the objective
         is asked for (a gap of 0), only plans that reach it count; else those within the gap, where there are
-        any. Of equals: fewer units that are recomputed, then fewer different triples, then fewer gradients
-        that are copied to be scattered, then less memory.
+        any. Of equals: fewer units that are recomputed or offloaded, then fewer different triples, then fewer
+        gradients that are copied to be scattered, then less memory.
         """
         enough = max(self.least_ns, bound_ns)
         near = [f for f in self.all if gap > 0 or f.objective_ns <= enough]
@@ -53,7 +53,7 @@ def _plainness(evaluation: Evaluation) -> tuple[float, ...]:
     triples = {triple for levels in evaluation.levels.values() for triple in levels}
     return (
         evaluation.communication_ns,
-        len(evaluation.recompute),
+        len(evaluation.modes.recompute) + len(evaluation.modes.offload),
         len(triples),
         sum(cost.staging_bytes for cost in evaluation.units.values()),
         evaluation.memory.peak,

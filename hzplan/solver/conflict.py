@@ -57,6 +57,14 @@ def more_nodes(profile: Profile, request: Request) -> tuple[int, int] | None:
         return None
 
 
+def moved_to_host(profile: Profile, request: Request) -> int | None:
+    """The least memory in bytes with as much of the host's as is wanted; None where that is no other."""
+    if profile.host is None:
+        return None
+    found = least_bytes(profile, replace(request, host_bytes=2**60))
+    return found if found < least_bytes(profile, request) else None
+
+
 def least_bytes(profile: Profile, request: Request) -> int:
     """The smallest memory that fits a question: with one use ahead and one gradient buffer."""
     depth = min(request.depths)

@@ -42,6 +42,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
         "tiers": (_listed(one.cluster.tier_names), _listed(other.cluster.tier_names)),
         "backend": (one.cluster.backend, other.cluster.backend),
         "memory budget": (one.source.memory_budget_bytes, other.source.memory_budget_bytes),
+        "host memory": (one.source.host_memory_bytes, other.source.host_memory_bytes),
         "pins": (_listed(one.source.pins), _listed(other.source.pins)),
         "global batch": (one.batch.global_batch, other.batch.global_batch),
         "micro-batch": (one.batch.micro_batch, other.batch.micro_batch),
@@ -63,12 +64,19 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
         before, after = unit in one.recomputed, unit in other.recomputed
         if before != after:
             yield Choice(unit, (), _again(again=before), _again(again=after))
+        before, after = unit in one.offloaded, unit in other.offloaded
+        if before != after:
+            yield Choice(unit, (), _place(host=before), _place(host=after))
     if one.uses != other.uses:
         yield Choice("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
 
 
 def _again(*, again: bool) -> str:
     return "forward computed again" if again else "activations kept"
+
+
+def _place(*, host: bool) -> str:
+    return f"optimizer state on the {'host' if host else 'device'}"
 
 
 def _listed(names: Iterable[str]) -> str | None:

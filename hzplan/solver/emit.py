@@ -43,6 +43,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         asked_gap=request.gap,
         pins=request.pins,
         recompute=request.recompute,
+        host_memory_bytes=request.host_bytes or None,
     )
     return as_plan(profile, solved.best, request, proof=proof, source=source)
 
@@ -108,7 +109,8 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
-                recompute=True if unit.name in chosen.recompute else None,
+                recompute=True if unit.name in chosen.modes.recompute else None,
+                offload=True if unit.name in chosen.modes.offload else None,
                 buckets=tuple(
                     BucketEntry(
                         shards=_shards(profile.mesh, bucket.levels),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from hzplan.cost import CostModel, Interference, UnitCost
 from hzplan.errors import UserError
@@ -22,10 +23,20 @@ from hzplan.solver.patterns import unit_cost
 MAX_ACCUMULATION = 1024  # forward passes in a step
 
 
+class Modes(NamedTuple):
+    """What is chosen for whole units, beside their tensors' levels: those whose forward is computed again,
+    and those whose optimizer state lies in the host's memory."""
+
+    recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+
+
+PLAIN = Modes()
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """``levels``: the triple of every tensor, by unit; ``recompute``: the units whose forward is computed
-    again; ``durations_ns``: of the schedule's tasks.
+    """``levels``: the triple of every tensor, by unit; ``durations_ns``: of the schedule's tasks.
 
     The timelines are computed when they are asked for.
     """
@@ -38,7 +49,7 @@ class Evaluation:
     units: Mapping[str, UnitCost]
     durations_ns: Sequence[int]
     memory: Memory
-    recompute: frozenset[str] = frozenset()
+    modes: Modes = PLAIN
 
     @cached_property
     def floor_ns(self) -> float:
@@ -73,6 +84,10 @@ class Evaluation:
         """The predicted seconds of a step."""
         return self.predicted.period_ns / 1e9
 
+    def fits(self, memory_bytes: int, host_bytes: int) -> bool:
+        """Whether it needs no more of the device's memory, and of the host's."""
+        return self.memory.peak <= memory_bytes and self.memory.host <= host_bytes
+
 
 def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
     """The tensors of every unit."""
@@ -85,11 +100,12 @@ def evaluate(
     schedule: Schedule,
     micro_batch: int,
     slots: Slots | None = None,
-    recompute: frozenset[str] = frozenset(),
+    modes: Modes = PLAIN,
 ) -> Evaluation:
-    """Replay a choice of levels, and of units to recompute."""
+    """Replay a choice of levels and modes. A unit without optimizer state to offload is not."""
     slots = slots or assign_slots(schedule, tensors_of(model.profile))
-    units = unit_costs(model, levels, recompute)
+    units = unit_costs(model, levels, modes)
+    modes = modes._replace(offload=frozenset(unit for unit, cost in units.items() if cost.host_bytes))
     return Evaluation(
         model,
         levels,
@@ -98,23 +114,24 @@ def evaluate(
         slots,
         units,
         model.durations(schedule, units, micro_batch),
-        memory(units, slots, schedule, model.activation_peak_bytes(micro_batch, recompute)),
-        recompute,
+        memory(units, slots, schedule, model.activation_peak_bytes(micro_batch, modes.recompute)),
+        modes,
     )
 
 
 def unit_costs(
-    model: CostModel, levels: Mapping[str, tuple[Levels, ...]], recompute: Collection[str] = ()
+    model: CostModel, levels: Mapping[str, tuple[Levels, ...]], modes: Modes = PLAIN
 ) -> dict[str, UnitCost]:
     """What every unit costs."""
     known: dict[object, UnitCost] = {}  # units with the same tensors and levels cost the same
     units = {}
     for unit, specs in tensors_of(model.profile).items():
-        key = (tuple((t.shape, t.dtype, t.trainable) for t in specs), levels.get(unit))
+        offload = unit in modes.offload
+        key = (tuple((t.shape, t.dtype, t.trainable) for t in specs), levels.get(unit), offload)
         if key not in known:
-            tiers = len(model.mesh.tiers)
-            known[key] = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(tiers)
-        units[unit] = replace(known[key], recompute=True) if unit in recompute else known[key]
+            made = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(len(model.mesh.tiers))
+            known[key] = model.offloaded(made) if offload else made
+        units[unit] = replace(known[key], recompute=True) if unit in modes.recompute else known[key]
     return units
 
 
@@ -201,12 +218,19 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
         accumulation=plan.batch.accumulation,
         clip=plan.clip,
         gradient_buffers=plan.gradient_buffers,
+        offload=plan.source.host_memory_bytes is not None,
     )
+    if plan.offloaded and profile.host is None:
+        raise UserError(
+            f"{path}: field units: {min(plan.offloaded)} is offloaded, but {plan.source.profile} knows no "
+            "link to the host's memory"
+        )
     for unit in sorted(plan.recomputed - {*model.recomputable}):
         raise UserError(
             f"{path}: field units: {unit} is recomputed, which {plan.source.profile} knows no cost of"
         )
-    return evaluate(model, levels, schedule, plan.batch.micro_batch, recompute=plan.recomputed)
+    modes = Modes(plan.recomputed, plan.offloaded)
+    return evaluate(model, levels, schedule, plan.batch.micro_batch, modes=modes)
 
 
 def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
@@ -273,7 +297,7 @@ def baselines(
                     gradient_buffers=buffers,
                 ),
                 micro_batch,
-                recompute=again,
+                modes=Modes(again),
             )
             for again in agains
             for micro_batch in model.profile.micro_batches

@@ -25,6 +25,8 @@ DOING: Mapping[Kind, str] = {
     Kind.REGATHER: "gathering gradients to replicas",
     Kind.SYNC: "gathering updated parameters",
     Kind.UPDATE: "optimizer",
+    Kind.FETCH: "fetching optimizer state from the host",
+    Kind.STORE: "storing optimizer state on the host",
     Kind.COMPUTE: "computing forwards again",
 }
 
@@ -73,6 +75,9 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     parts.sort(key=lambda part: -part.seconds)
     loads = [capacity.at(durations) for capacity in network.capacities]
     labels = [f"all that is sent over {name}" for name in tier_names]
+    labels += ["all that is fetched from the host", "all that is stored there"] * bool(
+        found.schedule.host_slots
+    )
     labels.append("compute, and the speed that communication takes from it")
     longest = int(np.argmax(loads))
     seconds = cut.at(durations)
@@ -107,7 +112,7 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int) -> list[Altern
         if levels != found.levels[unit]:
             changed = {**found.levels, unit: levels}
             one = evaluate(
-                *(found.model, changed, found.schedule, found.micro_batch, found.slots, found.recompute)
+                *(found.model, changed, found.schedule, found.micro_batch, found.slots, found.modes)
             )
             tried.append((triple, one, one.memory.peak <= budget_bytes))
     tried.sort(key=lambda item: (not item[2], item[1].objective_ns))

@@ -99,6 +99,11 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", plan.reduce_dtype),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
+        *[
+            ("optimizer state on the host", f"{len(plan.offloaded)} units, {size(found.memory.host)} a rank")
+            for _ in [plan]
+            if plan.offloaded
+        ],
     ]
 
 
@@ -162,11 +167,11 @@ def _stage(task: Task, schedule: Schedule) -> str:
 
 def _occupancy(found: Evaluation, budget_bytes: int) -> Occupancy:
     update = max((cost.update_temporary_bytes for cost in found.units.values()), default=0)
-    by_use = found.model.activation_bytes(found.micro_batch, found.recompute)
+    by_use = found.model.activation_bytes(found.micro_batch, found.modes.recompute)
     times, bytes_ = activations(found.schedule, found.predicted, by_use, update)
     static = [
         (name.replace("_", " "), nbytes)
         for name, nbytes in found.memory.by_category().items()
-        if name != "activations" and nbytes
+        if name not in ("activations", "host") and nbytes
     ]
     return Occupancy(static, times, bytes_, found.memory.peak, budget_bytes)

@@ -120,6 +120,7 @@ def request_of(plan: Plan) -> Request:
         reduce_dtype=plan.reduce_dtype,
         pins=plan.source.pins,
         recompute=plan.source.recompute,
+        host_bytes=plan.source.host_memory_bytes or 0,
     )
 
 
@@ -130,11 +131,13 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
     if not Pins(plan.source.pins, now.model.profile).keep(now.model.profile, now.levels):
         yield Change("choice", "the recorded plan is not as its field source.pins says", True)
     everything = frozenset(now.model.recomputable)
-    asked = {"none": frozenset[str](), "all": everything}.get(plan.source.recompute, now.recompute)
-    if now.recompute != asked:
+    asked = {"none": frozenset[str](), "all": everything}.get(plan.source.recompute, now.modes.recompute)
+    if now.modes.recompute != asked:
         yield Change("choice", "the recorded plan is not as its field source.recompute says", True)
     if now.memory.peak > plan.source.memory_budget_bytes:
         yield Change("prediction", "the recorded plan no longer fits its budget", True)
+    if now.memory.host > (plan.source.host_memory_bytes or 0):
+        yield Change("prediction", "the recorded plan takes more of the host's memory than it may", True)
     kind: Kind = "formula" if same_data else "prediction"
     for name, (before, after, unit) in _figures(plan, now).items():
         if abs(after - before) > EXACT * max(abs(before), abs(after)) and f"{before:.9g}" != f"{after:.9g}":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hzplan.hierarchy import Levels
 from hzplan.simulate import events
-from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.evaluate import Evaluation, Modes
 from hzplan.solver.patterns import MAX_BUCKETS
 
 MOST_EVENTS = 240_000
@@ -29,7 +29,7 @@ class Surroundings:
     """``alike``: units that have the same tensors, in groups; ``trained``: which of a unit's tensors are;
     ``known``: for the first unit of a group, patterns that some plan has used; ``triples``: all legal ones.
     ``switched``: units for which it may be chosen whether their forward is computed again, like ones in
-    groups.
+    groups; ``moved``: likewise whether their optimizer state is in the host's memory.
     """
 
     alike: Sequence[Sequence[str]]
@@ -37,11 +37,12 @@ class Surroundings:
     known: Mapping[str, Sequence[Pattern]]
     triples: Sequence[Levels]
     switched: Sequence[Sequence[str]] = ()
+    moved: Sequence[Sequence[str]] = ()
 
 
 def improve(
     start: Evaluation,
-    replays: Sequence[Callable[[Choice, frozenset[str]], Evaluation]],
+    replays: Sequence[Callable[[Choice, Modes], Evaluation]],
     around: Surroundings,
     fits: Callable[[Evaluation], bool],
     late: Callable[[], bool] = lambda: False,
@@ -55,22 +56,22 @@ def improve(
         if late():
             return best
         tries -= 1
-        candidate = other(best.levels, best.recompute)
+        candidate = other(best.levels, best.modes)
         if fits(candidate) and _shorter(candidate, best):
             best, replay = candidate, other
-    seen: set[tuple[tuple[tuple[str, Pattern], ...], frozenset[str]]] = set()
+    seen: set[tuple[tuple[tuple[str, Pattern], ...], Modes]] = set()
     improved = True
     while improved:
         improved = False
-        for choice, again in _neighbours(best, around):
-            key = tuple(sorted(choice.items())), again
+        for choice, modes in _neighbours(best, around):
+            key = tuple(sorted(choice.items())), modes
             if key in seen:
                 continue
             if tries <= 0 or late():
                 return best
             seen.add(key)
             tries -= 1
-            candidate = replay(choice, again)
+            candidate = replay(choice, modes)
             if fits(candidate) and _shorter(candidate, best):
                 best, improved = candidate, True
                 break
@@ -82,21 +83,28 @@ def _shorter(one: Evaluation, other: Evaluation) -> bool:
     return one.objective_ns < goal and one.predicted.period_ns < goal  # the objective is a lower bound
 
 
-def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, frozenset[str]]]:
+def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, Modes]]:
     """What is a step away, what changes most first.
 
-    All units of a kind are recomputed or none; or they take a pattern known from other plans; or one of their
-    buckets takes another triple; or one of their tensors does; or one unit alone takes a known pattern, or
-    is recomputed or not.
+    All units of a kind are recomputed or none, or offloaded or none; or they take a pattern known from other
+    plans; or one of their buckets takes another triple; or one of their tensors does; or one unit alone takes
+    a known pattern, or is recomputed or not, or offloaded or not.
     """
+    again, moved = best.modes
     for some in around.switched:
-        yield best.levels, best.recompute | {*some}
-        yield best.levels, best.recompute - {*some}
+        yield best.levels, Modes(again | {*some}, moved)
+        yield best.levels, Modes(again - {*some}, moved)
+    for some in around.moved:
+        yield best.levels, Modes(again, moved - {*some})
+        yield best.levels, Modes(again, moved | {*some})
     for choice in _other_levels(best.levels, around):
-        yield choice, best.recompute
+        yield choice, best.modes
     for some in around.switched:
         for unit in some:
-            yield best.levels, best.recompute ^ {unit}
+            yield best.levels, Modes(again ^ {unit}, moved)
+    for some in around.moved:
+        for unit in some:
+            yield best.levels, Modes(again, moved ^ {unit})
 
 
 def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:

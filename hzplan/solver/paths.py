@@ -190,18 +190,21 @@ class Network:
 
     @cached_property
     def capacities(self) -> list[Cut]:
-        """The whole load of every tier, and of the processors with the share of speed that tiers take."""
+        """The whole load of every tier; of copies from the host's memory, and to it, where there are such; of
+        the processors with the share of speed that tiers take."""
         tiers = range(self.whole.tiers)
         loads = [np.zeros(self.shape) for _ in tiers]
+        copies = {kind: np.zeros(self.shape) for kind in (Kind.FETCH, Kind.STORE) if self.whole.host_slots}
         compute, work = 0.0, np.zeros(self.shape)
         for task in self.whole.tasks:
             constant, terms = self._part([task], 1)
             compute += constant
-            if task.kind is Kind.COMPUTE or task.tier >= 0:
-                load = work if task.kind is Kind.COMPUTE else loads[task.tier]
+            if task.kind is Kind.COMPUTE or task.tier >= 0 or task.kind in copies:
+                load = copies[task.kind] if task.kind in copies else loads[task.tier]
+                load = work if task.kind is Kind.COMPUTE else load
                 for at, many in terms:
                     load.flat[at] += many
-        cuts = [Cut(0.0, load) for load in loads]
+        cuts = [Cut(0.0, load) for load in [*loads, *copies.values()]]
         for share, load in zip(self.model.interference.surely_lost, loads, strict=True):
             work += share * load
         return [*cuts, Cut(compute, work)]

@@ -34,7 +34,8 @@ MAX_NS = 24 * 3600 * 10**9
 def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
     """The (kind, tier) of every task that a pattern gives a duration, in the order of ``durations_ns``."""
     kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER, Kind.SYNC)
-    return [(kind, tier) for kind in kinds for tier in range(tiers)] + [(Kind.UPDATE, -1), SWITCHED]
+    once = [(kind, -1) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE)]
+    return [(kind, tier) for kind in kinds for tier in range(tiers)] + once + [SWITCHED]
 
 
 SWITCHED = (Kind.COMPUTE, -1)
@@ -46,7 +47,8 @@ class Family:
     """The patterns of a unit, none dominated by another.
 
     ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
-    bytes ``resident``, ``unshard``, ``staging``, ``temporary`` [patterns] and ``scratch`` [patterns, tiers].
+    bytes ``resident``, ``unshard``, ``staging``, ``temporary``, ``host`` [patterns] and ``scratch``
+    [patterns, tiers]. ``host`` is not 0 where the unit's optimizer state is in the host's memory.
     ``recompute``: 1 for a switch that is on (``switch``), else 0.
     """
 
@@ -57,6 +59,7 @@ class Family:
     staging: NDArray[np.int64]
     scratch: NDArray[np.int64]
     temporary: NDArray[np.int64]
+    host: NDArray[np.int64]
     recompute: NDArray[np.int64]
 
     @cached_property
@@ -69,7 +72,7 @@ class Family:
     def leanest(self) -> list[int]:
         """Indices of the patterns that no other undercuts in bytes; enough where time is ignored."""
         again = (self.recompute, -self.recompute)  # what is leaner differs from event to event
-        parts = (self.resident, self.unshard, self.staging, self.temporary, *again)
+        parts = (self.resident, self.unshard, self.staging, self.temporary, self.host, *again)
         sizes = np.column_stack([*parts, self.scratch])
         return _undominated(sizes[:, :0], sizes)
 
@@ -81,10 +84,12 @@ def enumerate_patterns(
     allowed: Sequence[frozenset[Levels]] | None = None,
     *,
     max_patterns: int = MAX_PATTERNS,
+    offload: bool = False,
 ) -> Family:
     """Every pattern of a unit, over atoms if there are too many. A frozen tensor takes a triple's ℓp.
 
-    ``allowed``: of every tensor; by default all of them. UserError where no pattern has only such.
+    ``allowed``: of every tensor; by default all of them. ``offload``: each also with the optimizer's state in
+    the host's memory. UserError where no pattern has only what is allowed.
     """
     sets = list(allowed) if allowed is not None else [frozenset(triples)] * len(tensors)
     atoms = _atoms(tensors, sets, len(triples), max_patterns)
@@ -100,6 +105,10 @@ def enumerate_patterns(
         )
     known: dict[tuple[tuple[int, ...], Levels], list[Part]] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
+    if offload:
+        moved = [model.offloaded(cost) for cost in costs]
+        levels += [pattern for pattern, cost in zip(levels, moved, strict=True) if cost.host_bytes]
+        costs += [cost for cost in moved if cost.host_bytes]
     keys = duration_keys(len(model.mesh.tiers))
     lengths = [[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]
     if max(map(max, lengths)) > MAX_NS:
@@ -118,7 +127,8 @@ def enumerate_patterns(
         unshard=sizes[:, 1],
         staging=sizes[:, 2],
         temporary=sizes[:, 3],
-        scratch=sizes[:, 4:],
+        host=sizes[:, 4],
+        scratch=sizes[:, 5:],
         recompute=np.zeros(len(kept), dtype=np.int64),
     )
 
@@ -148,6 +158,7 @@ def switch(tiers: int, states: Sequence[bool]) -> Family:
         unshard=none,
         staging=none,
         temporary=none,
+        host=none,
         scratch=np.zeros((len(states), tiers), dtype=np.int64),
         recompute=np.array(states, dtype=np.int64),
     )
@@ -155,7 +166,7 @@ def switch(tiers: int, states: Sequence[bool]) -> Family:
 
 def _sizes(cost: UnitCost) -> list[int]:
     fixed = [cost.resident_bytes, cost.unshard_bytes, cost.staging_bytes, cost.update_temporary_bytes]
-    return [*fixed, *cost.scratch_bytes]
+    return [*fixed, cost.host_bytes, *cost.scratch_bytes]
 
 
 def _undominated(durations: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[int]:

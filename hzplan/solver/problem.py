@@ -64,10 +64,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Room:
-    """What patterns take, in MiB: for good, by unit; and in buffers that units share."""
+    """What patterns take, in MiB: for good, by unit; in buffers that units share; and of the host's memory,
+    by unit, where there is any."""
 
     resident: Mapping[str, Coefficients]
     shared: Sequence[Buffer]
+    host: Mapping[str, Coefficients]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Question:
     switches: Mapping[str, str]  # those of the families that are, by their units
     micro_batch: int
     budget_bytes: int
+    host_bytes: int
 
     @cached_property
     def network(self) -> Network:
@@ -125,13 +128,18 @@ class Question:
         """The budget."""
         return self.budget_bytes * MIB
 
+    @property
+    def host_mib(self) -> float:
+        """Of the host's memory."""
+        return self.host_bytes * MIB
+
     @cached_property
     def room(self) -> Room:
         """What patterns take.
 
-        Buffers: every unshard and gradient slot, exchange buffers per tier, activations, and the optimizer's
-        temporaries, which with clipping are there when activations are not. A slot that one unit uses is the
-        unit's own.
+        Buffers: every unshard and gradient slot, those for what is fetched from the host's memory, exchange
+        buffers per tier, activations, and the optimizer's temporaries, which with clipping are there when
+        activations are not. A slot that one unit uses is the unit's own.
         """
         families, slots = self.families, self.slots
         resident = {unit: family.resident * MIB for unit, family in families.items()}
@@ -152,6 +160,9 @@ class Question:
         for slot in sorted(set(slots.staging.values())):
             users = {u: f.staging for u, f in families.items() if slots.staging.get(u) == slot}
             share(f"gradient_slot_{slot}", users)
+        for slot in sorted(set(self.short.host_slots.values())):
+            users = {u: f.host for u, f in families.items() if self.short.host_slots.get(u) == slot}
+            share(f"host_slot_{slot}", users)
         for tier in range(self.short.tiers):
             share(f"exchange_{tier}", {u: family.scratch[:, tier] for u, family in families.items()})
         updates = {unit: family.temporary for unit, family in families.items() if family.temporary.any()}
@@ -162,7 +173,8 @@ class Question:
         least = sum((of.min(axis=0) for of in events.added.values()), events.base).max(initial=0.0)
         larger = {unit: sizes * MIB for unit, sizes in updates.items() if (sizes * MIB > least).any()}
         shared.append(Buffer("activations", larger, events))
-        return Room(resident, shared)
+        host = {unit: family.host * MIB for unit, family in families.items() if family.host.any()}
+        return Room(resident, shared, host)
 
 
 @dataclass
@@ -226,7 +238,7 @@ def build_smallest(question: Question, offered: Mapping[str, Sequence[int]]) -> 
 
 
 def _with_choices(question: Question, offered: Mapping[str, Sequence[int]]) -> Problem:
-    """Σ_p x[u,p] = 1 for every unit u."""
+    """Σ_p x[u,p] = 1 for every unit u, within the host's memory."""
     problem = Problem(question, offered, pulp.LpProblem("hzplan", pulp.LpMinimize))
     for number, (unit, family) in enumerate(question.families.items()):
         problem.chosen[unit] = [
@@ -234,7 +246,16 @@ def _with_choices(question: Question, offered: Mapping[str, Sequence[int]]) -> P
         ]
         terms = problem.patterns(unit, np.ones(len(family.levels)))
         problem.add(f"one pattern for {unit}", terms, pulp.LpConstraintEQ, 1)
+    _host_memory(problem)
     return problem
+
+
+def _host_memory(problem: Problem) -> None:
+    """Σ x·host bytes ≤ the host's memory."""
+    question = problem.question
+    terms = [term for unit, sizes in question.room.host.items() for term in problem.patterns(unit, sizes)]
+    if terms:
+        problem.add("the host's memory", terms, pulp.LpConstraintLE, question.host_mib)
 
 
 def _memory(problem: Problem) -> Terms:

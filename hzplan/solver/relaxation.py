@@ -6,6 +6,7 @@
     memory ≥ Σ bytes·x + Σ buffers,  buffer ≥ bytes of every unit that uses it, and at every event
                              (``problem.room``)
     memory ≤ budget + over   where ``over`` costs more and more
+    Σ host bytes·x ≤ the host's memory + over
 
 With r_p the reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs
 at least z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit: so every round gives a bound, and
@@ -77,6 +78,10 @@ class Relaxation:
         for rows, buffer in zip(self.holds, self.room.shared, strict=True):
             for unit, row in rows.items():
                 self._bytes[unit].append((row, buffer.sizes[unit]))
+        if self.room.host:
+            row = self._row(-question.host_mib, INFINITY, {self.over: 1.0})
+            for unit, sizes in self.room.host.items():
+                self._bytes[unit].append((row, sizes))
         self._events: list[set[int]] = [set() for _ in self.buffers]  # those that have a row
         for number, buffer in enumerate(self.room.shared):
             if len(buffer.events.base):

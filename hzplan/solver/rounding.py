@@ -51,10 +51,11 @@ class _Filled:
     """A choice and the memory that it takes, unit by unit."""
 
     def __init__(self, question: Question, choice: Choice) -> None:
-        self.room, self.budget_mib = question.room, question.room_mib
+        self.room, self.budget_mib, self.host_mib = question.room, question.room_mib, question.host_mib
         self.choice = choice
         self.place = {unit: number for number, unit in enumerate(choice)}
         self.resident = sum(float(self.room.resident[unit][p]) for unit, p in choice.items())
+        self.host = sum(float(sizes[choice[unit]]) for unit, sizes in self.room.host.items())
         self.held = [np.zeros(len(choice)) for _ in self.room.shared]
         for held, buffer in zip(self.held, self.room.shared, strict=True):
             for unit, sizes in buffer.sizes.items():
@@ -66,12 +67,15 @@ class _Filled:
         total = self.resident
         for held, needed in zip(self.held, self.at_events, strict=True):
             total += max(float(held.max()), float(needed.max(initial=0.0)))
-        return total <= self.budget_mib
+        return total <= self.budget_mib and self.host <= self.host_mib
 
     def change(self, unit: str, pattern: int) -> None:
         """Another pattern for a unit."""
         resident = self.room.resident[unit]
         self.resident += float(resident[pattern]) - float(resident[self.choice[unit]])
+        if unit in self.room.host:
+            sizes = self.room.host[unit]
+            self.host += float(sizes[pattern]) - float(sizes[self.choice[unit]])
         for number, buffer in enumerate(self.room.shared):
             if unit in buffer.sizes:
                 self.held[number][self.place[unit]] = buffer.sizes[unit][pattern]

@@ -18,7 +18,7 @@ from hzplan.hierarchy import Levels
 from hzplan.layout import Dtype
 from hzplan.memory import assign_slots, memory
 from hzplan.solver.candidates import Candidates
-from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family
 from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
@@ -41,7 +41,8 @@ SMALLEST_S = 10.0  # for each ILP that looks for the least memory
 class Request:
     """What is asked of the solver.
 
-    ``reduce_dtype``: what gradients travel in; None: as they are kept. ``pins``: what is decided already, and
+    ``host_bytes``: of the host's memory that a rank may take for optimizer state. ``reduce_dtype``: what
+    gradients travel in; None: as they are kept. ``pins``: what is decided already, and
     ``recompute``: whether it is decided which units compute their forward again.
     """
 
@@ -54,6 +55,7 @@ class Request:
     depths: tuple[int, ...] = PREFETCH_DEPTHS
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
+    host_bytes: int = 0
 
 
 Plain = tuple[Levels, frozenset[str]]
@@ -91,16 +93,26 @@ class Search:
         accumulation = request.global_batch // (model.profile.data_ranks * micro_batch)
         prefetch, buffers = pace
         schedule = model.schedule(
-            prefetch=prefetch, accumulation=accumulation, clip=request.clip, gradient_buffers=buffers
+            prefetch=prefetch,
+            accumulation=accumulation,
+            clip=request.clip,
+            gradient_buffers=buffers,
+            offload=request.host_bytes > 0,
         )
         explicit = min(accumulation, max(2, MAX_POSITIONS // len(model.profile.uses)))
         short = model.schedule(
-            prefetch=prefetch, accumulation=explicit, clip=request.clip, gradient_buffers=buffers
+            prefetch=prefetch,
+            accumulation=explicit,
+            clip=request.clip,
+            gradient_buffers=buffers,
+            offload=request.host_bytes > 0,
         )
         slots = assign_slots(schedule, tensors_of(model.profile))
         self.request, self.families = request, families
         self.question = Question(
-            model, schedule, short, slots, families, switches, micro_batch, request.memory_bytes
+            *(model, schedule, short, slots, families, switches, micro_batch),
+            budget_bytes=request.memory_bytes,
+            host_bytes=request.host_bytes,
         )
         self.lp = Relaxation(self.question)
         uses = range(len(model.profile.uses))
@@ -125,12 +137,17 @@ class Search:
         names = {*switches.values()}
         levels = {u: self.families[u].levels[index] for u, index in choice.items() if u not in names}
         again = (unit for unit, name in switches.items() if self.families[name].recompute[choice[name]])
-        return self.replay(levels, frozenset(again))
+        moved = (unit for unit in levels if self.families[unit].host[choice[unit]])
+        return self.replay(levels, Modes(frozenset(again), frozenset(moved)))
 
-    def replay(self, levels: Mapping[str, tuple[Levels, ...]], recompute: frozenset[str]) -> Evaluation:
-        """Replay a choice of levels and of units to recompute."""
+    def replay(self, levels: Mapping[str, tuple[Levels, ...]], modes: Modes) -> Evaluation:
+        """Replay a choice of levels and modes."""
         q = self.question
-        return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots, recompute)
+        return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots, modes)
+
+    def fits(self, one: Evaluation) -> bool:
+        """Whether a choice is within what may be taken."""
+        return one.fits(self.request.memory_bytes, self.request.host_bytes)
 
     @property
     def bound_ms(self) -> float:
@@ -230,7 +247,7 @@ class Search:
         if choice is not None:
             self.rounded = self.question.durations_of(choice)
             evaluated = self.evaluate(choice)
-            if evaluated.memory.peak <= self.request.memory_bytes:
+            if self.fits(evaluated):
                 found.all.append(evaluated)
 
     def _beginning(self, known: Mapping[int, set[int]]) -> dict[str, list[int]]:
@@ -251,6 +268,10 @@ class Search:
         """The bytes of a unit's patterns, whatever is shared."""
         family = self.families[unit]
         return np.asarray(family.resident + family.unshard + family.staging - family.recompute, dtype=float)
+
+    def _plain(self, unit: str) -> int:
+        """The lightest pattern of a unit that takes nothing of the host's memory."""
+        return int(np.argmin(np.where(self.families[unit].host, np.inf, self._weight(unit))))
 
     @property
     def smallest(self) -> Evaluation:
@@ -276,7 +297,7 @@ class Search:
             problem = build_smallest(self.question, offered)
             solved = optimise(problem, 0.0, SMALLEST_S)
             if solved == "nothing":  # large, and out of time: a plain answer
-                plain = {unit: int(np.argmin(self._weight(unit))) for unit in self.families}
+                plain = {unit: self._plain(unit) for unit in self.families}
                 return self.evaluate(plain), bound / MIB
             found = self.evaluate(problem.choice())
             if solved != "optimal":
@@ -291,7 +312,7 @@ class Search:
         """A bound on the memory in MiB, and every pattern's excess."""
         lp = Relaxation(self.question, least_memory=True)
         for unit, family in self.families.items():
-            lp.offer(unit, [int(np.argmin(self._weight(unit))), *family.plainest])
+            lp.offer(unit, [self._plain(unit), *family.plainest])
         while True:
             assert lp.solve(), "without a budget something always fits"
             reduced, widened = lp.reduced_costs(), lp.widen()
@@ -348,9 +369,14 @@ class Search:
                 return question
             choice = problem.choice()
             evaluated = self.evaluate(choice)
-            over = evaluated.memory.peak - self.request.memory_bytes
-            if over > 0:  # floating point let some bytes through: ask for those less
-                question = replace(question, budget_bytes=question.budget_bytes - over)
+            if not self.fits(evaluated):  # floating point let some bytes through: ask for those less
+                over = max(0, evaluated.memory.peak - self.request.memory_bytes)
+                host = max(0, evaluated.memory.host - self.request.host_bytes)
+                question = replace(
+                    question,
+                    budget_bytes=question.budget_bytes - over,
+                    host_bytes=question.host_bytes - host,
+                )
                 problem = build_fastest(question, offered, [cut for _, cut in self.lp.cuts])
                 continue
             found.all.append(evaluated)

@@ -19,6 +19,7 @@ from hzplan.solver.candidates import NEAR, Candidates
 from hzplan.solver.evaluate import (
     MAX_ACCUMULATION,
     Evaluation,
+    Modes,
     evaluate,
     fastest_of,
     recomputations,
@@ -142,7 +143,7 @@ def solve(
     bound = min(found.least_ns, *(search.bound_ms / MS for search in feasible))
     best = found.choose(bound, request.gap)
     if request.gap > 0:
-        best = _tidied(best, searches, request.memory_bytes)
+        best = _tidied(best, searches)
     gap = (best.objective_ns - bound) / max(bound, 1.0)
     proven = gap <= request.gap + TOLERANCE  # floating point of the solver
     return Solved("optimal" if proven else "feasible", best, bound, gap, time.monotonic() - started)
@@ -165,7 +166,7 @@ def _explored(
         min(unproven, key=lambda search: search.bound_ms).expand(found, useful)
     feasible = searches
     if not found.all:  # perhaps only an exact choice fits, perhaps none does
-        found.all += [s.smallest for s in searches if s.smallest.memory.peak <= request.memory_bytes]
+        found.all += [s.smallest for s in searches if s.fits(s.smallest)]
         feasible = [search for search in searches if not search.certainly_too_large]
     feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
@@ -186,7 +187,7 @@ def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -
     uniforms = {triple: uniform(model.profile, triple) for triple in model.mesh.triples()}
     agains = recomputations(model, searches[0].request.recompute)
     plain = {
-        (triple, again): unit_costs(model, of, again)
+        (triple, again): unit_costs(model, of, Modes(again))
         for triple, of in uniforms.items()
         if pins.keep(model.profile, of)
         for again in agains
@@ -196,7 +197,7 @@ def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -
         if known.floor_ns > fastest * (1 + NEAR):
             continue
         triple, again = known.plain
-        one = known.search.replay(uniforms[triple], again)
+        one = known.search.replay(uniforms[triple], Modes(again))
         if one.objective_ns <= fastest * (1 + NEAR) and one.predicted.period_ns <= fastest * (1 + NEAR):
             found.all.append(one)
             fastest = min(fastest, one.predicted.period_ns)
@@ -221,6 +222,7 @@ def _improved(
         },
         searches[0].question.model.mesh.triples(),
         _alike(free),
+        [units for units in groups if families[units[0]].host.any()],
     )
 
     def triples(one: Evaluation) -> set[Levels]:
@@ -231,7 +233,7 @@ def _improved(
     pins = Pins(request.pins, profile)
 
     def fits(one: Evaluation) -> bool:
-        return one.memory.peak <= request.memory_bytes and pins.keep(profile, one.levels)
+        return searches[0].fits(one) and pins.keep(profile, one.levels)
 
     plain = [one for one in found.all if len(triples(one)) == 1]
     starts = [fastest_of(some) for some in (found.all, plain) if some]
@@ -244,20 +246,21 @@ def _improved(
     return improved
 
 
-def _tidied(best: Evaluation, searches: Sequence[Search], memory_bytes: int) -> Evaluation:
+def _tidied(best: Evaluation, searches: Sequence[Search]) -> Evaluation:
     """Of like units the first are recomputed, as many as were, where that is as good: later ones then keep
     less while those compute again, and a reader sees one run of layers."""
-    families, again = searches[0].families, set(best.recompute)
+    families, again = searches[0].families, set(best.modes.recompute)
     switches = searches[0].question.switches  # the same in all
     for units in _alike({unit: families[name] for unit, name in switches.items()}):
         count = len(again.intersection(units))
         again = again.difference(units) | set(units[:count])
-    if again == best.recompute:
+    if again == best.modes.recompute:
         return best
-    tidy = evaluate(*(best.model, best.levels, best.schedule, best.micro_batch, best.slots, frozenset(again)))
+    modes = best.modes._replace(recompute=frozenset(again))
+    tidy = evaluate(best.model, best.levels, best.schedule, best.micro_batch, best.slots, modes)
     worse = 1 + WORTH
     as_good = (
-        tidy.memory.peak <= memory_bytes
+        searches[0].fits(tidy)
         and tidy.objective_ns <= best.objective_ns * worse
         and tidy.predicted.period_ns <= best.predicted.period_ns * worse
     )
@@ -293,6 +296,10 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
             f"--reduce-dtype {request.reduce_dtype}: gradients of a model that computes in {dtype} travel in "
             f"{' or '.join(REDUCE_DTYPES[dtype])}"
         )
+    if request.host_bytes and profile.host is None:
+        raise UserError(
+            "--host-memory: the profile knows no link to the host's memory; profile again, on GPUs"
+        )
     model = CostModel(profile, request.reduce_dtype)
     families: dict[str, Family] = {}
     alike: dict[object, Family] = {}
@@ -302,7 +309,10 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
             allowed = tuple(pins.allowed(t.name, triples, trainable=t.trainable) for t in tensors)
             key = tuple((t.shape, t.dtype, t.trainable, may) for t, may in zip(tensors, allowed, strict=True))
             if key not in alike:
-                alike[key] = enumerate_patterns(tensors, model, triples, allowed if request.pins else None)
+                alike[key] = enumerate_patterns(
+                    *(tensors, model, triples, allowed if request.pins else None),
+                    offload=request.host_bytes > 0,
+                )
             families[unit] = alike[key]
     switches = _switches(model, request.recompute, families)
     return [

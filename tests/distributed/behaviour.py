@@ -288,9 +288,9 @@ def demand(_: Any) -> dict[str, list[float]]:
         uses = [Use(u, p) for u, p in _sequence(model)]
         names = {name: levels for name, _ in model.named_parameters()}
         clip = levels != Levels(1, 1, 2)
-        model, optimizer = apply(
-            model, Choice(mesh, names, tuple(uses), 1, 2, clip), torch.optim.SGD, lr=0.1, momentum=0.5
-        )
+        offload = frozenset(use.unit for use in uses) if levels in (Levels(2, 2, 2), Levels(1, 1, 2)) else ()
+        choice = Choice(mesh, names, tuple(uses), 1, 2, clip, offload=frozenset(offload))
+        model, optimizer = apply(model, choice, torch.optim.SGD, lr=0.1, momentum=0.5)
         plain = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
         off, modes = [], []
         for step, kind in enumerate(kinds):

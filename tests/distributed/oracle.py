@@ -31,7 +31,8 @@ class Case:
     """One way to train. ``levels``: the triple of every tensor, or None for a random one each (``seed``).
 
     ``dtype``: what the model computes in, ``reduce_dtype``: what gradients travel in. ``lean``: nothing is
-    gathered that is not read, small units travel with others.
+    gathered that is not read, small units travel with others. ``offload``: most units keep their optimizer
+    state in the host's memory.
     """
 
     mesh: str
@@ -47,6 +48,7 @@ class Case:
     seed: int = 0
     lean: bool = False
     reduce_dtype: str | None = None
+    offload: bool = False
 
     @property
     def name(self) -> str:
@@ -154,6 +156,7 @@ def choice(case: Case) -> Choice:
     names = [name for name, _ in fresh_model(case).named_parameters()]
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
     uses, requires = lean_uses() if case.lean else (uses_of(case), {})
+    units = dict.fromkeys(use.unit for use in uses)
     return Choice(
         mesh,
         levels,
@@ -164,6 +167,7 @@ def choice(case: Case) -> Choice:
         case.dtype,
         case.reduce_dtype,
         requires=requires,
+        offload=frozenset(unit for unit in units if case.offload and rng.random() < 0.7),
     )
 
 
@@ -258,7 +262,7 @@ def every_legal_case(*, whole: bool) -> Iterator[Case]:
 
 
 def random_cases(number: int) -> Iterator[Case]:
-    """Different levels for every tensor, frozen tensors, groups, SGD among them."""
+    """Different levels for every tensor, frozen tensors, groups, SGD and offloaded state among them."""
     for seed in range(number):
         rng = random.Random(seed)
         yield Case(
@@ -273,4 +277,5 @@ def random_cases(number: int) -> Iterator[Case]:
             groups=rng.random() < 0.3,
             seed=seed,
             lean=rng.random() < 0.5,
+            offload=seed % 2 == 0,
         )

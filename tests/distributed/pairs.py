@@ -36,9 +36,10 @@ STEPS = 2
 
 
 def random_plan(rng: random.Random, meshes: tuple[str, ...], dtype: str, optimizer: str) -> Plan:
-    """Of gpt:nano: a triple for every unit."""
+    """Of gpt:nano: a triple for every unit, some of them offloaded."""
     mesh = rng.choice(meshes)
     triples = Mesh.parse(mesh).triples()
+    host = random.Random(f"{mesh} {rng.random()}")
     return make_plan(
         "gpt:nano",
         mesh=mesh,
@@ -48,6 +49,7 @@ def random_plan(rng: random.Random, meshes: tuple[str, ...], dtype: str, optimiz
         optimizer=optimizer,
         dtype=dtype,  # type: ignore[arg-type]
         micro_batch=1,
+        offload=[unit for unit in ("embed", "layers.0", "layers.1", "norm", "head") if host.random() < 0.4],
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hzplan.layout import Interval
-from hzplan.schedule import Kind, Schedule, Task
+from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule, Task
 
 STEPS = 2
 
@@ -59,6 +59,7 @@ def reduced_units(schedule: Schedule, trainable: Sequence[str]) -> dict[int, lis
 def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
     """The reads and writes of every task of a step."""
     reduced = reduced_units(schedule, trainable)
+    staged = bool(schedule.host_slots)
     everywhere = [unit for units in reduced.values() for unit in units]
     phantom_of_slot = other_tenants(schedule)
     phantom_of_staging = other_gradients(schedule, reduced)
@@ -91,6 +92,15 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 it.reads |= {("options", "")} | {("grad", unit) for unit in task.units}
                 for unit in task.units:
                     it.writes |= {("param", unit), ("optimizer", unit)}
+                it.writes |= {("host slot", str(schedule.host_slots[u])) for u in task.units if staged}
+            case Kind.FETCH:
+                for unit in task.units:
+                    it.reads |= {("host", unit)}
+                    it.writes |= {("host slot", str(schedule.host_slots[unit]))}
+            case Kind.STORE:
+                for unit in task.units:
+                    it.reads |= {("host slot", str(schedule.host_slots[unit]))}
+                    it.writes |= {("host", unit)}
             case Kind.SYNC:
                 it.writes |= {("param", unit) for unit in task.units}
         if task.index == schedule.options_read:
@@ -183,9 +193,18 @@ class Detector:
             self.conflicts.append(mine)
 
     def hazards(self, tasks: Sequence[Task] | None = None) -> Iterator[Hazard]:
-        """Conflicting pairs without a path between them."""
+        """Conflicting pairs without a path between them; and tasks that are launched, at the end of the
+        compute task before them, when they may still run for the step before."""
         tasks = in_lanes(self.schedule) if tasks is None else tasks
         ancestors = reach(tasks)
+        launcher = 0
+        for task in tasks:
+            if task.stream == COMPUTE_STREAM:
+                launcher = task.index
+            elif not ancestors[len(tasks) + launcher] >> task.index & 1:
+                yield Hazard(
+                    _name(tasks, task.index), _name(tasks, len(tasks) + launcher), ("run", str(task))
+                )
         for node, mine in enumerate(self.conflicts):
             for resource, others in mine:
                 open_pairs = others & ~ancestors[node]

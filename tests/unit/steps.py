@@ -22,6 +22,7 @@ class Step:
     accumulation: int = 1
     clip: bool = False
     gradient_buffers: int | None = None
+    offload: bool = False
 
     def build(self) -> Schedule:
         return build(
@@ -33,6 +34,7 @@ class Step:
             accumulation=self.accumulation,
             clip=self.clip,
             gradient_buffers=self.gradient_buffers,
+            offload=self.offload,
         )
 
 
@@ -49,7 +51,7 @@ def chain(
 def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulation: int = 4) -> Step:
     """Chains, tied and nested units, modules called twice, recomputation, frozen units, parts of no gradient.
 
-    Some backwards read no parameter.
+    Some backwards read no parameter; optimizer state may lie in the host's memory.
 
     As in any training step the first use of a unit is a forward before the first backward.
     """
@@ -77,4 +79,5 @@ def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulat
         draw(st.integers(1, max_accumulation)),
         draw(st.booleans()),
         draw(st.none() | st.integers(1, 8)),
+        draw(st.booleans()),
     )

@@ -8,7 +8,7 @@ import pytest
 
 from hzplan.cost import CostModel
 from hzplan.hierarchy import Levels
-from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of, uniform
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of, uniform
 from hzplan.solver.local import WORTH, Choice, Surroundings, improve
 from tests.instances import random_profile
 
@@ -20,10 +20,9 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
     model = CostModel(profile)
     schedules = [model.schedule(prefetch=depth, accumulation=2, clip=True) for depth in (1, 2)]
     replays = [
-        lambda levels, again, s=schedule: evaluate(model, levels, s, 1, recompute=again)
-        for schedule in schedules
+        lambda levels, modes, s=schedule: evaluate(model, levels, s, 1, modes=modes) for schedule in schedules
     ]
-    start = replays[0](uniform(profile, Levels(*[profile.mesh.levels] * 3)), frozenset())
+    start = replays[0](uniform(profile, Levels(*[profile.mesh.levels] * 3)), Modes())
     budget = int(start.memory.peak * 1.3)
 
     def fits(one: Evaluation) -> bool:
@@ -44,7 +43,7 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
                 levels = list(found.levels[unit])
                 levels[index] = triple if specs[index].trainable else Levels(*[triple.param] * 3)
                 other: Choice = {**found.levels, unit: tuple(levels)}
-                candidate = evaluate(model, other, found.schedule, 1, recompute=found.recompute)
+                candidate = evaluate(model, other, found.schedule, 1, modes=found.modes)
                 assert (
                     not fits(candidate)
                     or len(set(levels)) > 3
@@ -52,8 +51,8 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
                 )
 
     for unit in model.recomputable:
-        again = found.recompute ^ {unit}
-        candidate = evaluate(model, found.levels, found.schedule, 1, recompute=again)
+        again = found.modes._replace(recompute=found.modes.recompute ^ {unit})
+        candidate = evaluate(model, found.levels, found.schedule, 1, modes=again)
         assert not fits(candidate) or (
             candidate.predicted.period_ns >= found.predicted.period_ns * (1 - WORTH)
         )
@@ -67,7 +66,7 @@ def test_is_over_when_enough_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     start = evaluate(model, uniform(profile, Levels(0, 0, 0)), schedule, 1)
     tried = []
 
-    def replay(levels: Choice, again: frozenset[str]) -> Evaluation:
+    def replay(levels: Choice, modes: Modes) -> Evaluation:
         tried.append(levels)
         return evaluate(model, levels, schedule, 1)
 

@@ -184,9 +184,9 @@ def test_less_memory_than_without_and_never_more_than_asked() -> None:
     free, without, everything = least("choose"), least("none"), least("all")
     assert free <= everything and free < without
     found = solve(profile, Request((free + without) // 2, batch))
-    assert isinstance(found, Solved) and found.best.recompute
+    assert isinstance(found, Solved) and found.best.modes.recompute
     loose = solve(profile, Request(2**40, batch))
-    assert isinstance(loose, Solved) and not loose.best.recompute
+    assert isinstance(loose, Solved) and not loose.best.modes.recompute
 
 
 class Odd(nn.Module):
