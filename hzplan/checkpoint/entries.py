@@ -160,6 +160,6 @@ def state_to_fill(
                 made[key] = torch.zeros((), dtype=dtype, device=optimizer.device_of_numbers(held))
                 yield whole(name, made[key])
             else:
-                made[key] = torch.zeros_like(held.param, dtype=dtype).detach()
+                made[key] = optimizer.room_for(held, key, dtype)
                 yield from flat(name, tensor.shape, held.low - _origin(held.bucket, held.index), made[key])
         optimizer.set_state_of(held, made)

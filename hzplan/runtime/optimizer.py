@@ -158,16 +158,22 @@ class ShardedOptimizer(Optimizer):
         return {key: value if (home := homes[key]) is None else home.kept for key, value in found.items()}
 
     def set_state_of(self, held: Held, state: Mapping[str, Any]) -> None:
-        """In place of what there is; between steps only."""
+        """In place of what there is; between steps only. Tensors may be ``room_for`` it, filled later."""
         made = dict(state)
         for key, value in state.items():
-            if (home := self._home(held, key)) is not None:
-                home.kept.copy_(value)
+            if (home := self._home(held, key)) is not None and value is home.kept:
                 made[key] = home.here
         if made:
             self._inner[held.unit].state[held.param] = made
         else:
             self._inner[held.unit].state.pop(held.param, None)
+
+    def room_for(self, held: Held, key: str, dtype: torch.dtype) -> Tensor:
+        """Where a piece's state of the name may be written to: one number per element."""
+        home = self._home(held, key)
+        if home is not None and home.kept.dtype == dtype:
+            return home.kept
+        return torch.zeros_like(held.param, dtype=dtype).detach()
 
     def _home(self, held: Held, key: str) -> Home | None:
         return None if self._host is None else self._host.home(held.bucket, held.low, key)
