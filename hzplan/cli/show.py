@@ -78,7 +78,8 @@ def command(
         _write_trace(trace, [plan, profile_path(plan, loaded)], found)
     chain = longest_chain(found, loaded.cluster.tier_names)
     budget = loaded.source.memory_budget_bytes
-    others = alternatives(found, unit, budget) if unit is not None else []
+    host = loaded.source.host_memory_bytes or 0
+    others = alternatives(found, unit, budget, host) if unit is not None else []
     scheme = _scheme(against, loaded, profile) if against is not None else None
     better = _what_if(loaded, profile) if what_if else []
     compared = beside(found, profile, measured) if measured is not None else []
@@ -111,7 +112,7 @@ def command(
 
     _show(loaded, found, chain)
     if unit is not None:
-        _show_alternatives(profile, found, unit, others)
+        _show_alternatives(found, unit, others)
     if scheme is not None:
         _show_against(str(against), found, scheme)
     _show_what_if(found, better)
@@ -204,7 +205,8 @@ def _answer(point: Point) -> str:
 
 def _alternative(profile: Profile, other: Alternative) -> dict[str, object]:
     figures = asdict(other)
-    return {"shards": [profile.mesh.shards[level] for level in figures.pop("levels")], **figures}
+    levels = figures.pop("levels")
+    return {"shards": levels and [profile.mesh.shards[level] for level in levels], **figures}
 
 
 def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
@@ -236,16 +238,16 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
     out.print("busy: " + ", ".join(f"{name} {share:.0%} of the step" for name, share in busy))
 
 
-def _show_alternatives(profile: Profile, found: Evaluation, unit: str, others: list[Alternative]) -> None:
+def _show_alternatives(found: Evaluation, unit: str, others: list[Alternative]) -> None:
     from hzplan.cli import console
 
-    table = console.table(f"{unit} under other shards", "shards", "step", "memory", "fits")
-    for other in others[:SHOWN]:
-        shards = ", ".join(str(profile.mesh.shards[level]) for level in other.levels)
+    table = console.table(f"{unit} otherwise", "shards", "step", "memory", "fits")
+    shown = others[:SHOWN]
+    for other in [*shown, *(other for other in others[SHOWN:] if other.levels is None)]:
         slower = other.step_s - found.step_s if other.step_s is not None else None
         more = other.peak_bytes - found.memory.peak
         table.add_row(
-            shards,
+            other.what,
             f"{slower * 1e3:+.3g} ms" if slower is not None else "",
             f"{'+' if more >= 0 else '-'}{console.size(abs(more))}",
             "yes" if other.fits else "no",
@@ -262,8 +264,10 @@ def _show_against(name: str, found: Evaluation, other: Evaluation) -> None:
     table.add_row("links at work", *map(console.duration, sent))
     theirs = other.memory.by_category()
     for category, nbytes in found.memory.by_category().items():
-        if nbytes or theirs[category]:
-            table.add_row(category.replace("_", " "), console.size(nbytes), console.size(theirs[category]))
+        if nbytes or theirs.get(category):
+            table.add_row(
+                category.replace("_", " "), console.size(nbytes), console.size(theirs.get(category, 0))
+            )
     table.add_row("memory at the peak", console.size(found.memory.peak), console.size(other.memory.peak))
     console.stdout().print(table)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hzplan.export.shape import Exported, Lost, groups_of, one_scheme
+from hzplan.export.shape import Exported, Lost, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 
@@ -45,6 +45,11 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     ]
     largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
     scheme = schemes(plan)[chosen]
+    trained = {unit.name for unit in plan.units if unit.buckets}
+    if plan.offloaded == trained and scheme["stage"] > 0:
+        scheme = scheme | {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    else:
+        lost += kept_on_device(plan, "DeepSpeed")
     config: dict[str, Any] = {
         "train_batch_size": plan.batch.global_batch,
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hzplan.export.shape import Exported, Group, Lost, about, groups_of
+from hzplan.export.shape import Exported, Group, Lost, about, groups_of, kept_on_device
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 
@@ -104,6 +104,7 @@ def _shard(module: nn.Module, wrap: Wrap, meshes: dict[int, DeviceMesh], device_
 def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     """The file, and what FSDP2 cannot say. ``sizes``: elements of a tensor by name."""
     groups, lost = groups_of(plan, sizes)
+    lost += kept_on_device(plan, "FSDP2")
     lines: list[str] = []
     levels: dict[str, Levels] = {}
     for group in groups:

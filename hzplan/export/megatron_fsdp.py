@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hzplan.export.shape import Exported, about, groups_of, one_scheme
+from hzplan.export.shape import Exported, about, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 
@@ -69,7 +69,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     groups, lost = groups_of(plan, sizes)
     known = schemes(plan)
     chosen, instead = one_scheme(plan, groups, known, sizes, "Megatron-FSDP")
-    lost += instead
+    lost += [*instead, *kept_on_device(plan, "Megatron-FSDP")]
     inner, options = known[chosen]
     outer = "dp_outer_dim" in options
     text = TEMPLATE.format(

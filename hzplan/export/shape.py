@@ -84,6 +84,17 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], lis
     return found, lost
 
 
+def kept_on_device(plan: Plan, target: str) -> list[Lost]:
+    """What a target makes of units whose optimizer state the plan has in the host's memory."""
+    if not plan.offloaded:
+        return []
+    what = (
+        f"optimizer state of {len(plan.offloaded)} units lies in the host's memory in the plan; {target} "
+        "keeps it on the device"
+    )
+    return [Lost("the optimizer", what)]
+
+
 def one_scheme(
     plan: Plan, groups: Sequence[Group], known: Iterable[Levels], sizes: Callable[[str], int], target: str
 ) -> tuple[Levels, list[Lost]]:

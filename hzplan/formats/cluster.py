@@ -50,7 +50,8 @@ class Device(Strict):
 
     ``flops_per_s``: peak of dense matrix products by dtype, of which ``product_share`` is reached;
     ``bytes_per_s``: of its memory, of which ``bytes_share`` is reached; ``launch_s``: the least that an
-    operation takes.
+    operation takes. ``host_bytes_per_s``: of the link to the host's memory, each way, of which
+    ``host_share`` is reached; None where that is not known.
     """
 
     format: Literal["hzplan.device"] = "hzplan.device"
@@ -62,6 +63,8 @@ class Device(Strict):
     bytes_per_s: RateFigure
     bytes_share: ShareFigure
     launch_s: TimeFigure
+    host_bytes_per_s: RateFigure | None = None
+    host_share: ShareFigure | None = None
 
     @classmethod
     def load(cls, path: Path) -> Device:

@@ -11,6 +11,7 @@ from hzplan.formats.base import Strict, read, to_text, write_text
 from hzplan.formats.profile import (
     ClusterEntry,
     CollectiveCurve,
+    HostEntry,
     InterferenceEntry,
     ProvenanceEntry,
     StragglerEntry,
@@ -27,6 +28,7 @@ class Links(Strict):
     cluster: ClusterEntry
     collectives: tuple[CollectiveCurve, ...]
     interference: tuple[InterferenceEntry, ...] = ()
+    host: HostEntry | None = None
     stragglers: tuple[StragglerEntry, ...] = ()
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -143,7 +143,12 @@ class Trainer:
         for step in range(WARM_UP_STEPS):
             self.step(step)
         self.finish()
-        self.peak_memory_bytes = peak_memory_bytes(self._last_warm_up, setting.device) - before
+        peak = peak_memory_bytes(self._last_warm_up, setting.device, ignore=self.on_host())
+        self.peak_memory_bytes = peak - before
+
+    def on_host(self) -> Sequence[Tensor]:
+        """What is meant to lie in the host's memory, and on a CPU would count as the device's."""
+        return ()
 
     def _last_warm_up(self) -> None:
         self.step(WARM_UP_STEPS)

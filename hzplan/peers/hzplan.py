@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from hzplan.formats.plan import Plan
 from hzplan.peers.contender import Setting, Trainer
@@ -33,6 +35,9 @@ class Hzplan(Trainer):
 
     def clip(self) -> None:
         self._sharded[1].clip_grad_norm_(self.setting.clip_norm)
+
+    def on_host(self) -> Sequence[Tensor]:
+        return self._sharded[1].on_host
 
     def finish(self) -> None:
         self._sharded[1].engine.executor.drain()

@@ -10,6 +10,8 @@ from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, Device
 from hzplan.formats.profile import (
     ClusterEntry,
+    CopyPoint,
+    HostEntry,
     ModelledEntry,
     OptimizerEntry,
     OptimizerPoint,
@@ -30,6 +32,7 @@ from hzplan.profiler.shapes import Shapes, in_shapes
 from hzplan.rings import collectives, travelling_bytes
 
 LEAST_ELEMENTS = 1 << 10
+LEAST_COPIED_BYTES, MOST_COPIED_BYTES = 1 << 16, 1 << 30
 
 
 def analyse(
@@ -84,6 +87,7 @@ def analyse(
         units=joined_units(entries, uses),
         uses=uses,
         collectives=collectives(cluster, mesh, travelling_bytes(entries, dtype)),
+        host=_host(device),
     )
 
 
@@ -114,6 +118,17 @@ def _costs(size: int, turns: Sequence[FakeTurn]) -> list[UseCost]:
         )
         for turn in turns
     ]
+
+
+def _host(device: Device) -> HostEntry | None:
+    """Copies take a launch, and their bytes over the link's rate."""
+    if device.host_bytes_per_s is None:
+        return None
+    share = device.host_share.value if device.host_share is not None else 1.0
+    rate = device.host_bytes_per_s.value * share
+    sizes = (LEAST_COPIED_BYTES, MOST_COPIED_BYTES)
+    points = [(size, nanoseconds(device.launch_s.value + size / rate)) for size in sizes]
+    return HostEntry(points=tuple(CopyPoint(bytes=b, seconds=s, spread=0.0) for b, s in points))
 
 
 def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> OptimizerEntry:

@@ -32,6 +32,7 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.entries import as_dtype, joined_units, model_entry, unit_entry
 from hzplan.profiler.fake import Rates
 from hzplan.profiler.folded import fold, is_too_large
+from hzplan.profiler.host import measure_host
 from hzplan.profiler.interference import measure_interference
 from hzplan.profiler.kept import Kept
 from hzplan.profiler.known import Known, merged
@@ -52,6 +53,7 @@ OPTIMIZER_S = 2.0
 MACHINE_S = 1.0
 STAGE_S = 4.0
 TOGETHER_S = 2.0
+HOST_S = 2.0
 
 NO_RATES = Rates(1.0, 1.0, 0.0)
 """Where shapes are asked for memory and FLOPs only."""
@@ -82,6 +84,7 @@ class _Model(Strict):
             uses=self.uses,
             collectives=links.collectives,
             interference=links.interference,
+            host=links.host,
             stragglers=(*self.stragglers, *links.stragglers),
         )
 
@@ -217,7 +220,7 @@ def _model_s(batches: Sequence[int]) -> float:
 
 
 def _links_s(mesh: Mesh) -> float:
-    return MACHINE_S + STAGE_S * len(mesh.stages()) + TOGETHER_S * len(mesh.tiers)
+    return MACHINE_S + STAGE_S * len(mesh.stages()) + TOGETHER_S * len(mesh.tiers) + HOST_S
 
 
 @dataclass(frozen=True)
@@ -344,6 +347,8 @@ def _measure_links(
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
     parts.part("compute and links together", TOGETHER_S * len(mesh.tiers))
     interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
+    parts.part("the host's memory", HOST_S)
+    apart = ranks.device.type != "cpu"  # else there is no memory but the host's
     return Links(
         provenance=provenance(),
         cluster=ClusterEntry(
@@ -358,6 +363,7 @@ def _measure_links(
         ),
         collectives=collectives,
         interference=interference,
+        host=measure_host(ranks, parts.at) if apart else None,
         stragglers=slow_links(ranks, mesh),
     )
 

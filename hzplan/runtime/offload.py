@@ -66,6 +66,11 @@ class HostStates:
                     home.kept.copy_(bucket.master)
                     bucket.master = home.kept
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """All of it in the host's memory."""
+        return [way.kept for way in self._ways.values()]
+
     def master(self, bucket: Bucket) -> Tensor | None:
         """A bucket's master weights where they are updated; None where it has none here."""
         home = self._homes.get((id(bucket), bucket.bounds(bucket.layout.levels.optim)[0], MASTER))

@@ -168,6 +168,11 @@ class ShardedOptimizer(Optimizer):
         else:
             self._inner[held.unit].state.pop(held.param, None)
 
+    @property
+    def on_host(self) -> list[Tensor]:
+        """What lies in the host's memory; on a CPU too it is apart from what the plan calls the device's."""
+        return [] if self._host is None else self._host.kept
+
     def room_for(self, held: Held, key: str, dtype: torch.dtype) -> Tensor:
         """Where a piece's state of the name may be written to: one number per element."""
         home = self._home(held, key)

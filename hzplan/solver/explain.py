@@ -11,7 +11,7 @@ from hzplan.errors import UserError
 from hzplan.hierarchy import Levels
 from hzplan.schedule import Kind
 from hzplan.simulate import tier_loads_ns
-from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of
 from hzplan.solver.paths import Network
 from hzplan.solver.patterns import switch_names
 
@@ -87,17 +87,20 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another triple for all of a unit's tensors: what the plan would then take."""
+    """Something else for a unit: another triple for all of its tensors (``levels``), or ``what``: recomputed
+    or not, offloaded or not. What the plan would then take."""
 
-    levels: Levels
+    levels: Levels | None
+    what: str
     objective_s: float
     step_s: float | None  # None: not simulated, because others are faster
     peak_bytes: int
     fits: bool
 
 
-def alternatives(found: Evaluation, unit: str, budget_bytes: int) -> list[Alternative]:
-    """Every triple in the place of a unit's levels, the fastest that fits first.
+def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: int = 0) -> list[Alternative]:
+    """Every triple in the place of a unit's levels, and the other modes that it can have, the fastest that
+    fits first.
 
     UserError when the plan has no such unit.
     """
@@ -105,26 +108,36 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int) -> list[Altern
     if not tensors.get(unit):
         known = [name for name, of in tensors.items() if of]
         raise UserError(f"--unit {unit}: the plan has no such unit with tensors; one is {known[0]!r}")
-    tried = []
+    tried: list[tuple[Levels | None, str, Evaluation, bool]] = []
+
+    def attempt(triple: Levels | None, what: str, levels: tuple[Levels, ...], modes: Modes) -> None:
+        changed = {**found.levels, unit: levels}
+        one = evaluate(found.model, changed, found.schedule, found.micro_batch, found.slots, modes)
+        if one.modes != found.modes or levels != found.levels[unit]:
+            tried.append((triple, what, one, one.fits(budget_bytes, host_bytes)))
+
     for triple in found.model.mesh.triples():
         frozen = Levels(triple.param, triple.param, triple.param)
-        levels = tuple(triple if tensor.trainable else frozen for tensor in tensors[unit])
-        if levels != found.levels[unit]:
-            changed = {**found.levels, unit: levels}
-            one = evaluate(
-                *(found.model, changed, found.schedule, found.micro_batch, found.slots, found.modes)
-            )
-            tried.append((triple, one, one.memory.peak <= budget_bytes))
-    tried.sort(key=lambda item: (not item[2], item[1].objective_ns))
+        shards = ", ".join(str(found.model.mesh.shards[level]) for level in triple)
+        attempt(triple, shards, tuple(triple if t.trainable else frozen for t in tensors[unit]), found.modes)
+    again, moved = found.modes
+    if unit in found.model.recomputable:
+        what = "activations kept" if unit in again else "recomputed"
+        attempt(None, what, found.levels[unit], Modes(again ^ {unit}, moved))
+    if found.schedule.host_slots:
+        what = "state on the device" if unit in moved else "offloaded"
+        attempt(None, what, found.levels[unit], Modes(again, moved ^ {unit}))
+    tried.sort(key=lambda item: (not item[3], item[2].objective_ns))
     listed = [
         Alternative(
             triple,
+            what,
             one.objective_ns / 1e9,
             one.step_s if number < MOST_SIMULATED and fits else None,
             one.memory.peak,
             fits,
         )
-        for number, (triple, one, fits) in enumerate(tried)
+        for number, (triple, what, one, fits) in enumerate(tried)
     ]
     return sorted(listed, key=lambda a: (not a.fits, a.step_s is None, a.step_s or 0.0, a.objective_s))
 

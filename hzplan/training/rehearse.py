@@ -106,7 +106,8 @@ def rehearse(
             progress("warming up", 0.0)
             rehearsal.step(step)
         optimizer.engine.executor.drain()
-        peak = peak_memory_bytes(partial(rehearsal.step, WARM_UP_STEPS), rehearsal.device)
+        traced = partial(rehearsal.step, WARM_UP_STEPS)
+        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.on_host)
         rehearsal.step(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))

@@ -71,7 +71,7 @@ def test_shown_in_80_columns(tmp_path: Path) -> None:
     done = hzplan("show", TINY, "--unit", "layers.0", "--against", "ddp", cwd=ROOT)
     assert done.code == 0
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
-    assert "waits for, one after the other" in done.stdout and "under other shards" in done.stdout
+    assert "waits for, one after the other" in done.stdout and "layers.0 otherwise" in done.stdout
     profile = random_profile(random.Random(4))
     profile.save(tmp_path / "profile.json")
     batch = profile.mesh.world * 2

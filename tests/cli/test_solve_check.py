@@ -55,6 +55,30 @@ def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Pr
     assert plan.source.profile_sha256 == fingerprint(profile)
 
 
+def test_optimizer_state_in_the_hosts_memory(tmp_path: Path) -> None:
+    made = random_profile(random.Random(22))
+    point = {"bytes": 1024, "seconds": 1e-6, "spread": 0.0}
+    profile = Profile.model_validate(made.model_dump() | {"host": {"points": [point]}})
+    profile.save(tmp_path / "profile.json")
+    refused = _solve(tmp_path, profile, "--memory", "1B")
+    assert refused.code == 3 and "with optimizer state in the host's memory (--host-memory)" in refused.stderr
+    told = json.loads(_solve(tmp_path, profile, "--memory", "1B", "--json").stdout)
+    least = told["smallest_memory_with_host"]
+    assert least < told["smallest_memory_bytes"]
+    done = _solve(tmp_path, profile, "--memory", f"{least}B", "--host-memory", "1MiB", "--gap", 0)
+    assert done.code == 0 and ", offloaded" in done.stdout and "of the host's" in done.stdout
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.offloaded and 0 < plan.predicted.memory_bytes["host"] <= 2**20
+    assert plan.source.host_memory_bytes == 2**20
+    assert hzplan("check", "plan.json", cwd=tmp_path).code == 0
+    for target in ("fsdp2", "deepspeed", "megatron-fsdp"):
+        moved = hzplan("export", "plan.json", "--to", target, "-o", "out", cwd=tmp_path)
+        assert moved.code == 0 and "optimizer state of" in moved.stderr + moved.stdout, target
+    made.model_copy(update={"host": None}).save(tmp_path / "profile.json")
+    without = _solve(tmp_path, profile, "--host-memory", "1MiB")
+    assert without.code == 2 and "knows no link to the host's memory" in without.stderr
+
+
 def test_solve_prints_the_comparison_in_80_columns(tmp_path: Path, profile: Profile) -> None:
     done = _solve(tmp_path, profile)
     assert done.code == 0
