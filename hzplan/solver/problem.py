@@ -123,6 +123,16 @@ class Question:
                 kept.append(int(event))
         return Events(base[kept] * MIB, {unit: of[:, kept] * MIB for unit, of in added.items()})
 
+    @cached_property
+    def alike(self) -> list[list[str]]:
+        """The switches of like units, in groups of at least two: it matters more how many of them are on than
+        which."""
+        found: dict[int, list[str]] = {}
+        for switch in self.switches.values():
+            if len(self.families[switch].levels) > 1:
+                found.setdefault(id(self.families[switch]), []).append(switch)
+        return [switches for switches in found.values() if len(switches) > 1]
+
     @property
     def room_mib(self) -> float:
         """The budget."""
@@ -238,7 +248,8 @@ def build_smallest(question: Question, offered: Mapping[str, Sequence[int]]) -> 
 
 
 def _with_choices(question: Question, offered: Mapping[str, Sequence[int]]) -> Problem:
-    """Σ_p x[u,p] = 1 for every unit u, within the host's memory."""
+    """Σ_p x[u,p] = 1 for every unit u, within the host's memory. n = Σ x[s,on] over the switches of like
+    units is whole: implied, but what is branched on best, as like units trade places."""
     problem = Problem(question, offered, pulp.LpProblem("hzplan", pulp.LpMinimize))
     for number, (unit, family) in enumerate(question.families.items()):
         problem.chosen[unit] = [
@@ -247,6 +258,10 @@ def _with_choices(question: Question, offered: Mapping[str, Sequence[int]]) -> P
         terms = problem.patterns(unit, np.ones(len(family.levels)))
         problem.add(f"one pattern for {unit}", terms, pulp.LpConstraintEQ, 1)
     _host_memory(problem)
+    for number, switches in enumerate(question.alike):
+        count = problem.lp.add_variable(f"again_{number}", 0, len(switches), pulp.LpInteger)
+        on = [t for s in switches for t in problem.patterns(s, question.families[s].recompute.astype(float))]
+        problem.add(f"recomputed of {switches[0]} and its like", [(count, -1.0), *on], pulp.LpConstraintEQ, 0)
     return problem
 
 

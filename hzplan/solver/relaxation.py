@@ -7,6 +7,7 @@
                              (``problem.room``)
     memory ≤ budget + over   where ``over`` costs more and more
     Σ host bytes·x ≤ the host's memory + over
+    again_k = Σ x[s,on]      over the switches of like units (``problem.alike``), between limits
 
 With r_p the reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs
 at least z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit: so every round gives a bound, and
@@ -27,7 +28,8 @@ from hzplan.solver.problem import Question, Room
 
 Coefficients = NDArray[np.floating[Any]]
 Limits = Mapping[int, tuple[float, float]]
-"""By the number of a shared buffer: between which sizes, in MiB, its own lies."""
+"""By the number of a shared buffer: between which sizes, in MiB, its own lies. After the buffers come the
+groups of like units: between which numbers of them are recomputed."""
 
 TOLERANCE = 1e-7
 OVER_MS, MOST_OVER_MS = 1e3, 1e9
@@ -66,10 +68,18 @@ class Relaxation:
         self.buffers = [self._column(0.0, 0.0, INFINITY) for _ in self.room.shared]
         buffers = dict.fromkeys(self.buffers, -1.0)
         self.total = self._row(0.0, INFINITY, {self.memory: 1.0, self.over: 1.0, **buffers})
+        counted: list[tuple[str, int]] = []
         self.holds = [
             {unit: self._row(0.0, INFINITY, {column: 1.0}) for unit in buffer.sizes}
             for column, buffer in zip(self.buffers, self.room.shared, strict=True)
         ]
+        self.again = []  # columns: how many units of each group are recomputed
+        for switches in question.alike:
+            count = self._column(0.0, 0.0, INFINITY)
+            self.again.append(count)
+            row = self._row(0.0, 0.0, {count: 1.0})
+            for switch in switches:
+                counted.append((switch, row))
         self.allowed = {unit: np.ones(len(f.levels), dtype=bool) for unit, f in question.families.items()}
         # Of each unit: the rows that its patterns have bytes in, and the bytes.
         self._bytes: dict[str, list[tuple[int, Coefficients]]] = {
@@ -78,6 +88,9 @@ class Relaxation:
         for rows, buffer in zip(self.holds, self.room.shared, strict=True):
             for unit, row in rows.items():
                 self._bytes[unit].append((row, buffer.sizes[unit]))
+        for switch, row in counted:
+            on = question.families[switch].recompute.astype(float)
+            self._bytes[switch].append((row, on))
         if self.room.host:
             row = self._row(-question.host_mib, INFINITY, {self.over: 1.0})
             for unit, sizes in self.room.host.items():
@@ -157,8 +170,10 @@ class Relaxation:
 
     def restrict(self, limits: Limits) -> bool:
         """Allow only patterns within the limits of what they take in shared buffers, which are at least as
-        large as their lower limits. False when a unit has none."""
+        large as their lower limits, and so many recomputed units. False when a unit has none."""
         self.solved = False
+        for number, count in enumerate(self.again, start=len(self.buffers)):
+            self.lp.changeColBounds(count, *limits.get(number, (0.0, INFINITY)))
         self.allowed = {
             unit: np.ones(len(f.levels), dtype=bool) for unit, f in self.question.families.items()
         }
@@ -199,6 +214,16 @@ class Relaxation:
                 above = min(size for size in taken if size > held)
                 below = max(float(np.max(of, where=of < above, initial=0.0)) for of in buffer.sizes.values())
                 found = number, below, above
+        return found
+
+    def undecided(self) -> tuple[int, float] | None:
+        """The group of like units of which the least clear number is recomputed: its number among the limits,
+        and that number; None where all are whole."""
+        worst, found = 0.01, None
+        for number, count in enumerate(self.again, start=len(self.buffers)):
+            value = float(self.values[count])
+            if abs(value - round(value)) > worst:
+                worst, found = abs(value - round(value)), (number, value)
         return found
 
     def solve(self) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil, floor
 from typing import NamedTuple
 
 import numpy as np
@@ -170,7 +171,8 @@ class Search:
         """Go on with the relaxation of the least bound for some rounds; add plans rounded from it.
 
         A relaxation tears what units share: a buffer that holds a third of every unit is a third as large.
-        So it is solved again with the buffer no larger than what it holds whole, and with it larger.
+        So it is solved again with the buffer no larger than what it holds whole, and with it larger; likewise
+        with no more like units recomputed than a part of one less, and with more.
         ``known``: patterns that other searches found useful, by the family's id.
         """
         bound, _, limits = self.leaves[0]  # which stays there until this is done, or interrupted
@@ -205,6 +207,10 @@ class Search:
             return [limits]
         if self.lp.excess_mib > TOLERANCE:  # at a price of the budget too low, or nothing fits
             return [limits] if self.lp.dearer() else []
+        if (undecided := self.lp.undecided()) is not None:
+            group, number = undecided
+            low, high = limits.get(group, (0.0, INFINITY))
+            return [{**limits, group: (low, floor(number))}, {**limits, group: (ceil(number), high)}]
         torn = self.lp.torn()
         if torn is None:
             return []
