@@ -192,7 +192,7 @@ def beside(case: Case, folder: Path) -> Beside:
         problem.lp.solve(solver)
         took.append(time.monotonic() - started)
         value = problem.lp.objective.value()
-        gaps.append(value / one.relaxed_ms - 1 if problem.lp.sol_status in (1, 2) and value else None)
+        gaps.append(value / one.bound_ms - 1 if problem.lp.sol_status in (1, 2) and value else None)
     patterns = sum(map(len, offered.values()))
     return Beside(case.name, patterns, rows, (took[0], took[1]), (gaps[0], gaps[1]))
 

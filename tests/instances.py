@@ -14,7 +14,7 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import TensorSpec, bucketise
 from hzplan.memory import assign_slots, memory
-from hzplan.simulate import objective_ns
+from hzplan.simulate import floor_ns, objective_ns
 from hzplan.solver.evaluate import tensors_of
 from hzplan.solver.solve import Request
 
@@ -179,9 +179,12 @@ def try_everything(profile: Profile, request: Request) -> Truth:
             needed = taken.peak
             smallest = needed if smallest is None else min(smallest, needed)
             if needed <= request.memory_bytes:
-                objective = objective_ns(schedule, model.durations(schedule, units, size), model.interference)
-                best = objective if best is None else min(best, objective)
+                durations = model.durations(schedule, units, size)
                 pace = size, depth, schedule.gradient_buffers
+                if floor_ns(schedule, durations, model.interference) >= by_pace.get(pace, float("inf")):
+                    continue  # no better than one that was tried
+                objective = objective_ns(schedule, durations, model.interference)
+                best = objective if best is None else min(best, objective)
                 by_pace[pace] = min(objective, by_pace.get(pace, objective))
     assert smallest is not None
     return Truth(best, smallest, by_pace)

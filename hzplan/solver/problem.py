@@ -293,12 +293,16 @@ def _memory(problem: Problem) -> Terms:
 
 
 def optimise(
-    problem: Problem, gap: float, seconds: float, enough: float = -1e30
+    problem: Problem, gap: float, seconds: float, enough: float = -1e30, proof: float = 1e30
 ) -> Literal["optimal", "solution", "infeasible", "nothing"]:
     """Run HiGHS on one thread with a fixed seed: within the gap, a solution that may be farther, or none.
 
-    ``enough``: the objective at which to stop, whatever else there is.
+    ``enough``: the objective at which to stop, whatever else there is; ``proof``: likewise the bound.
     """
+
+    def look(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
+        into.user_interrupt = bool(out.mip_dual_bound >= proof)
+
     solver = pulp.HiGHS(
         msg=False,
         threads=1,
@@ -309,6 +313,8 @@ def optimise(
         mip_feasibility_tolerance=1e-9,
         primal_feasibility_tolerance=1e-9,
         objective_target=enough,
+        callbackTuple=(look, None),
+        callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
     )
     problem.lp.solve(solver)
     if problem.lp.status == pulp.LpStatusInfeasible:

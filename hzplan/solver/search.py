@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor
@@ -73,13 +73,28 @@ class Known(NamedTuple):
     search: Search
 
 
+Costs = Mapping[str, Coefficients]
+"""By unit, milliseconds that a plan with each of its patterns takes at least."""
+
+
+class Leaf(NamedTuple):
+    """A part of a search's plans, those within limits: what each takes at least, in all (``bound`` ms) and
+    with a pattern. ``number`` is the order in which leaves were made."""
+
+    bound: float
+    number: int
+    limits: Limits
+    costs: Costs
+
+
 class Search:
     """One micro-batch size, prefetch depth and number of gradient buffers.
 
-    The relaxation over *all* patterns gives a bound, and for every pattern how much more a plan with it
-    costs at least (``excess``). The ILP is offered the patterns with the least excess. A plan then either
-    uses offered patterns only and costs at least what the ILP proves, or it uses one left out and costs at
-    least the relaxation plus its excess; the smaller of the two is this search's bound.
+    The relaxation over *all* patterns gives a bound, and for every pattern what a plan with it costs at
+    least: in every part that it was split into, so of all plans the least of the parts'. The ILP is offered
+    the patterns that may cost least. A plan then either uses offered patterns only and costs at least what
+    the ILP proves, or it uses one left out and costs at least what that one does; the smaller of the two is
+    this search's bound.
     """
 
     def __init__(
@@ -118,11 +133,11 @@ class Search:
         self.lp = Relaxation(self.question)
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
-        self.leaves: list[tuple[float, int, Limits]] = [(computes_ms, 0, {})]
+        self.leaves = [Leaf(computes_ms, 0, {}, {})]
         self.nodes = self.made = 0  # turns taken, leaves made
         self.closed_ms = INFINITY  # the least bound of what was not taken further
-        self.relaxed_ms = self.proven_ms = 0.0  # by the first relaxation, with ``excess``; by ILPs
-        self.excess: dict[str, Coefficients] = {}
+        self.closed: Costs = {}  # likewise, by pattern
+        self.proven_ms = 0.0  # by ILPs
         self.rounded: Coefficients | None = None
 
     def __str__(self) -> str:
@@ -175,25 +190,26 @@ class Search:
         with no more like units recomputed than a part of one less, and with more.
         ``known``: patterns that other searches found useful, by the family's id.
         """
-        bound, _, limits = self.leaves[0]  # which stays there until this is done, or interrupted
+        bound, _, limits, costs = self.leaves[0]  # which stays there until this is done, or interrupted
         if not self.nodes:
             self.lp.cut(self.question.network.capacities)
             for unit, patterns in self._beginning(known).items():
                 self.lp.offer(unit, patterns)
         parts: list[Limits] = []
         if self.lp.restrict(limits):
-            reached, converged = self._rounds(found, root=not limits)
+            reached, converged, costs = self._rounds(found, costs)
             converged |= reached - bound < TAIL * self.request.gap * bound
             bound = max(bound, reached)
             parts = self._parts(bound, limits, found, converged=converged)
             if not parts:
+                self.closed = _least([self.closed, costs] if self.closed else [costs])
                 self.closed_ms = min(self.closed_ms, bound)
         leaves = list(self.leaves)
         heapq.heappop(leaves)
         self.nodes += 1
         for part in parts:
             self.made += 1
-            heapq.heappush(leaves, (bound, self.made, part))
+            heapq.heappush(leaves, Leaf(bound, self.made, part, costs))
         self.leaves = leaves
         if self.lp.solved:
             for unit, family in self.families.items():
@@ -218,20 +234,17 @@ class Search:
         low, high = limits.get(buffer, (0.0, INFINITY))
         return [{**limits, buffer: (low, below)}, {**limits, buffer: (above, high)}]
 
-    def _rounds(self, found: Candidates, *, root: bool) -> tuple[float, bool]:
-        """Some rounds of rows and columns where they are needed: a bound in milliseconds, and whether no
-        more are needed."""
+    def _rounds(self, found: Candidates, costs: Costs) -> tuple[float, bool, Costs]:
+        """Some rounds of rows and columns where they are needed: a bound in milliseconds, whether no more
+        are needed, and what plans with every pattern cost at least, ``costs`` so far."""
         lp, network, best = self.lp, self.question.network, 0.0
         for number in range(1, ROUNDS + 1):
             if not lp.solve():
-                return best, True
+                return best, True, costs
             reduced = lp.reduced_costs()
             bound, excess = lp.bound(reduced)
-            if root and (bound > self.relaxed_ms or not self.excess):
-                self.relaxed_ms, self.excess = (
-                    bound,
-                    excess,
-                )  # also below 0, or they would not belong together
+            mine = {unit: bound + more for unit, more in excess.items()}
+            costs = {unit: np.maximum(costs[unit], of) for unit, of in mine.items()} if costs else mine
             best = max(best, bound)
             period = float(lp.values[lp.period]) * (1 + 1e-7)
             durations = lp.durations()
@@ -245,9 +258,9 @@ class Search:
             if done or number in (1, ROUNDS):
                 self._add(rounded(lp), found)
             if done:
-                return best, converged
+                return best, converged, costs
             lp.cut(walks)
-        return best, False
+        return best, False, costs
 
     def _add(self, choice: Mapping[str, int] | None, found: Candidates) -> None:
         if choice is not None:
@@ -341,22 +354,28 @@ class Search:
         """Add better plans to those found, and prove what can be proven in the time."""
         deadline = time.monotonic() + seconds
         question, limit = self.question, FIRST_OFFER
-        while self.excess:
+        while costs := self.costs:
             offered = self.offered(found, limit)
             if not all(offered.values()):  # nothing better than what was found
                 self.proven_ms = max(self.proven_ms, found.least_ms)
                 return
             question = self._solve(question, offered, found, deadline)
             goal = found.least_ms / (1 + self.request.gap)
-            # Only patterns whose excess keeps the bound below the goal need to be offered.
-            needed = max(int((values < goal - self.relaxed_ms).sum()) for values in self.excess.values())
+            # Only patterns that keep the bound below the goal need to be offered.
+            needed = max(int((values < goal).sum()) for values in costs.values())
             if self.bound_ms >= goal or needed <= limit or time.monotonic() >= deadline:
                 return
             limit = min(needed, 16 * limit)
 
     def offered(self, found: Candidates, limit: int) -> dict[str, list[int]]:
         """For every unit so many patterns, at most, that may be part of a better plan, the best first."""
-        return _cheapest(self.excess, self._reach(found), limit)
+        return _cheapest(self.costs, found.least_ms + TOLERANCE, limit)
+
+    @property
+    def costs(self) -> Costs:
+        """What a plan with a pattern costs at least; empty before the first relaxation."""
+        parts = [leaf.costs for leaf in self.leaves] + [self.closed] * bool(self.closed)
+        return _least(parts) if parts and all(parts) else {}
 
     def _solve(
         self, question: Question, offered: Mapping[str, list[int]], found: Candidates, deadline: float
@@ -367,7 +386,8 @@ class Search:
             better = found.least_ms / (1 + gap / 2)  # what is worth finding
             problem.period.upBound = better if better < INFINITY else None
             enough = self.bound_ms * (1 + gap)
-            solved = optimise(problem, gap / 2, max(0.5, deadline - time.monotonic()), enough)
+            proof = found.least_ms / (1 + gap)
+            solved = optimise(problem, gap / 2, max(0.5, deadline - time.monotonic()), enough, proof)
             dual = problem.lp.solverModel.getInfo().mip_dual_bound
             if question is self.question:  # else plans that fit may be left out
                 self._prove(found, better if solved == "infeasible" else dual, offered)
@@ -393,18 +413,19 @@ class Search:
             problem.walk_rows(walks)
             self.lp.cut(walks)
 
-    def _reach(self, found: Candidates) -> float:
-        """The excess beyond which a pattern cannot be part of a better plan."""
-        return found.least_ms - self.relaxed_ms + TOLERANCE
-
     def _prove(self, found: Candidates, proven_ms: float, offered: Mapping[str, list[int]]) -> None:
         """Raise this search's bound; see the class."""
         bound = min(proven_ms, found.least_ms)
-        for unit, excess in self.excess.items():
-            left_out = np.delete(excess, offered[unit])
+        for unit, costs in self.costs.items():
+            left_out = np.delete(costs, offered[unit])
             if len(left_out):
-                bound = min(bound, self.relaxed_ms + float(left_out.min()))
+                bound = min(bound, float(left_out.min()))
         self.proven_ms = max(self.proven_ms, bound)
+
+
+def _least(parts: Sequence[Costs]) -> Costs:
+    """Of every pattern the least of all parts."""
+    return {unit: np.minimum.reduce([part[unit] for part in parts]) for unit in parts[0]}
 
 
 def _cheapest(excess: Mapping[str, Coefficients], reach: float, limit: int) -> dict[str, list[int]]:

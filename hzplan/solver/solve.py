@@ -173,7 +173,7 @@ def _explored(
         left = deadline - time.monotonic()
         if left > 0 and search.worth(found):
             tell(f"ILP of {search}")
-            search.run(found, left / (len(feasible) - number))
+            search.run(found, left / sum(other.worth(found) for other in feasible[number:]))
     if found.all:
         _add_plain(found, feasible, min(search.bound_ms for search in feasible) / MS)
     return feasible
