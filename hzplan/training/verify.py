@@ -122,7 +122,7 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
         return unit == layer or unit.startswith(f"{layer}.")
 
     def kind(layer: str) -> tuple[object, ...]:
-        """Its class; what its tensors are and where; how it is used; what is recomputed."""
+        """Its class; what its tensors are and where; how it is used; what is recomputed, and offloaded."""
         inside = f"{layer}."
         tensors = [
             (name.removeprefix(inside), p.shape, p.requires_grad, choice.levels[name])
@@ -135,8 +135,11 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
             for use in choice.uses
             if under(use.unit, layer)
         ]
-        again = [unit.removeprefix(layer) for unit in sorted(choice.recompute) if under(unit, layer)]
-        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses), tuple(again)
+        modes = [
+            tuple(unit.removeprefix(layer) for unit in sorted(units) if under(unit, layer))
+            for units in (choice.recompute, choice.offload)
+        ]
+        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses), *modes
 
     # As many that a slot and a gradient buffer are used by more than two.
     buffers = min(choice.gradient_buffers or 0, MOST_BUFFERS)
@@ -151,6 +154,7 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
             if (new := renamed(unit)) is not None
         },
         recompute=frozenset(filter(None, map(renamed, choice.recompute))),
+        offload=frozenset(filter(None, map(renamed, choice.offload))),
     )
 
 

@@ -43,6 +43,7 @@ def test_random_choices_train_like_one_process(seed: int, mesh: str) -> None:
         prefetch=chance.choice([1, 3]),
         clip=chance.choice([True, False]),
         recompute=[unit for unit in ("layers.0", "layers.1", "head") if chance.random() < 0.4],
+        offload=[unit for unit in ("embed", "layers.0", "layers.1", "norm") if chance.random() < 0.4],
     )
     found = verify(plan, steps=2)
     assert found.ok and found.mesh == str(small(Mesh.parse(mesh)))
