@@ -39,6 +39,16 @@ def command(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Solve again with 1 GiB more, and with a network twice as fast.")
     ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS=VALUES",
+            help="Also its question solved again at other points, as hzplan solve --sweep takes them.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Also draw that, the plan marked.")
+    ] = None,
     metrics: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also what a run of it measured, as run --metrics wrote it."),
@@ -57,7 +67,7 @@ def command(
 ) -> None:
     """Say what a plan's step waits for, one after the other, and how busy every link is.
 
-    The profile must be where the plan says. Only --html and --trace write files.
+    The profile must be where the plan says. Only --html, --trace and --plot write files.
 
     Example: hzplan show plan.json --metrics metrics.jsonl --html report.html
     """
@@ -68,6 +78,8 @@ def command(
     from hzplan.solver.explain import alternatives, longest_chain, sharing_s, tier_shares
     from hzplan.solver.gather import beside
 
+    if plot is not None and sweep is None:
+        raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Plan.load(plan)
     profile = profile_of(plan, loaded)
     measured = read_metrics(metrics) if metrics is not None else None
@@ -82,6 +94,7 @@ def command(
     others = alternatives(found, unit, budget, host) if unit is not None else []
     scheme = _scheme(against, loaded, profile) if against is not None else None
     better = _what_if(loaded, profile) if what_if else []
+    swept = _sweep(sweep, plot, plan, loaded, profile, found) if sweep is not None else []
     compared = beside(found, profile, measured) if measured is not None else []
     if html is not None:
         _write_report(html, plan, loaded, profile, found, measured)
@@ -102,6 +115,8 @@ def command(
             answer["what_if"] = [
                 {"what": point.label, "step_s": _step_s(point), "answer": _answer(point)} for point in better
             ]
+        if sweep is not None:
+            answer["sweep"] = swept
         if measured is not None:
             answer["measured"] = {"steps": measured.steps, "beside": [asdict(row) for row in compared]}
         if html is not None:
@@ -109,6 +124,7 @@ def command(
         print(json.dumps(answer))
         return
     from hzplan.cli import console
+    from hzplan.cli import sweep as sweeping
 
     _show(loaded, found, chain)
     if unit is not None:
@@ -116,10 +132,27 @@ def command(
     if scheme is not None:
         _show_against(str(against), found, scheme)
     _show_what_if(found, better)
+    if swept:
+        sweeping.show(profile, swept)
+    if plot is not None:
+        console.stdout().print(f"plot: {plot}", soft_wrap=True)
     if measured is not None:
         _show_measured(measured.steps, compared)
     if html is not None:
         console.stdout().print(f"Wrote {html}; open it in a browser.", soft_wrap=True)
+
+
+def _sweep(
+    text: str, plot: Path | None, path: Path, plan: Plan, profile: Profile, found: Evaluation
+) -> list[dict[str, object]]:
+    """The plan's question at other points."""
+    from hzplan.cli import sweep as sweeping
+    from hzplan.formats.source import profile_path
+    from hzplan.solver.guard import request_of
+
+    sweeping.check_plot(plot, [path, profile_path(path, plan)])
+    points = sweeping.solved_at(text, profile, request_of(plan))
+    return sweeping.beside(found, plan.proof.gap, points, profile, plot)
 
 
 def _write_trace(trace: Path, read: list[Path], found: Evaluation) -> None:

@@ -1,4 +1,4 @@
-"""``hzplan solve --sweep``: a table of plans over budgets, numbers of nodes or networks."""
+"""``--sweep``: a table of plans over budgets, numbers of nodes or networks, and a figure of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hzplan.errors import Infeasible, JobFailed, UserError
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
 from hzplan.parallel import share
-from hzplan.rings import MOST_NODES, with_nodes
+from hzplan.rings import MOST_NODES, nodes_of, with_nodes
 from hzplan.show import front
 from hzplan.solver.emit import emit
+from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.solve import Failed, Request, Solved, Standing
 from hzplan.solver.sweep import Point, on_front, sweep, with_network
 
@@ -41,20 +42,8 @@ def run(
     ``keep``: other files that are not to be written.
     Plans for another network are shown only: no cluster has it. ``plot``: a figure of all.
     """
-    asked = _points(text, profile, request, parallel)
-    if plot is not None:
-        check_writable(plot, keep=[path, *keep])
-        front.check()
-    with console.Bar("solve") as bar:
-
-        def show(number: int, label: str, standing: Standing) -> None:
-            bar.update(f"{label}: {standing}", number / len(asked))
-
-        points = sweep(asked, show)
-    if all(isinstance(point.outcome, Failed) for point in points):
-        raise JobFailed(f"--sweep {text}: no plan was found in the time at any point; raise --time-limit")
-    if not any(isinstance(point.outcome, Solved) for point in points):
-        raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
+    check_plot(plot, [path, *keep])
+    points = solved_at(text, profile, request, parallel)
     written = [_written(point, path, output, keep) for point in points]
     rows = [
         _row(point, best, plan) for point, best, plan in zip(points, on_front(points), written, strict=True)
@@ -65,9 +54,50 @@ def run(
     if as_json:
         print(json.dumps({"sweep": rows}))
         return
-    _show(profile, rows)
+    show(profile, rows)
     if plot is not None:
         console.stdout().print(f"plot: {plot}", soft_wrap=True)
+
+
+def check_plot(plot: Path | None, keep: Sequence[Path]) -> None:
+    """UserError before any work where a figure cannot be drawn or written."""
+    if plot is not None:
+        check_writable(plot, keep=keep)
+        front.check()
+
+
+def solved_at(
+    text: str, profile: Profile, request: Request, parallel: ModelParallel | None = None
+) -> list[Point]:
+    """Every point's answer; Infeasible or JobFailed where there is no plan at any."""
+    asked = _points(text, profile, request, parallel)
+    with console.Bar("solve") as bar:
+
+        def show(number: int, label: str, standing: Standing) -> None:
+            bar.update(f"{label}: {standing}", number / len(asked))
+
+        points = sweep(asked, show)
+    if all(isinstance(point.outcome, Failed) for point in points):
+        raise JobFailed(f"--sweep {text}: no plan was found in the time at any point; raise --time-limit")
+    if not any(isinstance(point.outcome, Solved) for point in points):
+        raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
+    return points
+
+
+def beside(
+    found: Evaluation, gap: float, points: Sequence[Point], profile: Profile, plot: Path | None
+) -> list[dict[str, object]]:
+    """A plan and what its question answers at other points: rows as ``run`` prints them, and a figure in
+    which the plan is marked."""
+    axis, _, _ = points[0].label.partition("=")
+    own = {"memory": found.memory.peak / 2**30, "nodes": float(nodes_of(profile)), "network": 1.0}[axis]
+    if plot is not None:
+        places = [_place(point) for point in points]
+        front.draw(profile.model.name, PLOTTED[axis], places, plot, (own, found.step_s))
+    row: dict[str, object] = {"point": "this plan", "status": "given", "gap": gap, "step_s": found.step_s}
+    row |= {"peak_memory_bytes": found.memory.peak, "micro_batch": found.micro_batch, "on_front": None}
+    others = [_row(point, best, None) for point, best in zip(points, on_front(points), strict=True)]
+    return [row, *others]
 
 
 PLOTTED = {
@@ -152,7 +182,7 @@ def _row(point: Point, best_of: bool, plan: Path | None) -> dict[str, object]:
     return row
 
 
-def _show(profile: Profile, rows: Sequence[dict[str, object]]) -> None:
+def show(profile: Profile, rows: Sequence[dict[str, object]]) -> None:
     out = console.stdout()
     table = console.table(profile.model.name, "point", "step", "peak", "gap", "dearer, not faster")
     for row in rows:

@@ -15,8 +15,16 @@ def check() -> None:
         raise UserError("--plot: needs the package matplotlib; pip install 'hzplan[report]'")
 
 
-def draw(title: str, axis: str, points: Sequence[tuple[float, float] | None], path: Path) -> None:
+def draw(
+    title: str,
+    axis: str,
+    points: Sequence[tuple[float, float] | None],
+    path: Path,
+    chosen: tuple[float, float] | None = None,
+) -> None:
     """Write an SVG: of every point its place on the axis and seconds of a step; None where nothing fits.
+
+    ``chosen``: one more, which is marked.
 
     UserError when the file cannot be written.
     """
@@ -33,6 +41,9 @@ def draw(title: str, axis: str, points: Sequence[tuple[float, float] | None], pa
         axes.annotate(
             f"{step_s:.3g} s", (place, step_s), textcoords="offset points", xytext=(4, 4), fontsize=8
         )
+    if chosen is not None:
+        axes.plot(*chosen, marker="*", markersize=14, linestyle="none", label="this plan")
+        axes.legend()
     axes.set(xlabel=axis, ylabel="predicted step (s)", title=title)
     axes.set_ylim(bottom=0)
     figure.tight_layout()

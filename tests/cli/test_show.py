@@ -89,3 +89,20 @@ def test_shown_in_80_columns(tmp_path: Path) -> None:
 def test_what_is_not_there_is_one_line(options: list[str], said: str) -> None:
     done = hzplan("show", TINY, *options, cwd=ROOT)
     assert done.code == 2 and done.stderr.strip() == f"hzplan: {said}"
+
+
+def test_the_same_question_at_other_points(tmp_path: Path) -> None:
+    figure = tmp_path / "front.svg"
+    asked = ("show", TINY, "--sweep", "memory=28MiB,40MiB", "--plot", figure)
+    done = hzplan(*asked, "--json", cwd=ROOT)
+    assert done.code == 0, done.stderr
+    own, tight, loose = json.loads(done.stdout)["sweep"]
+    plan = Plan.load(TINY)
+    assert own["point"] == "this plan" and own["step_s"] == pytest.approx(plan.predicted.step_s, rel=1e-6)
+    assert tight["peak_memory_bytes"] <= 28 * 2**20 and loose["step_s"] <= tight["step_s"] * 1.01
+    assert "<svg" in figure.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["front.svg"]  # plans are solve's to write
+    alone = hzplan("show", TINY, "--plot", figure, cwd=ROOT)
+    assert alone.code == 2 and "--plot draws what --sweep finds" in alone.stderr
+    kept = hzplan("show", TINY, "--sweep", "memory=40MiB", "--plot", TINY, cwd=ROOT)
+    assert kept.code == 2 and Plan.load(TINY) == plan
