@@ -331,6 +331,23 @@ def _timeline(schedule: Schedule, starts: Sequence[float], ends: Sequence[float]
     )
 
 
+def critical(schedule: Schedule, timeline: Timeline) -> frozenset[int]:
+    """The tasks that a step's end waited for, one after the other: each began when the one before it ended.
+
+    Back from the last compute task to the step's begin, or into the step before.
+    """
+    task = schedule.streams[COMPUTE_STREAM][-1]
+    found = set[int]()
+    while True:
+        found.add(task.index)
+        edges = [(timeline.end_ns[u], u) for u in task.after]
+        edges += [(timeline.end_ns[u] - timeline.period_ns, -1) for u in task.after_previous]
+        _, binding = max(edges, default=(0.0, -1))
+        if binding < 0:
+            return frozenset(found)
+        task = schedule.tasks[binding]
+
+
 def _exposed(
     schedule: Schedule, starts: Sequence[float], ends: Sequence[float], next_begin: float
 ) -> dict[str, float]:

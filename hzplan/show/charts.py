@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb8844", "#888888", "#44aa99")
 """Paul Tol's bright scheme and a few more; they read on white and on black."""
+CRITICAL = "#ff5500"
+"""The edge of what a step's end waits for."""
 MOST_LABELS_PX = 14
 """Labels of rows are no denser than this."""
 ROLES = ("parameter", "gradient", "optimizer state")
@@ -199,7 +201,10 @@ def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
     end_s = max([step_s, *(span.end_s for span in spans)])
     made = _figure(
         60 + 34 * len(streams) + 60,
-        [(name, f"@{name}") for name in ("stream", "what", "unit", "stage", "begins", "duration", "bytes")],
+        [
+            (name, f"@{name}")
+            for name in ("stream", "what", "unit", "stage", "begins", "duration", "bytes", "critical")
+        ],
         zoom=True,
         x_range=Range1d(start=0, end=end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
         y_range=Range1d(start=len(streams) - 0.5, end=-0.5),
@@ -222,8 +227,10 @@ def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
             "begins": [duration(span.start_s) for span in listed],
             "duration": [duration(span.end_s - span.start_s) for span in listed],
             "bytes": [size(span.nbytes) if span.nbytes else "" for span in listed],
+            "critical": ["yes" if span.critical else "" for span in listed],
         }
         colour = COLOURS[number % len(COLOURS)]
+        source["edge"] = [CRITICAL if span.critical else colour for span in listed]
         made.quad(
             "left",
             "right",
@@ -231,8 +238,8 @@ def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
             "bottom",
             source=source,
             fill_color=colour,
-            line_color=colour,  # what is thinner than a pixel stays visible
-            line_width=0.5,
+            line_color="edge",  # what is thinner than a pixel stays visible
+            line_width=1,
             legend_label=plain(what),
         )
     made.add_layout(Line(location=step_s, dimension="height", line_dash="dashed", line_color="#888888"))

@@ -112,7 +112,7 @@ def _shards(report: Report) -> str:
 
 
 def _timeline(report: Report) -> str:
-    heads = ("stream", "what", "unit", "stage", "begins", "duration", "bytes")
+    heads = ("stream", "what", "unit", "stage", "begins", "duration", "bytes", "critical")
     totals: dict[tuple[str, str], list[Span]] = {}
     for span in report.spans:
         totals.setdefault((span.stream, span.what), []).append(span)
@@ -126,7 +126,8 @@ def _timeline(report: Report) -> str:
         for key, spans in sorted(totals.items())
     ]
     caption = (
-        "What every stream does in a step, in steady state; the dashed line is where the next step begins. "
+        "What every stream does in a step, in steady state; the dashed line is where the next step begins, "
+        "and an orange edge marks what that waits for, one after the other. "
         f"With the focus on the chart, {_KEYS}; Ctrl and the wheel zoom too."
     )
     return (

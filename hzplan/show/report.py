@@ -18,7 +18,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """A task of the step: ``what`` is its kind of work, ``stage`` its place in the step in words."""
+    """A task of the step: ``what`` is its kind of work, ``stage`` its place in the step in words;
+    ``critical``: whether the step's end waited for it."""
 
     stream: str
     what: str
@@ -27,6 +28,7 @@ class Span:
     start_s: float
     end_s: float
     nbytes: int
+    critical: bool
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task
 from hzplan.show.occupancy import activations
 from hzplan.show.readable import count, duration, size
 from hzplan.show.report import Beside, Contender, Occupancy, Part, Report, Span, Tensor, Tier
-from hzplan.simulate import tier_loads_ns
+from hzplan.simulate import critical, tier_loads_ns
 from hzplan.solver.calibrate import waits_s
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
@@ -83,6 +83,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
     else:
         origin = "measured" + (", calibrated by a run" if profile.calibrated else "")
     tokens = predict(profile, found).tokens_per_s_per_gpu
+    moved = f"{len(plan.offloaded)} units, {size(found.memory.host)} a rank" if plan.offloaded else "none"
     return [
         ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
         ("cluster", f"{plan.mesh.world} ranks, mesh {plan.cluster.mesh} ({tiers}), {plan.cluster.backend}"),
@@ -99,11 +100,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", plan.reduce_dtype),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
-        *[
-            ("optimizer state on the host", f"{len(plan.offloaded)} units, {size(found.memory.host)} a rank")
-            for _ in [plan]
-            if plan.offloaded
-        ],
+        ("optimizer state on the host", moved),
     ]
 
 
@@ -131,6 +128,7 @@ def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[Span]:
     timeline, schedule = found.predicted, found.schedule
     sent = task_bytes(found, profile, plan.reduce_dtype)
     names = plan.cluster.tier_names
+    chain = critical(schedule, timeline)
     return [
         Span(
             _stream(task, names),
@@ -140,6 +138,7 @@ def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[Span]:
             start / 1e9,
             end / 1e9,
             round(nbytes),
+            task.index in chain,
         )
         for task, start, end, nbytes in zip(
             schedule.tasks, timeline.start_ns, timeline.end_ns, sent, strict=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hzplan.cost import Interference
 from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule
-from hzplan.simulate import objective_ns, replay, replay_shared, tier_loads_ns
+from hzplan.simulate import critical, objective_ns, replay, replay_shared, tier_loads_ns
 from tests.unit.steps import Step, chain, steps
 
 
@@ -313,3 +314,14 @@ def test_time_has_no_unit(drawn: tuple[Schedule, list[int]], factor: int) -> Non
     assert replay_shared(schedule, scaled).period_ns == pytest.approx(
         factor * replay_shared(schedule, lengths).period_ns, abs=1e-2
     )
+
+
+@given(steps(), st.integers(0, 2**16))
+def test_what_a_steps_end_waits_for_is_one_chain(step: Step, seed: int) -> None:
+    schedule, rng = step.build(), random.Random(seed)
+    timeline = replay(schedule, [rng.randint(0, 50) for _ in schedule.tasks])
+    chain_ = sorted(critical(schedule, timeline))
+    assert chain_[-1] == schedule.streams[COMPUTE_STREAM][-1].index
+    for before, index in itertools.pairwise(chain_):
+        task = schedule.tasks[index]
+        assert before in task.after and timeline.end_ns[before] == timeline.start_ns[index]
