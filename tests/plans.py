@@ -97,7 +97,13 @@ def make_plan(
         ),
         prefetch=prefetch,
         gradient_buffers=prefetch + 1,
-        source=Source(profile="profile.json", profile_sha256="0", memory_budget_bytes=1 << 30, asked_gap=0.0),
+        source=Source(
+            profile="profile.json",
+            profile_sha256="0",
+            memory_budget_bytes=1 << 30,
+            asked_gap=0.0,
+            host_memory_bytes=1 << 30 if offload else None,
+        ),
         proof=Proof(status="given", objective_s=0.1, bound_s=0.1, gap=0.0, solver="none"),
         predicted=Predicted(
             step_s=0.1,

@@ -45,9 +45,10 @@ def command(
     check_writable(output, keep=[source])
     found = calibrate(ran, loaded, plan, measured)
     found.profile.save(output)
+    host = "" if ran.source.host_memory_bytes is None else f" --host-memory {ran.source.host_memory_bytes}B"
     following = (
         f"hzplan solve {output} --memory {ran.source.memory_budget_bytes}B "
-        f"--global-batch {ran.batch.global_batch}{'' if ran.clip else ' --no-clip'} -o {plan}"
+        f"--global-batch {ran.batch.global_batch}{'' if ran.clip else ' --no-clip'}{host} -o {plan}"
     )
     if as_json:
         print(json.dumps(_summary(found, measured) | {"profile": str(output), "next": following}))

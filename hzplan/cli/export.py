@@ -101,7 +101,8 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
             for unit, of_tensors in before.levels.items()
         }
         after = evaluate(
-            before.model, levels, before.schedule, before.micro_batch, before.slots, before.modes
+            *(before.model, levels, before.schedule, before.micro_batch, before.slots),
+            before.modes._replace(offload=frozenset()),
         )
         return after.step_s - before.step_s, after.memory.peak - before.memory.peak
 

@@ -29,7 +29,7 @@ def _training(plan: Plan) -> tuple[object, ...]:
     """What must not change when a run goes on; nor may it need more memory than it was given."""
     return (
         *(plan.model.signature, plan.model.dtype, plan.model.seq_len, plan.optimizer, plan.clip),
-        *(plan.batch.global_batch, plan.source.memory_budget_bytes),
+        *(plan.batch.global_batch, plan.source.memory_budget_bytes, plan.source.host_memory_bytes),
     )
 
 

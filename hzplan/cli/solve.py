@@ -178,6 +178,7 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
 
     smallest = outcome.smallest
     least = smallest.memory.peak
+    here = {name: nbytes for name, nbytes in smallest.memory.by_category().items() if name != "host"}
     found = conflict(profile, request) if decided(profile, request) else None
     nodes, host = more_nodes(profile, request), moved_to_host(profile, request)
     if as_json:
@@ -186,7 +187,7 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
             "smallest_memory_bytes": least,
             "solve_s": outcome.seconds,
         }
-        answer |= {"smallest_memory_by_category": smallest.memory.by_category()}
+        answer |= {"smallest_memory_by_category": here}
         if found is not None:
             answer |= {"conflict": found.groups, "smallest_memory_without": found.relief}
         if nodes is not None:
@@ -194,7 +195,7 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
         if host is not None:
             answer |= {"smallest_memory_with_host": host}
         print(json.dumps(answer))
-    largest = max(smallest.memory.by_category().items(), key=lambda item: item[1])
+    largest = max(here.items(), key=lambda item: item[1])
     said = (
         f"--memory {console.size(request.memory_bytes)}: no plan fits; the smallest memory that would is "
         f"{least} B ({console.size(least)}), at micro-batch {smallest.micro_batch}; "

@@ -48,6 +48,8 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     trained = {unit.name for unit in plan.units if unit.buckets}
     if plan.offloaded == trained and scheme["stage"] > 0:
         scheme = scheme | {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+        what = "optimizer state visits the device in the plan; DeepSpeed updates it on the host's processors"
+        lost.append(Lost("the optimizer", what))
     else:
         lost += kept_on_device(plan, "DeepSpeed")
     config: dict[str, Any] = {

@@ -182,6 +182,10 @@ class Plan(Strict):
                     raise ValueError(
                         f"units: {unit.name}: optim must have at least the shards of param and grad"
                     )
+        if self.offloaded and self.source.host_memory_bytes is None:
+            raise ValueError(
+                f"units: {min(self.offloaded)} is offloaded, but source.host_memory_bytes allows nothing"
+            )
         whole: set[str] = set()
         for index, use in enumerate(self.uses):
             phase, _, unit_name = use.partition(" ")

@@ -215,6 +215,8 @@ def apply(
     )
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
     engine.optimizer = optimizer
+    for name in sorted(choice.offload - {unit.name for unit in units}):
+        raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
     modules = recomputed_modules(units, choice.recompute)
     undo = [attach(units, engine), *map(recompute, modules)]
 
@@ -311,7 +313,10 @@ def _state(
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
     wire = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     buckets = [
-        Bucket(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire)
+        Bucket(
+            *(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire),
+            offload=offload,
+        )
         for layout in layouts
     ]
     return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)

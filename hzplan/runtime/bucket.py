@@ -32,8 +32,11 @@ class Bucket:
         mesh: Mesh,
         world: World,
         wire: torch.dtype | None = None,
+        *,
+        offload: bool = False,
     ) -> None:
-        """``wire``: what gradients travel in; by default what they are kept in."""
+        """``wire``: what gradients travel in; by default what they are kept in. ``offload``: master weights
+        go to the host's memory at once."""
         self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.rank, self._world = world.rank, world
         self._wire = wire
@@ -48,12 +51,14 @@ class Bucket:
         self.whole = self.param
         if layout.keeps_master:
             start, end = self.bounds(levels.optim)
-            self.master = flat[start:end].clone()
+            self.master = flat[start:end].to("cpu" if offload else flat.device, copy=True)
         else:
             self.master = self.within(self.param, levels.param, levels.optim)
         self.grad: Tensor | None = None
         if layout.trainable:
-            self.grad = self.master.new_zeros(layout.numel // mesh.shards[levels.grad])
+            self.grad = self.param.new_zeros(
+                layout.numel // mesh.shards[levels.grad], dtype=self.master.dtype
+            )
             self.staging = self.grad
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hzplan.errors import UserError
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.unit import UnitState
 
@@ -51,16 +53,18 @@ class HostStates:
             room[slots[name]] = max(size, room.get(slots[name], 0))
         on_device = {slot: torch.zeros(size, dtype=torch.uint8, device=device) for slot, size in room.items()}
         self._ways: dict[str, Home] = {}
-        for name, of in parts.items():
-            kept = torch.zeros(sizes[name], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for unit in units:
+            name, of = unit.name, parts[unit.name]
+            kept = torch.zeros(sizes[name], dtype=torch.uint8)
+            if device.type == "cuda":
+                _lock(kept)
             here = on_device[slots[name]][: sizes[name]]
             self._ways[name] = Home(kept, here)
             ends = accumulate(_nbytes(*part[3:]) for part in of)
             for (bucket, first, key, numel, dtype), end in zip(of, ends, strict=True):
                 span = slice(end - _nbytes(numel, dtype), end)
                 self._homes[id(bucket), first, key] = Home(kept[span].view(dtype), here[span].view(dtype))
-        for unit in units:
-            for bucket in unit.trainable_buckets:
+            for bucket in unit.trainable_buckets:  # now, so that few masters are there twice
                 if bucket.layout.keeps_master:
                     home = self._homes[id(bucket), bucket.bounds(bucket.layout.levels.optim)[0], MASTER]
                     home.kept.copy_(bucket.master)
@@ -87,6 +91,23 @@ class HostStates:
     def store(self, unit: str) -> None:
         """Back to the host."""
         self._ways[unit].kept.copy_(self._ways[unit].here, non_blocking=True)
+
+
+def _lock(kept: Tensor) -> None:
+    """Lock a buffer's pages, so that a GPU copies it by itself. NOT RUN ON A GPU YET.
+
+    torch's own page-locked memory is rounded up to a power of two, up to twice what the plan counts.
+    """
+    if not kept.numel():
+        return
+    place, runtime = kept.data_ptr(), torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(place, kept.numel(), 0))
+    if code:
+        raise UserError(
+            f"{kept.numel()} bytes of the host's memory could not be page-locked (CUDA error {code}); allow "
+            "more locked memory (ulimit -l), or solve with less --host-memory"
+        )
+    weakref.finalize(kept.untyped_storage(), runtime.cudaHostUnregister, place)
 
 
 def _parts(

@@ -118,6 +118,9 @@ class ShardedOptimizer(Optimizer):
             for unit in units
             if unit.offload
         }
+        for name in self._held_of:  # some optimizers make their state at once
+            if name in self._inner:
+                self._settle(name, lambda home: home.kept)
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
@@ -155,7 +158,10 @@ class ShardedOptimizer(Optimizer):
         """
         found = self._inner[held.unit].state.get(held.param, {})
         homes = {key: self._home(held, key) for key in found}
-        return {key: value if (home := homes[key]) is None else home.kept for key, value in found.items()}
+        return {
+            key: home.kept if (home := homes[key]) is not None and value is home.here else value
+            for key, value in found.items()
+        }
 
     def set_state_of(self, held: Held, state: Mapping[str, Any]) -> None:
         """In place of what there is; between steps only. Tensors may be ``room_for`` it, filled later."""
@@ -251,18 +257,19 @@ class ShardedOptimizer(Optimizer):
         if unit in self._inner:
             self._inner[unit].step()
             if self._units[unit].offload:
-                self._settle(unit)
+                self._settle(unit, lambda home: home.here)
         for bucket in self._units[unit].trainable_buckets:
             bucket.publish(None if self._host is None else self._host.master(bucket))
 
-    def _settle(self, unit: str) -> None:
-        """What torch has just made of state lies where it likes: it moves into the unit's slot."""
+    def _settle(self, unit: str, place: Callable[[Home], Tensor]) -> None:
+        """What torch has just made of state lies where it likes: it moves to its home's ``place``, to be in
+        the unit's slot when it is updated."""
         for held in self._held_of[unit]:
-            state = self._inner[unit].state[held.param]
+            state = self._inner[unit].state.get(held.param, {})
             for key, value in state.items():
                 home = self._home(held, key)
                 if home is not None and value is not home.here:
-                    home.here.copy_(value)
+                    place(home).copy_(value)
                     state[key] = home.here
 
     @torch.no_grad()

@@ -102,7 +102,8 @@ def evaluate(
     slots: Slots | None = None,
     modes: Modes = PLAIN,
 ) -> Evaluation:
-    """Replay a choice of levels and modes. A unit without optimizer state to offload is not."""
+    """Replay a choice of levels and modes. A unit that is not updated, or has no state, is not offloaded."""
+    modes = modes._replace(offload=modes.offload & schedule.host_slots.keys())
     slots = slots or assign_slots(schedule, tensors_of(model.profile))
     units = unit_costs(model, levels, modes)
     modes = modes._replace(offload=frozenset(unit for unit, cost in units.items() if cost.host_bytes))

@@ -124,7 +124,7 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
     if unit in found.model.recomputable:
         what = "activations kept" if unit in again else "recomputed"
         attempt(None, what, found.levels[unit], Modes(again ^ {unit}, moved))
-    if found.schedule.host_slots:
+    if unit in found.schedule.host_slots and found.model.profile.host is not None:
         what = "state on the device" if unit in moved else "offloaded"
         attempt(None, what, found.levels[unit], Modes(again, moved ^ {unit}))
     tried.sort(key=lambda item: (not item[3], item[2].objective_ns))

@@ -113,8 +113,8 @@ def enumerate_patterns(
     lengths = [[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]
     if max(map(max, lengths)) > MAX_NS:
         raise UserError(
-            "collectives or optimizer.points: at the sizes of this model the times measured come to "
-            "more than a day; profile again"
+            "collectives, optimizer.points or host.points: at this model's sizes the times measured come "
+            "to more than a day; profile again"
         )
     durations = np.array(lengths)
     sizes = np.array([_sizes(cost) for cost in costs])

@@ -301,7 +301,8 @@ def optimise(
     """
 
     def look(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
-        into.user_interrupt = bool(out.mip_dual_bound >= proof)
+        # Infinite where nothing is left below the period's upper limit: that is for HiGHS to say.
+        into.user_interrupt = bool(proof <= out.mip_dual_bound < highspy.kHighsInf)
 
     solver = pulp.HiGHS(
         msg=False,

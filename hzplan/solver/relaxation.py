@@ -291,7 +291,7 @@ class Relaxation:
         return any(grown)
 
     def memory_ms(self, unit: str) -> Coefficients:
-        """What the memory of a unit's patterns costs at the duals."""
+        """What the memory of a unit's patterns costs at the duals; and of a switch, that it counts."""
         found = np.zeros(len(self.question.families[unit].levels))
         for place, sizes in self._bytes[unit]:
             if place < len(self.duals) and self.duals[place]:  # else a row that is newer

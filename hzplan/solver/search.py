@@ -390,7 +390,7 @@ class Search:
             solved = optimise(problem, gap / 2, max(0.5, deadline - time.monotonic()), enough, proof)
             dual = problem.lp.solverModel.getInfo().mip_dual_bound
             if question is self.question:  # else plans that fit may be left out
-                self._prove(found, better if solved == "infeasible" else dual, offered)
+                self._prove(found, better if solved == "infeasible" else min(dual, better), offered)
             if solved in ("infeasible", "nothing"):
                 return question
             choice = problem.choice()

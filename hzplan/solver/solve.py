@@ -304,16 +304,18 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
     families: dict[str, Family] = {}
     alike: dict[object, Family] = {}
     pins, triples = Pins(request.pins, profile), model.mesh.triples()
+    some = model.schedule(prefetch=1, accumulation=1, clip=request.clip, offload=request.host_bytes > 0)
     for unit, tensors in tensors_of(profile).items():
         if tensors:
+            offload = unit in some.host_slots
             allowed = tuple(pins.allowed(t.name, triples, trainable=t.trainable) for t in tensors)
             key = tuple((t.shape, t.dtype, t.trainable, may) for t, may in zip(tensors, allowed, strict=True))
-            if key not in alike:
-                alike[key] = enumerate_patterns(
+            if (key, offload) not in alike:
+                alike[key, offload] = enumerate_patterns(
                     *(tensors, model, triples, allowed if request.pins else None),
-                    offload=request.host_bytes > 0,
+                    offload=offload,
                 )
-            families[unit] = alike[key]
+            families[unit] = alike[key, offload]
     switches = _switches(model, request.recompute, families)
     return [
         Search(model, size, pace, request, families, switches)

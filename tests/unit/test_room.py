@@ -51,10 +51,10 @@ def test_activations_are_blamed_on_the_unit_whose_turn_it_is() -> None:
 def test_what_lasts_is_blamed_on_the_unit_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     made = UnitState.__init__
 
-    def limited(self: UnitState, name: str, *others: object) -> None:
+    def limited(self: UnitState, name: str, *others: object, **named: bool) -> None:
         if name == "layers.1":
             raise MemoryError
-        made(self, name, *others)  # type: ignore[arg-type]
+        made(self, name, *others, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(UnitState, "__init__", limited)
     with pytest.raises(OutOfMemory, match=r"unit layers\.1 \(parameters: "):

@@ -300,3 +300,13 @@ def test_a_reduce_dtype_that_cannot_be_is_refused() -> None:
     request = Request(2**30, profile.mesh.world, reduce_dtype="float64")
     with pytest.raises(UserError, match=r"--reduce-dtype float64: .* travel in float32 or bfloat16"):
         solve(profile, request)
+
+
+@pytest.mark.parametrize("seed", range(6000, 6016))
+def test_a_bound_is_one_whatever_gap_is_asked_for(seed: int) -> None:
+    profile, request = _instance(seed)
+    request = replace(request, gap=(0.002, 0.02, 0.1)[seed % 3])
+    truth, outcome = try_everything(profile, request).objective_ns, solve(profile, request)
+    if truth is not None:
+        assert isinstance(outcome, Solved)
+        assert outcome.bound_ns <= truth * (1 + 1e-9) <= outcome.best.objective_ns * (1 + 2e-9)
