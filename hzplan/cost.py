@@ -297,10 +297,9 @@ class CostModel:
         """Cost of one bucket on its own."""
         return self.unit([bucket])
 
-    def unit(self, buckets: Iterable[BucketLayout], *, offload: bool = False) -> UnitCost:
-        """Cost of a unit; ``offload``: its optimizer state lies in the host's memory."""
-        made = self.together([self.part(bucket) for bucket in buckets])
-        return self.offloaded(made) if offload else made
+    def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
+        """Cost of a unit."""
+        return self.together([self.part(bucket) for bucket in buckets])
 
     @cached_property
     def _host_curve(self) -> list[tuple[int, float]]:

@@ -428,9 +428,9 @@ def _least(parts: Sequence[Costs]) -> Costs:
     return {unit: np.minimum.reduce([part[unit] for part in parts]) for unit in parts[0]}
 
 
-def _cheapest(excess: Mapping[str, Coefficients], reach: float, limit: int) -> dict[str, list[int]]:
-    """For every unit the patterns with the least excess, none beyond ``reach``."""
+def _cheapest(costs: Mapping[str, Coefficients], reach: float, limit: int) -> dict[str, list[int]]:
+    """For every unit the patterns that cost least, none beyond ``reach``."""
     return {
         unit: [int(i) for i in np.argsort(values, kind="stable")[:limit] if values[i] <= reach]
-        for unit, values in excess.items()
+        for unit, values in costs.items()
     }

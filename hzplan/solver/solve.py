@@ -298,7 +298,8 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
         )
     if request.host_bytes and profile.host is None:
         raise UserError(
-            "--host-memory: the profile knows no link to the host's memory; profile again, on GPUs"
+            "--host-memory: the profile knows no link to the host's memory; profile again, on GPUs or with "
+            "--analytic"
         )
     model = CostModel(profile, request.reduce_dtype)
     families: dict[str, Family] = {}
