@@ -11,7 +11,7 @@ from tests.cli.command import ROOT, hzplan
 def test_the_quickstart_is_as_written(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]
-    assert len(lines) == 5
+    assert len(lines) > 4
     for line in lines:
         words = shlex.split(line.replace("llama3-70b", "llama3-8b").replace("64GiB,76GiB", "32GiB,64GiB"))
         done = hzplan(*words[1:], cwd=tmp_path, timeout_s=180)
