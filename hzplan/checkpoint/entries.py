@@ -56,8 +56,12 @@ def whole(name: str, values: Tensor) -> Entry:
 
 def buffers(model: nn.Module) -> list[Entry]:
     """The buffers that a state dict of the model has."""
-    saved = model.state_dict(keep_vars=True)
-    return [whole(f"{MODEL}{name}", value) for name, value in model.named_buffers() if name in saved]
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [whole(f"{MODEL}{name}", value) for name, value in model.named_buffers() if name not in left_out]
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

@@ -60,9 +60,10 @@ class Workload:
 def load(spec: str, *, seq_len: int | None = None) -> Workload:
     """The workload that ``spec`` names, with sequences of ``seq_len`` tokens where given.
 
-    A factory takes no arguments and returns a Module that maps tokens [B, S] to logits [B, S, vocab], or an
-    object with such a ``model`` and, optionally, ``batch(n, generator)``, ``loss(model, batch)``, ``seq_len``
-    and ``vocab``. It is called once here, to see what it returns, and once in every ``build()``.
+    A factory takes no arguments and returns a Module that maps tokens [B, S] to logits [B, S, vocab] (or what
+    has ``logits``), or an object with such a ``model`` and, optionally, ``batch(n, generator)``,
+    ``loss(model, batch)``, ``seq_len`` and ``vocab``. It is called once here, to see what it returns, and
+    once in every ``build()``.
 
     Raises UserError, naming ``spec``, for anything that does not lead to a model.
     """
@@ -276,6 +277,8 @@ def _random_tokens(vocab: int, seq_len: int, sequences: int, generator: torch.Ge
 
 
 def next_token_loss(model: nn.Module, batch: object) -> Tensor:
-    """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1]."""
+    """Mean cross-entropy, in nats, of every next token of ``batch`` int64 [n, seq_len + 1]; of logits, or of
+    what has some, as models of transformers return."""
     assert isinstance(batch, Tensor)
-    return cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    found = model(batch[:, :-1])
+    return cross_entropy(getattr(found, "logits", found), batch[:, 1:])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -19,6 +20,7 @@ from hzplan.formats.profile import signature
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
 from hzplan.memory import assign_slots
+from hzplan.models.deferred import Waiting, become, stand_in
 from hzplan.models.hooks import attach
 from hzplan.models.local import split_over
 from hzplan.models.recompute import leaves, recompute
@@ -194,6 +196,7 @@ def apply(
             "start that many, or solve for this world"
         )
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
+    waiting = stand_in(model)
     _check_whole(units, world)
     tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
     _check_masters(units, tensors)
@@ -203,10 +206,14 @@ def apply(
     for unit in units:
         try:
             offload = unit.name in choice.offload and unit.name in schedule.host_slots
-            states.append(_state(unit, tensors[unit.name], choice, world, offload=offload))
+            states.append(
+                _state(unit, tensors[unit.name], choice, world, waiting.parameters, offload=offload)
+            )
         except Exception as error:
             error.add_note(f"{NOTE}{unit.name}")
             raise
+    if waiting.parameters or waiting.buffers:
+        _begin(model, waiting, states, world)
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
     engine = Engine(
@@ -219,6 +226,8 @@ def apply(
         raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
     modules = recomputed_modules(units, choice.recompute)
     undo = [attach(units, engine), *map(recompute, modules)]
+    if any(bucket.sharded for state in states for bucket in state.buckets):
+        undo += [refuse_state_dict(module) for module in {model, *(unit.module for unit in units)}]
 
     def detach() -> None:
         for one in undo:
@@ -226,6 +235,19 @@ def apply(
 
     engine.detach = detach
     return model, optimizer
+
+
+def refuse_state_dict(module: nn.Module) -> Callable[[], None]:
+    """From now on its state dict, which would be of NaN, is refused; returns what undoes that."""
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        raise UserError(
+            "the model is sharded, and its state_dict() would not have its weights: save with "
+            "hzplan.Checkpoints, or call hzplan.full_parameters(optimizer) on every rank"
+        )
+
+    handle: RemovableHandle = module.register_state_dict_pre_hook(refuse)
+    return handle.remove
 
 
 def _check_whole(units: Iterable[Unit], world: World) -> None:
@@ -306,8 +328,32 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
                 )
 
 
+def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:
+    """Give what waits its values, rank 0's, one tensor after the other."""
+    where = {
+        tensor.name: (bucket, index)
+        for state in states
+        for bucket in state.buckets
+        for index, tensor in enumerate(bucket.layout.tensors)
+    }
+    buffers = dict(model.named_buffers())
+    for name, values in waiting.values():
+        if name in where:
+            bucket, index = where[name]
+            bucket.begin_with(index, values)
+        else:
+            world.broadcast(kept := values.detach().contiguous())
+            become(model, buffers[name], kept)
+
+
 def _state(
-    unit: Unit, tensors: Iterable[TensorSpec], choice: Choice, world: World, *, offload: bool
+    unit: Unit,
+    tensors: Iterable[TensorSpec],
+    choice: Choice,
+    world: World,
+    waits: frozenset[str],
+    *,
+    offload: bool,
 ) -> UnitState:
     by_name = dict(unit.parameters)
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
@@ -316,6 +362,7 @@ def _state(
         Bucket(
             *(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire),
             offload=offload,
+            waits=waits & {tensor.name for tensor in layout.tensors},
         )
         for layout in layouts
     ]

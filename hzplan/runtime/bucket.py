@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -34,26 +36,33 @@ class Bucket:
         wire: torch.dtype | None = None,
         *,
         offload: bool = False,
+        waits: Collection[str] = (),
     ) -> None:
         """``wire``: what gradients travel in; by default what they are kept in. ``offload``: master weights
-        go to the host's memory at once."""
+        go to the host's memory at once. ``waits``: tensors whose values come later, to ``begin_with``."""
         self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.rank, self._world = world.rank, world
         self._wire = wire
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
         self.staged = layout.trainable and mesh.shards[levels.grad] > 1
-        flat = self._gather_initial()
-        start, end = self.bounds(levels.param)
+        first = local(parameters[0])
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        # What is kept must not keep the whole buffer alive.
-        self.param = flat[start:end].to(dtype, copy=True) if self.sharded else flat.to(dtype)
+        self.param = first.new_zeros(self._held(levels.param), dtype=dtype)
         self.whole = self.param
         if layout.keeps_master:
-            start, end = self.bounds(levels.optim)
-            self.master = flat[start:end].to("cpu" if offload else flat.device, copy=True)
+            where = "cpu" if offload else first.device
+            self.master = first.new_zeros(self._held(levels.optim), device=where)
         else:
             self.master = self.within(self.param, levels.param, levels.optim)
+        if waits:
+            for index, parameter in enumerate(parameters):
+                if layout.tensors[index].name not in waits:
+                    self.begin_with(index, parameter)
+        else:
+            flat = self._gathered_initial()
+            for index, values in enumerate(self.views(flat)):
+                self.fill(index, values)
         self.grad: Tensor | None = None
         if layout.trainable:
             self.grad = self.param.new_zeros(
@@ -62,7 +71,7 @@ class Bucket:
             self.staging = self.grad
 
     @torch.no_grad()
-    def _gather_initial(self) -> Tensor:
+    def _gathered_initial(self) -> Tensor:
         """All parameters in one buffer, rank 0's values on every rank, in the dtype that they come in."""
         first = self.parameters[0]
         flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
@@ -70,6 +79,31 @@ class Bucket:
             view.copy_(local(parameter))
         self._world.broadcast(flat)
         return flat
+
+    @torch.no_grad()
+    def begin_with(self, index: int, values: Tensor) -> None:
+        """Rank 0's values of a tensor, in its shape; every rank calls it."""
+        sent = local(values).detach().contiguous()
+        self._world.broadcast(sent)
+        self.fill(index, sent)
+
+    def fill(self, index: int, values: Tensor) -> None:
+        """Keep this rank's parts of a tensor's values."""
+        levels, flat = self.layout.levels, values.reshape(-1)
+        kept = [(self.param, levels.param)]
+        if self.layout.keeps_master:
+            kept.append((self.master, levels.optim))
+        offset = self.layout.offsets[index]
+        for buffer, level in kept:
+            start, end = self.bounds(level)
+            low, high = max(start, offset), min(end, offset + flat.numel())
+            if low < high:
+                buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
+
+    def _held(self, level: int) -> int:
+        """Elements of this rank's slice at a level."""
+        start, end = self.bounds(level)
+        return end - start
 
     @property
     def gradient_wire_nbytes(self) -> int:

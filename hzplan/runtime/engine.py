@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -338,12 +339,18 @@ class Engine:
         return {name for task in self._updates if self.executor.ran(task) for name in task.units}
 
     def _require_complete(self) -> None:
+        """All gradients of this step are sent; fewer micro-batches than planned will do."""
         wanted = self.schedule.accumulation
-        if self._micro_batch != wanted:
-            raise RuntimeError(
-                f"step() after {self._micro_batch} backward passes, but the plan accumulates {wanted}; "
-                "call backward() that often before each step()"
+        if not self._micro_batch:
+            raise RuntimeError(f"step() without a backward pass; the plan accumulates {wanted}")
+        if self._micro_batch < wanted:
+            warnings.warn(
+                f"step() after {self._micro_batch} backward passes, but the plan accumulates {wanted}: right "
+                "for the rest of an epoch, and slower than planned; for all steps solve again",
+                stacklevel=4,
             )
+            self._micro_batch = wanted - 1
+            self.backward_end()  # as of one more that brings nothing
 
     # Scheduled mode.
 

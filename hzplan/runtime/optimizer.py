@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,7 @@ class ShardedOptimizer(Optimizer):
         empty = nn.Parameter(torch.zeros(0))  # a rank may hold no piece at all
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
+        self._clipped = False
         self._steps = self._updating = 0  # taken; and the number of the one whose updates are launched
         self._first_nonfinite = {
             name: torch.full((), NEVER, dtype=torch.int64, device=engine.device)
@@ -136,17 +138,28 @@ class ShardedOptimizer(Optimizer):
             template.defaults,
         )
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Launch the update of every unit and the gathering of its parameters, and return.
 
         The next forward waits for what it needs. Called after the last backward of the plan's accumulation.
         Under a plan without clipping units are updated in that backward, as soon as their gradients are
-        there: set learning rates before it.
+        there: set learning rates before it. ``closure``, which calls backward, is called first; what it
+        returns is returned.
         """
+        found = None
         if closure is not None:
-            raise UserError("hzplan's optimizer takes no closure; call backward() yourself, then step()")
+            with torch.enable_grad():
+                found = closure()
+        if self.engine.schedule.clip and not self._clipped:
+            warnings.warn(
+                "the plan foresees clipping, and step() came without optimizer.clip_grad_norm_ (torch's own "
+                "finds no gradients to clip); without clipping solve with --no-clip, which is faster",
+                stacklevel=2,
+            )
+        self._clipped = False
         self.engine.step()
         self._steps += 1
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: the first backward of a step overwrites."""
@@ -281,6 +294,7 @@ class ShardedOptimizer(Optimizer):
         UserError under a plan without clipping, where updates wait for no norm.
         """
         self.engine.wait_gradients()
+        self._clipped = True
         owned = [*itertools.chain.from_iterable(self._owned_gradients.values())]
         squares = torch.zeros(len(self._split_over), dtype=torch.float64, device=self.engine.device)
         for place, groups in enumerate(self._split_over):

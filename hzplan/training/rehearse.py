@@ -13,6 +13,7 @@ import torch
 from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
+from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
@@ -94,7 +95,8 @@ def rehearse(
     with room(plan, lambda: made[0].engine if made else None):
         progress("making the model", 0.0)
         device = Ranks.here().device
-        model = workload.build().to(device, master_dtype_of(getattr(torch, plan.model.dtype)))
+        dtype = master_dtype_of(getattr(torch, plan.model.dtype))
+        model = deferred_if_possible(lambda: workload.build().to(device, dtype))
         check_model(model, plan)
         made_by = _optimizer(plan)
         model, optimizer = apply(

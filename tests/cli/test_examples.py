@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,81 @@ def test_an_error_in_the_loop_stays_what_it_is(folder: Path) -> None:
     assert "ValueError: mine" in done.stderr
     assert "terminate called" not in done.stderr
     assert re.search(r"exitcode +: 1 ", done.stderr), done.stderr
+
+
+def one_process(folder: Path, script: str) -> list[float]:
+    """What a script of its own prints, without ranks."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+TRAINER_ALONE = """
+import torch
+from train_trainer import SAMPLES, Trainer, TrainingArguments, factory, sample
+
+arguments = TrainingArguments(
+    "alone", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=4, num_train_epochs=2,
+    learning_rate=3e-3, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.01, logging_steps=1,
+    save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+)
+torch.manual_seed(0)
+trainer = Trainer(factory(), arguments, train_dataset=[sample(index) for index in range(SAMPLES)])
+trainer.train()
+for entry in trainer.state.log_history:
+    if "loss" in entry:
+        print(f"loss {float(entry['loss']):.5f}")
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_trainer_trains_as_it_would_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    model = ("train_trainer:factory", "--nproc", 2, "--micro-batch", 2, "-o", "profile.json")
+    assert hzplan("profile", *model, cwd=folder).code == 0
+    assert hzplan("solve", "profile.json", "--global-batch", 8, "--memory", "5MiB", cwd=folder).code == 0
+    done = torchrun(2, "train_trainer.py", cwd=folder)
+    assert done.code == 0, done.stderr
+    planned, alone = losses(done), one_process(folder, TRAINER_ALONE)
+    assert len(planned) == len(alone) == 26  # every thirteenth has half the samples, of ragged length
+    assert planned == pytest.approx(alone, rel=2e-3)
+    assert planned[-1] < planned[0] / 3
+
+
+LIGHTNING_ALONE = """
+import torch
+from mymodel import Transformer, batch
+from torch.nn.functional import cross_entropy
+
+torch.manual_seed(0)
+model = Transformer()
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for step in range(60):
+    for part in range(2):
+        found = 0.0
+        for rank in range(2):
+            tokens = batch(step, part, rank)
+            loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()) / 2
+            (loss / 2).backward()
+            found += loss.item()
+        if (2 * step + part) % 20 == 19:
+            print(f"loss {found:.5f}")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_lightning_trains_as_one_process_would(folder: Path) -> None:
+    pytest.importorskip("lightning")
+    done = torchrun(2, "train_lightning.py", cwd=folder)
+    assert done.code == 0, done.stderr
+    planned, alone = losses(done), one_process(folder, LIGHTNING_ALONE)
+    assert len(planned) == len(alone) == 6
+    assert planned == pytest.approx(alone, rel=2e-3)

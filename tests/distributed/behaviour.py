@@ -352,11 +352,11 @@ def misuse(_: Any) -> dict[str, str]:
     """What is refused, and how a sharded parameter reads outside its turn."""
     found = {}
     model, optimizer = sharded(SHARDED)
-    loss_of(model, batch(0, 0, 0)).backward()
     try:
         optimizer.step()
     except RuntimeError as error:
         found["step too early"] = str(error)
+    loss_of(model, batch(0, 0, 0)).backward()
     weight = dict(model.named_parameters())["layers.0.attention.qkv.weight"]
     found["outside its turn"] = str(bool(weight.isnan().all()))
     optimizer.engine.close()

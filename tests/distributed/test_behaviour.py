@@ -67,7 +67,7 @@ def test_steps_outside_the_schedule_are_correct(tmp_path: Path) -> None:
 
 def test_misuse_is_loud(tmp_path: Path) -> None:
     found = on_ranks(4, f"{MODULE}:misuse", None, tmp_path)
-    assert "after 1 backward passes" in found["step too early"]
+    assert "without a backward pass" in found["step too early"]
     assert found["outside its turn"] == "True"
 
 

@@ -1,0 +1,150 @@
+"""Models whose values wait: the same as models that are made at once, and nowhere whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hzplan
+from hzplan.errors import UserError
+from hzplan.models.deferred import deferred_if_possible, deferred_init, stand_in
+from hzplan.models.workload import load
+from tests.unit.test_architectures import ARCHITECTURES
+
+
+class Odd(nn.Module):
+    """What constructors do: start over, look at values, copy, tie, slice, scale, draw from a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(5)
+        self.square = nn.Linear(8, 8)
+        nn.init.orthogonal_(self.square.weight)
+        self.conv = nn.Conv1d(4, 4, 3)
+        nn.init.trunc_normal_(self.conv.weight, std=1.0, a=-0.5, b=0.5)  # draws until all are within
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.table = nn.Embedding(10, 4, padding_idx=0)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.table.weight
+        self.copies = nn.ModuleList(copy.deepcopy(self.square) for _ in range(2))
+        self.mixed = nn.Parameter(torch.empty(6))
+        nn.init.normal_(self.mixed, generator=own)
+        self.recurrent = nn.LSTM(4, 4)
+        self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 3)]
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)), persistent=False)
+        self.register_buffer("angles", 1 / 10_000 ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("noise", torch.randn(3, generator=own) + torch.rand(3))
+        constants = torch.tensor([1.0, 2.0])
+        with torch.no_grad():
+            self.square.weight[0] = 1
+            self.table.weight.mul_(2)
+            self.square.bias[:2] = constants
+            constants.zero_()
+            for parameter in self.copies.parameters():
+                parameter.normal_(std=0.02)
+
+
+def of_transformers(kind: str, folder: Path) -> Callable[[], nn.Module]:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind} | ARCHITECTURES[kind]))
+    return load(f"hf:{folder / 'config.json'}", seq_len=16).build
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def check_the_same(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(7)
+    made, stands = build(), torch.get_rng_state()
+    torch.manual_seed(7)
+    model = deferred_init(build)
+    waiting = stand_in(model)
+    found = {name: values.clone() for name, values in waiting.values()}
+    assert torch.equal(torch.get_rng_state(), stands)
+    now = tensors(model)
+    assert now.keys() == tensors(made).keys()
+    for name, values in tensors(made).items():
+        assert (now[name].shape, now[name].dtype) == (values.shape, values.dtype)
+        assert now[name].requires_grad == values.requires_grad
+        torch.testing.assert_close(found.get(name, now[name]), values, rtol=0, atol=0, equal_nan=True)
+    assert waiting.parameters == dict(made.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name", ["gpt:nano", "moe:nano"])
+def test_a_built_in_model_has_the_values_of_ordinary_construction(name: str) -> None:
+    check_the_same(load(name).build)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_model_of_transformers_has_the_values_of_ordinary_construction(kind: str, tmp_path: Path) -> None:
+    check_the_same(of_transformers(kind, tmp_path))
+
+
+def test_constructors_may_do_many_things() -> None:
+    check_the_same(Odd)
+    check_the_same(lambda: Odd().to(torch.float64))
+    check_the_same(lambda: nn.Transformer(8, 2, 1, 1, 16))
+
+
+def test_numbers_drawn_since_are_not_drawn_again() -> None:
+    torch.manual_seed(0)
+    model = deferred_init(nn.Linear, 4, 4)
+    torch.rand(3)
+    drawn = torch.get_rng_state()
+    list(stand_in(model).values())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Layers(nn.Module):
+    """Layers, all of them scaled at the end or not."""
+
+    def __init__(self, count: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_no_more_than_a_tensor_is_there_at_once() -> None:
+    waiting = stand_in(deferred_init(Layers))
+    kept: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+    for _, values in waiting.values():
+        kept.append(weakref.ref(values.untyped_storage()))
+        most = max(most, sum(storage() is not None for storage in kept))
+    assert len(kept) == 16
+    assert most <= 2  # the one before is still the loop's
+
+
+def test_what_no_record_knows_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(UserError, match=r"^weight has no values.*hzplan\.deferred_init"):
+        stand_in(model)
+
+
+def test_a_constructor_that_needs_values_is_told_apart() -> None:
+    class Looks(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.first = self.weight.detach().numpy()[0, 0]
+
+    with pytest.raises(UserError, match="Looks cannot be made without values"):
+        deferred_init(Looks)
+    torch.manual_seed(0)
+    made = deferred_if_possible(Looks)
+    torch.manual_seed(0)
+    assert torch.equal(made.weight, Looks().weight)
+    assert hzplan.deferred_init is deferred_init
