@@ -66,7 +66,7 @@ exhaustive: $(STAMP) ## solver and runtime against trying everything, in more ca
 soak: $(STAMP) ## train 2,000 steps under random plans in turn, beside one process (several minutes)
 	OMP_NUM_THREADS=1 $(PY) -m tests.distributed.soak
 
-convergence: $(STAMP) ## train a small GPT for 5,000 steps in bf16, under a plan and under FSDP2 (half an hour)
+convergence: $(STAMP) ## train small models for 5,000 steps in bf16, under a plan and under FSDP2 (an hour)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.convergence --docs docs/convergence.md
 
 clean: ## remove .venv, caches and build outputs

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.convergence``: a small GPT trained for long in bfloat16, by a plan and by FSDP2.
+"""``python -m benchmarks.convergence``: small models trained for long in bfloat16, by a plan and by FSDP2.
 
 Not a comparison of speed: final losses of a few seeds, which must not differ more than seeds do.
 """
@@ -22,7 +22,7 @@ from benchmarks.measure import ROOT, output_of
 from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 
-MODEL, RANKS, MICRO_BATCH, LR = "gpt:tiny", 2, 4, 1e-3
+MODELS, RANKS, MICRO_BATCH, LR = ("gpt:tiny", "moe:nano"), 2, 4, 1e-3
 TAIL = 200
 """A final loss is the mean of this many last steps."""
 EVERY = 50
@@ -34,10 +34,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 5000,
     seeds: Annotated[int, typer.Option(help="Runs of each.")] = 3,
+    model: Annotated[list[str] | None, typer.Option(help="Models; by default all.")] = None,
     output: Annotated[Path, typer.Option(help="Losses of all runs.")] = Path(
         "benchmarks/results/convergence.json"
     ),
-    docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Where to write the tables.")] = None,
     plan: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train and compare.
@@ -48,13 +49,17 @@ def main(
         assert plan is not None
         _train(plan, steps, seeds, output)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        made = _make_plan(Path(folder))
-        words = ["-m", "benchmarks.convergence", "--steps", steps, "--seeds", seeds, "--output", output]
-        job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
-        command = [sys.executable, *job, *words, "--plan", made]
-        subprocess.run([*map(str, command)], cwd=ROOT, env=_environment(), check=True)
-    text = _markdown(json.loads(output.read_text(encoding="utf-8")))
+    found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    for name in model or MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            made, result = _make_plan(name, Path(folder)), Path(folder) / "result.json"
+            words = ["-m", "benchmarks.convergence", "--steps", steps, "--seeds", seeds, "--output", result]
+            job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
+            command = [sys.executable, *job, *words, "--plan", made]
+            subprocess.run([*map(str, command)], cwd=ROOT, env=_environment(), check=True)
+            found[name] = json.loads(result.read_text(encoding="utf-8"))
+        write_text(output, json.dumps(found, indent=1) + "\n")
+    text = _markdown(found)
     if docs is None:
         print(text)
     else:
@@ -65,27 +70,27 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _make_plan(folder: Path) -> Path:
+def _make_plan(name: str, folder: Path) -> Path:
     """A plan with sharded parameters: no more memory than twice what the smallest one needs of buffers."""
     profile, plan = folder / "profile.json", folder / "plan.json"
     words = [sys.executable, "-m", "hzplan"]
     shape = ["--nproc", RANKS, "--micro-batch", MICRO_BATCH, "--dtype", "bf16", "-o", profile]
-    output_of([*words, "profile", MODEL, *map(str, shape)])
+    output_of([*words, "profile", name, *map(str, shape)])
     from hzplan.cost import CostModel
     from hzplan.formats.profile import Profile
     from hzplan.hierarchy import Levels
     from hzplan.solver.evaluate import evaluate, uniform
 
     measured = Profile.load(profile)
-    model = CostModel(measured)
+    costs = CostModel(measured)
     peaks = [
         evaluate(
-            model,
+            costs,
             uniform(measured, Levels(level, level, level)),
-            model.schedule(prefetch=1, accumulation=1, clip=True),
+            costs.schedule(prefetch=1, accumulation=1, clip=True),
             MICRO_BATCH,
         ).memory.peak
-        for level in (0, model.mesh.levels)
+        for level in (0, costs.mesh.levels)
     ]
     batch = ["--memory", f"{sum(peaks) // 2}B", "--global-batch", RANKS * MICRO_BATCH, "-o", plan]
     output_of([*words, "solve", str(profile), *map(str, batch)])
@@ -146,24 +151,30 @@ def spread(found: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _markdown(found: Mapping[str, Any]) -> str:
-    apart, between = spread(found)
-    seeds = sorted({run["seed"] for run in found["runs"]})
-    final = {(run["who"], run["seed"]): run["final"] for run in found["runs"]}
+    """``found``: the runs of every model."""
     lines = [
         "# Convergence",
         "",
-        f"{found['model']} in {found['dtype']}, {found['steps']} steps on {RANKS} ranks, constant learning "
-        f"rate {LR}, on the text of Python's own library: mean loss of the last {found['tail']} steps, under "
-        "a plan and under FSDP2 with the same precision. `make convergence`.",
+        f"{RANKS} ranks, constant learning rate {LR}, on the text of Python's own library: the mean loss of "
+        f"the last {TAIL} steps, under a plan and under FSDP2 with the same precision. `make convergence`.",
         "",
-        "| seed | hzplan | FSDP2 |",
-        "|---|---|---|",
-        *(f"| {seed} | {final['hzplan', seed]:.4f} | {final['fsdp2', seed]:.4f} |" for seed in seeds),
-        "",
-        f"At most {apart:.4f} apart at one seed; FSDP2's seeds are {between:.4f} apart.",
-        "",
+        "| model | dtype | steps | seed | hzplan | FSDP2 |",
+        "|---|---|---|---|---|---|",
     ]
-    return "\n".join(lines)
+    for name, runs in found.items():
+        final = {(run["who"], run["seed"]): run["final"] for run in runs["runs"]}
+        lines += [
+            f"| {name} | {runs['dtype']} | {runs['steps']} | {seed} | {final['hzplan', seed]:.4f} | "
+            f"{final['fsdp2', seed]:.4f} |"
+            for seed in sorted({seed for _, seed in final})
+        ]
+    lines.append("")
+    for name, runs in found.items():
+        apart, between = spread(runs)
+        lines.append(
+            f"- {name}: at most {apart:.4f} apart at one seed; FSDP2's seeds are {between:.4f} apart."
+        )
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from hzplan.hierarchy import Levels
 from hzplan.simulate import events
@@ -88,7 +89,8 @@ def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice
 
     All units of a kind are recomputed or none, or offloaded or none; or they take a pattern known from other
     plans; or one of their buckets takes another triple; or one of their tensors does; or one unit alone takes
-    a known pattern, or is recomputed or not, or offloaded or not.
+    a known pattern, or one triple for all of its tensors; or two units exchange their patterns; or one unit
+    alone is recomputed or not, or offloaded or not.
     """
     again, moved = best.modes
     for some in around.switched:
@@ -124,6 +126,15 @@ def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
         for unit in units:
             for pattern in around.known[units[0]]:
                 yield {**levels, unit: pattern}
+    for units in around.alike:
+        for unit in units:
+            for triple in around.triples:
+                plain = _changed(levels[unit], {*range(len(levels[unit]))}, triple, around.trained[units[0]])
+                yield {**levels, unit: plain}
+    for units in around.alike:
+        for one, other in combinations(units, 2):
+            if levels[one] != levels[other]:
+                yield {**levels, one: levels[other], other: levels[one]}
 
 
 def _buckets(pattern: Pattern) -> list[set[int]]:

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 import hzplan
 from hzplan.errors import UserError
+from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.deferred import deferred_if_possible, deferred_init, stand_in
+from hzplan.models.units import find_units
 from hzplan.models.workload import load
+from hzplan.runtime.apply import Choice, apply
+from hzplan.runtime.paced import PacedWorld
+from hzplan.schedule import Use
+from hzplan.training.measure import alive_bytes, peak_memory_bytes
 from tests.unit.test_architectures import ARCHITECTURES
 
 
@@ -126,6 +132,25 @@ def test_no_more_than_a_tensor_is_there_at_once() -> None:
         most = max(most, sum(storage() is not None for storage in kept))
     assert len(kept) == 16
     assert most <= 2  # the one before is still the loop's
+
+
+def test_no_rank_ever_holds_the_model() -> None:
+    mesh, device = Mesh.parse("8"), torch.device("cpu")
+    with torch.device("meta"):
+        units = [unit.name for unit in find_units(Layers())]
+        levels = {name: Levels(1, 1, 1) for name, _ in Layers().named_parameters()}
+    uses = [Use(unit, "forward") for unit in units] + [Use(unit, "backward") for unit in reversed(units)]
+    choice = Choice(mesh, levels, tuple(uses), prefetch=1, accumulation=1, clip=True)
+    kept = []
+
+    def make() -> None:
+        world = PacedWorld(mesh, 3, lambda *_: 0.0, exchanges=True)
+        kept.append(apply(deferred_init(Layers), choice, torch.optim.SGD, world=world, lr=0.1))
+
+    peak = peak_memory_bytes(make, device)
+    kept[0][1].engine.close()
+    lasts, tensor, model = alive_bytes(device), 64 * 64 * 4, 8 * (64 * 64 + 64) * 4
+    assert lasts - model < peak <= lasts + 2 * tensor < lasts + model / 2
 
 
 def test_what_no_record_knows_is_named() -> None:
