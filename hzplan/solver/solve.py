@@ -59,6 +59,10 @@ class Solved:
     seconds: float
 
 
+LOCAL_S, LOCAL_SHARE = 6.0, 0.1
+"""Seconds that are kept for the local search in the simulator, and their share of the time at most."""
+
+
 @dataclass(frozen=True)
 class Infeasible:
     """No choice fits; ``smallest`` has the least peak memory of all."""
@@ -125,7 +129,8 @@ def solve(
         watch(Standing(time.monotonic() - started, doing, found.least_ms, bound))
 
     try:
-        feasible = _explored(searches, found, request, deadline, tell)
+        kept = min(LOCAL_S, LOCAL_SHARE * request.time_limit_s) if request.gap > 0 else 0.0
+        feasible = _explored(searches, found, request, deadline - kept, tell)
         if not found.all and not all(search.certainly_too_large for search in feasible):
             reason = "no plan was found in the time, and none was proven impossible; raise --time-limit"
             return Failed(reason, time.monotonic() - started)
