@@ -25,7 +25,7 @@ from hzplan.training.batches import TextBatches
 from hzplan.training.data import load_corpus
 from hzplan.training.measure import peak_memory_bytes
 
-MODELS, MICRO_BATCH, RANKS, TURNS, LR = ("moe:tiny", "moe:small"), 4, 8, 9, 1e-3
+MODELS, MICRO_BATCH, RANKS, TURNS, LR = ("moe:tiny",), 4, 8, 9, 1e-3
 AFTER = (0, 100, 400)
 """Steps of training before each look."""
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -33,7 +33,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="Mixtures; by default two presets.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Mixtures; by default a preset.")] = None,
     output: Annotated[Path, typer.Option(help="All figures.")] = Path("benchmarks/results/imbalance.json"),
     docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
 ) -> None:
