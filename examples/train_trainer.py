@@ -23,7 +23,7 @@ VOCAB, LENGTH, SAMPLES = 64, 32, 100
 
 
 def factory() -> LlamaForCausalLM:
-    """A small model; start from pretrained weights with hzplan.deferred_init and Checkpoints, or a folder."""
+    """A small model of random weights."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,

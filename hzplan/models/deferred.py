@@ -8,8 +8,9 @@ as later calls read: a model of any size needs the memory of a few of its tensor
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -31,13 +32,14 @@ HELD_AS = "_hzplan_deferred"
 EMPTY = ("empty", "new_", "zeros", "ones", "full", "rand")
 """How the names of operations begin that make tensors to be written to; others without inputs (a range) have
 their values at once, where these are few: constructors look at them."""
-FEW = 1 << 20
+FEW, MOST_CALLS = 1 << 20, 50_000
+META = torch.device("meta")
+LOOK = torch.ops.aten._local_scalar_dense.default
+"""What a constructor looks at values with, as for ``if not mask.any():``."""
+GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed")
+"""Of torch and torch.random: what would find the generator where it is not yet, or put it elsewhere."""
 OVERWRITES = {"fill_", "zero_", "copy_", "uniform_", "normal_", "random_", "exponential_", "log_normal_"}
 """What writes all of its first argument and reads none of it."""
-
-
-LOOKS = {torch.ops.aten._local_scalar_dense.default}
-"""What a constructor looks at values with, as for ``if not mask.any():``."""
 
 
 class Place(NamedTuple):
@@ -50,8 +52,14 @@ class Place(NamedTuple):
     offset: int
 
     @property
-    def covers(self) -> int:
-        """Bytes that the window has."""
+    def dense(self) -> bool:
+        """Whether it is the elements from the storage's first on, in order."""
+        strides = tuple(torch.empty(self.size, device=META).stride())
+        return self.offset == 0 and self.stride == strides
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements in the window."""
         return prod(self.size) * self.dtype.itemsize
 
 
@@ -90,20 +98,20 @@ class Unrecorded(Exception):
     """A constructor does what cannot be left for later."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """Everything that a constructor did to tensors that wait, in order.
 
     ``devices``: by storage, where it will lie. ``states``: of the default generators, by device type, before
     the random calls that were made so far for somebody who looked at values, and after the last of these;
-    ``generators``: copies of the constructor's own ones, as they were at first.
+    ``versions``: by storage, how often it had been written to when the constructor ended.
     """
 
     calls: list[Call] = field(default_factory=list)
     storages: list[UntypedStorage] = field(default_factory=list)  # kept, so that no other has their addresses
     devices: list[torch.device] = field(default_factory=list)
-    states: list[dict[str | torch.Generator, Tensor]] = field(default_factory=list)
-    generators: dict[torch.Generator, torch.Generator] = field(default_factory=dict)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)
     randoms: int = 0
     _numbers: dict[int, int] = field(default_factory=dict)
 
@@ -116,6 +124,8 @@ class Record:
 
     def place(self, tensor: Tensor) -> Place:
         """Where a tensor that waits is."""
+        if tensor.is_conj() or tensor.is_neg():
+            raise Unrecorded("a conjugate or negative view")
         number = self._numbers[tensor.untyped_storage()._cdata]
         window = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         return Place(number, tensor.dtype, *window)
@@ -133,55 +143,54 @@ class Record:
         Random numbers come from the generators as they were; these stand after them then, as after ordinary
         construction, unless others were drawn since.
         """
-        untouched = all(torch.equal(state, _default(kind)) for kind, state in self.states[0].items())
-        with _restored(keep=untouched):
+        with self._restored(keep=self.untouched):
             yield from _Replay(self, wanted).run()
+
+    def order(self, wanted: Collection[Place]) -> list[Place]:
+        """In which ``values`` has them."""
+        return _Replay(self, wanted).order()
 
     def now(self, tensor: Tensor) -> Tensor:
         """The values of a tensor that waits, while its constructor runs."""
         place = self.place(tensor)
-        with _restored():
+        with self._restored():
             ((_, value),) = _Replay(self, [place], note=True).run()
         return value
 
-    def clone(self, generator: torch.Generator) -> torch.Generator:
-        """A generator of the constructor's own, as it was when it was first used."""
-        if generator not in self.generators:
-            self.generators[generator] = torch.Generator(generator.device)
-            self.generators[generator].set_state(generator.get_state())
-        return self.generators[generator]
+    @contextmanager
+    def _restored(self, *, keep: bool = False) -> Iterator[None]:
+        """Inside, the default generators may be set; ``keep``: what they are then is kept."""
+        before = {kind: _default(kind) for kind in self.states[0]}
+        try:
+            yield
+        finally:
+            for kind, state in before.items():
+                if not keep:
+                    _default_generator(kind).set_state(state)
 
     def note_states(self) -> None:
         """The generators as they are."""
-        self.states.append(
-            {kind: _default(kind) for kind in self.states[0]}
-            | {own: own.get_state() for own in self.generators.values()}
-        )
+        self.states.append({kind: _default(kind) for kind in self.states[0]})
 
     def set_states(self, number: int) -> None:
         """Before a random call that was made already, or after the last of these."""
-        for which, state in self.states[number].items():
-            if isinstance(which, torch.Generator):
-                which.set_state(state)
-            elif which == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state)
+        for kind, state in self.states[number].items():
+            _default_generator(kind).set_state(state)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has drawn or seeded since the constructor began."""
+        return all(torch.equal(state, _default(kind)) for kind, state in self.states[0].items())
 
 
-@contextmanager
-def _restored(*, keep: bool = False) -> Iterator[None]:
-    """Inside, the default generators may be set; ``keep``: what they are then is kept."""
-    with nullcontext() if keep else torch.random.fork_rng(_devices()):
-        yield
+def _default_generator(kind: str) -> torch.Generator:
+    if kind == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def _devices() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
-
-
-def _default(kind: object) -> Tensor:
-    return torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state()
+def _default(kind: str) -> Tensor:
+    return _default_generator(kind).get_state()
 
 
 class _Replay:
@@ -222,7 +231,8 @@ class _Replay:
             lasts[number] = {s for s in writes | reads if s in self.wanted and s not in seen}
             seen |= writes | reads
             gone = {place.storage for place in call.made}
-            if (over := call.overwritten) and over.covers == self.record.storages[over.storage].nbytes():
+            over = call.overwritten
+            if over and over.dense and over.nbytes == self.record.storages[over.storage].nbytes():
                 gone.add(over.storage)
             live = (live - gone) | reads
         return needed[::-1], lasts, ends
@@ -246,6 +256,12 @@ class _Replay:
         if all(call.random is None or call.random < self.drawn for call in self.record.calls):
             self.record.set_states(self.drawn)
 
+    def order(self) -> list[Place]:
+        """What ``run`` hands on, in order, without running."""
+        touched = [s for number in self.needed for s in sorted(self.lasts[number])]
+        listed = dict.fromkeys([*touched, *sorted(self.wanted)])
+        return [place for storage in listed for place in self.wanted[storage]]
+
     def _hand_on(self, storage: int) -> Iterator[tuple[Place, Tensor]]:
         for place in self.wanted.pop(storage, ()):
             yield place, self._tensor(place)
@@ -263,9 +279,7 @@ class _Replay:
 
     def _repeat(self, call: Call) -> None:
         def real(thing: Any) -> Any:
-            if isinstance(thing, Place):
-                return self._tensor(thing)
-            return self.record.clone(thing) if isinstance(thing, torch.Generator) else thing
+            return self._tensor(thing) if isinstance(thing, Place) else thing
 
         arguments = _mapped(real, call.arguments)
         results = call.operation(*arguments, **_mapped(real, call.options))
@@ -305,7 +319,7 @@ class _Recorder(TorchDispatchMode):
         options = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         waiting = [tensor for tensor in tensors if self.record.knows(tensor)]
-        if waiting and func in LOOKS:
+        if waiting and func is LOOK:
             return func(self.record.now(waiting[0]))
         if not waiting and not self._begins(func, args, options, tensors):
             return func(*args, **options)
@@ -327,7 +341,7 @@ class _Recorder(TorchDispatchMode):
         if written or new:
             for tensor in new:
                 self.record.add(tensor, tensor.device)
-            self._write_down(func, args, options, [] if written else made, written)
+            self._write_down(func, args, options, new if written else made, written)
         return result
 
     def _begins(self, func: Any, args: Sequence[Any], options: dict[str, Any], tensors: list[Tensor]) -> bool:
@@ -353,7 +367,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         def noted(thing: Any) -> Any:
             if isinstance(thing, torch.Generator):
-                self.record.clone(thing)
+                raise Unrecorded("numbers from a generator that is given")
             if not isinstance(thing, Tensor):
                 return thing
             if self.record.knows(thing):
@@ -362,7 +376,11 @@ class _Recorder(TorchDispatchMode):
                 raise Unrecorded(f"{func} reads a tensor of no device")
             return thing.detach().clone()  # its values now; who made it may change them
 
+        if len(self.record.calls) == MOST_CALLS:
+            raise Unrecorded(f"more than {MOST_CALLS} operations")
         random = self.record.randoms if _is_random(func) else None
+        if random is not None and not self.record.untouched:
+            raise Unrecorded("the generator is seeded in between")
         self.record.randoms += random is not None
         self.record.calls.append(
             Call(
@@ -374,9 +392,6 @@ class _Recorder(TorchDispatchMode):
                 random,
             )
         )
-
-
-META = torch.device("meta")
 
 
 def _is_random(func: Any) -> bool:
@@ -397,37 +412,133 @@ def deferred_init(build: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M
 
     There every rank makes one tensor after the other and keeps its slices: the values are those of ordinary
     construction under the same ``torch.manual_seed``, rank 0's on every rank, and no rank ever holds the
-    model. What weights are loaded into may be made so too.
+    model. The generator moves on there too, as it would have here; what is drawn in between is drawn again.
+    Weights are loaded after ``parallelize``.
 
-    UserError where construction looks at the values of a tensor that it has allocated.
+    UserError where construction cannot be left for later: it converts tensors to others' arrays, sets
+    generators or draws from its own, or keeps tensors outside of parameters and buffers.
     """
-    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    record = Record(states=[{kind: _default(kind) for kind in kinds}])
+    record = Record(states=[{kind: _default(kind) for kind in _kinds()}])
+    if any(
+        other.randoms and other.states[0].keys() == record.states[0].keys() and other.untouched
+        for other in _pending
+    ):
+        raise UserError(
+            "another model made by deferred_init waits to draw the numbers that this one would; make both in "
+            "one function given to deferred_init, or parallelize the other one first"
+        )
+    recorder = _Recorder(record)
     try:
-        with warnings.catch_warnings(), _Recorder(record):
+        with warnings.catch_warnings(), _unmoved_generators(), _kept_attributes(), recorder:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch, to copy it
             model = build(*args, **kwargs)
-    except (Unrecorded, NotImplementedError, RuntimeError) as error:
+        _check(model, record)
+    except (Unrecorded, NotImplementedError, RuntimeError, AssertionError) as error:
         raise UserError(
             f"{getattr(build, '__name__', 'the model')} cannot be made without values ({one_line(error)}); "
             "make it without deferred_init"
         ) from error
+    recorder.shapes.allow_non_fake_inputs = False  # values that come now would be lost
     setattr(model, HELD_AS, record)
+    _pending.add(record)
     return model
 
 
-def deferred_if_possible(build: Callable[[], M]) -> M:
-    """``deferred_init(build)``, or ``build()`` where construction looks at values or fails."""
+_pending: weakref.WeakSet[Record] = weakref.WeakSet()
+"""Records that nobody has replayed."""
+
+
+def _kinds() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@contextmanager
+def _unmoved_generators() -> Iterator[None]:
+    """Inside, who asks torch where its generator is, or sets it, is refused: it stands where it stood."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise Unrecorded("torch's generator is read or set")
+
+    places = [(module, name) for module in (torch, torch.random) for name in GENERATORS]
+    before = [getattr(module, name) for module, name in places]
     try:
-        with torch.random.fork_rng(_devices()):  # of a constructor that has begun
-            return deferred_init(build)
-    except UserError:
+        for module, name in places:
+            setattr(module, name, refuse)
+        yield
+    finally:
+        for (module, name), function in zip(places, before, strict=True):
+            setattr(module, name, function)
+
+
+@contextmanager
+def _kept_attributes() -> Iterator[None]:
+    """Inside, what parameters are marked with stays when a module is cast or moved: as it does with those
+    that have values, and not with others, which torch makes anew."""
+    apply: Callable[..., nn.Module] = nn.Module._apply
+
+    def keeping(module: nn.Module, *given: Any, **options: Any) -> nn.Module:
+        marked = [(tensor, _marks(tensor)) for tensor in module.parameters()]
+        found = apply(module, *given, **options)
+        for tensor, marks in marked:
+            for name, value in marks.items():
+                setattr(tensor, name, value)
+        return found
+
+    nn.Module._apply = keeping  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _check(model: nn.Module, record: Record) -> None:
+    """Unrecorded, when something of the model waits that ``stand_in`` would not find."""
+    if not record.untouched:
+        raise Unrecorded("the generator is seeded")
+    registered = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    for name, module in model.named_modules():
+        for attribute, held in vars(module).items():
+            inside = attribute in ("_parameters", "_buffers")
+            for leaf in tree_leaves(held):
+                if isinstance(leaf, FakeTensor) and not (inside or id(leaf) in registered):
+                    raise Unrecorded(f"{name or 'the model'}.{attribute} holds a tensor that is no buffer")
+                if isinstance(leaf, FakeTensor) and not record.knows(leaf):
+                    raise Unrecorded(f"{name or 'the model'} has a tensor of another origin")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if record.knows(tensor):
+            if isinstance(tensor, nn.Parameter) and (tensor._backward_hooks or _accumulates(tensor)):
+                raise Unrecorded("a parameter has hooks")
+            record.versions[record.place(tensor).storage] = tensor._version
+
+
+def _accumulates(tensor: Tensor) -> bool:
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def deferred_if_possible(build: Callable[[], M]) -> M:
+    """``deferred_init(build)``, or ``build()`` where that is refused. For models that are known: what else a
+    constructor does, it may do twice."""
+    try:
+        return deferred_init(build)
+    except Exception:
         return build()
 
 
-def become(model: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Let a parameter or buffer of a model be another tensor: the same object, if nothing holds weak
-    references to it, as torch's recurrent modules do, which listen to what is set."""
+def _marks(tensor: Tensor) -> dict[str, Any]:
+    """A tensor's attributes, without those that torch gives one that has only a shape."""
+    of_torch: set[str] = set()
+    if isinstance(tensor, FakeTensor):
+        with tensor.fake_mode:
+            of_torch = {*vars(nn.Parameter(torch.empty(0)))}
+    return {name: value for name, value in vars(tensor).items() if name not in of_torch}
+
+
+def become(model: nn.Module, old: Tensor, new: Tensor) -> Tensor:
+    """Let a parameter or buffer of a model be another tensor, with its attributes; returns what it is now:
+    the same object, if nothing holds weak references to it, as torch's recurrent modules do, which listen to
+    what is set."""
+    for name, value in _marks(old).items():
+        setattr(new, name, value)
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:
@@ -435,15 +546,28 @@ def become(model: nn.Module, old: Tensor, new: Tensor) -> None:
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is old:
                     setattr(module, name, new)
+        return new
+    return old
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What of a model waits for values: the names of parameters, of buffers, and where all of it is."""
+    """What of a model waits for values: the names of parameters, of buffers, and where all of it is.
+
+    ``replaced``: tensors that had to become other objects, by the id of the old one, with it.
+    """
 
     parameters: frozenset[str]
     buffers: frozenset[str]
     places: Sequence[tuple[Record, Mapping[Place, list[str]]]]
+    replaced: Mapping[int, tuple[Tensor, Tensor]]
+
+    @property
+    def order(self) -> list[str]:
+        """The names in the order of ``values``."""
+        return [
+            name for record, names in self.places for place in record.order(names) for name in names[place]
+        ]
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by its name, once it has its values; what comes next may take their memory."""
@@ -459,7 +583,10 @@ def stand_in(model: nn.Module) -> Waiting:
     UserError for a tensor that has no values and that no record knows, by name.
     """
     records = [r for module in model.modules() if (r := module.__dict__.pop(HELD_AS, None)) is not None]
+    for record in records:
+        _pending.discard(record)
     places: list[dict[Place, list[str]]] = [{} for _ in records]
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
     kinds = dict(model.named_parameters()), dict(model.named_buffers())
     for name, tensor in [*kinds[0].items(), *kinds[1].items()]:
         if not (local(tensor).is_meta or isinstance(local(tensor), FakeTensor)):
@@ -467,18 +594,28 @@ def stand_in(model: nn.Module) -> Waiting:
         known = next((i for i, record in enumerate(records) if record.knows(tensor)), None)
         if known is None:
             raise UserError(
-                f"{name} has no values: it was made on no device, outside of hzplan.deferred_init; make the "
-                "model with hzplan.deferred_init(Model, …), which parallelize gives values slice by slice"
+                f"{name} has no values: it was made on no device, or copied, cast or set after "
+                "hzplan.deferred_init; make the whole model inside hzplan.deferred_init(Model, …), which "
+                "parallelize gives values slice by slice"
             )
-        places[known].setdefault(records[known].place(tensor), []).append(name)
+        place = records[known].place(tensor)
+        if tensor._version != records[known].versions.get(place.storage, tensor._version):
+            raise UserError(
+                f"{name} was written to after hzplan.deferred_init, when it had no values yet; do that "
+                "inside, or load weights after parallelize"
+            )
+        places[known].setdefault(place, []).append(name)
         empty = torch.full((), float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype)
         shaped = empty.to(tensor.device).expand(tensor.shape)
         if name in kinds[0]:
             shaped = nn.Parameter(shaped, requires_grad=tensor.requires_grad)
-        become(model, tensor, shaped)
+        now = become(model, tensor, shaped)
+        if now is not tensor:
+            replaced[id(tensor)] = tensor, now
     named = {name for by_place in places for names in by_place.values() for name in names}
     return Waiting(
         frozenset(named & kinds[0].keys()),
         frozenset(named & kinds[1].keys()),
         list(zip(records, places, strict=True)),
+        replaced,
     )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hzplan.errors import UserError, one_line
 from hzplan.models import moe
+from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.gpt import GPT, PRESETS, cross_entropy
 from hzplan.models.units import Unit, blocks_like, find_units
 
@@ -51,6 +52,14 @@ class Workload:
     vocab: int | None
     in_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
     units: tuple[str, ...] = ()
+
+    def made(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model on a device; one that is built in has no memory until ``parallelize`` gives it values."""
+
+        def build() -> nn.Module:
+            return self.build().to(device, dtype)
+
+        return deferred_if_possible(build) if self.name.startswith(BUILT_IN) else build()
 
     def units_of(self, model: nn.Module) -> tuple[Unit, ...]:
         """The units of a model that ``build`` made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,12 +196,14 @@ def apply(
             f"the plan is for {choice.mesh.world} ranks (mesh {choice.mesh}), this job has {world.size}; "
             "start that many, or solve for this world"
         )
-    units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
     waiting = stand_in(model)
+    units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
     _check_whole(units, world)
     tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
     _check_masters(units, tensors)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
+    for group in groups:
+        group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
     schedule = schedule_of(units, choice)
     states = []
     for unit in units:
@@ -214,6 +217,7 @@ def apply(
             raise
     if waiting.parameters or waiting.buffers:
         _begin(model, waiting, states, world)
+    del waiting  # and what its constructor was given
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
     engine = Engine(
@@ -227,7 +231,7 @@ def apply(
     modules = recomputed_modules(units, choice.recompute)
     undo = [attach(units, engine), *map(recompute, modules)]
     if any(bucket.sharded for state in states for bucket in state.buckets):
-        undo += [refuse_state_dict(module) for module in {model, *(unit.module for unit in units)}]
+        undo += [refuse_state_dict(module) for module in model.modules()]
 
     def detach() -> None:
         for one in undo:
@@ -328,8 +332,23 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
                 )
 
 
+def _device_of(states: Iterable[UnitState]) -> torch.device:
+    return next(bucket.param.device for state in states for bucket in state.buckets)
+
+
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:
-    """Give what waits its values, rank 0's, one tensor after the other."""
+    """Give what waits its values, rank 0's, one tensor after the other; UserError where ranks differ in what
+    waits, or in the order of it."""
+    order = hashlib.sha256("\n".join(waiting.order).encode()).digest()
+    mine = torch.tensor(int.from_bytes(order[:7], "big"), device=_device_of(states))
+    least, most = mine.clone(), mine.clone()
+    world.all_reduce(least, dist.ReduceOp.MIN)
+    world.all_reduce(most, dist.ReduceOp.MAX)
+    if not least == most == mine:
+        raise UserError(
+            "the model was made in other ways on other ranks, so its tensors cannot be sent from rank 0; "
+            "make it alike on all ranks, from the same seed"
+        )
     where = {
         tensor.name: (bucket, index)
         for state in states

@@ -95,6 +95,7 @@ class Engine:
         self._updates = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._step_started = False
         self._micro_batch = 0
+        self._warned = False  # of a step with fewer micro-batches than planned
         self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
 
     def way(self, ranks: Sequence[int]) -> str:
@@ -343,12 +344,14 @@ class Engine:
         wanted = self.schedule.accumulation
         if not self._micro_batch:
             raise RuntimeError(f"step() without a backward pass; the plan accumulates {wanted}")
-        if self._micro_batch < wanted:
+        if self._micro_batch < wanted and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"step() after {self._micro_batch} backward passes, but the plan accumulates {wanted}: right "
                 "for the rest of an epoch, and slower than planned; for all steps solve again",
-                stacklevel=4,
+                stacklevel=5,  # of the loop's call
             )
+        if self._micro_batch < wanted:
             self._micro_batch = wanted - 1
             self.backward_end()  # as of one more that brings nothing
 

@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
             warnings.warn(
                 "the plan foresees clipping, and step() came without optimizer.clip_grad_norm_ (torch's own "
                 "finds no gradients to clip); without clipping solve with --no-clip, which is faster",
-                stacklevel=2,
+                stacklevel=3,  # torch wraps step()
             )
         self._clipped = False
         self.engine.step()
@@ -321,6 +321,7 @@ class ShardedOptimizer(Optimizer):
         UserError under a plan without clipping, which has updated them in backward.
         """
         self.engine.skip_step()
+        self._clipped = False
 
     def first_nonfinite(self) -> tuple[int, list[str]] | None:
         """Under a plan without clipping: where gradients were not finite first, on any rank; None: nowhere.

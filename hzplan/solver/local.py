@@ -89,8 +89,8 @@ def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice
 
     All units of a kind are recomputed or none, or offloaded or none; or they take a pattern known from other
     plans; or one of their buckets takes another triple; or one of their tensors does; or one unit alone takes
-    a known pattern, or one triple for all of its tensors; or two units exchange their patterns; or one unit
-    alone is recomputed or not, or offloaded or not.
+    a known pattern, or one triple for all of its tensors, or is recomputed or not, or offloaded or not; or
+    two like units exchange their patterns.
     """
     again, moved = best.modes
     for some in around.switched:
@@ -107,6 +107,11 @@ def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice
     for some in around.moved:
         for unit in some:
             yield best.levels, Modes(again, moved ^ {unit})
+    for units in around.alike:  # last, because there are most of these
+        for one, other in combinations(units, 2):
+            if best.levels[one] != best.levels[other]:
+                exchanged = {one: best.levels[other], other: best.levels[one]}
+                yield {**best.levels, **exchanged}, best.modes
 
 
 def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
@@ -131,10 +136,6 @@ def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
             for triple in around.triples:
                 plain = _changed(levels[unit], {*range(len(levels[unit]))}, triple, around.trained[units[0]])
                 yield {**levels, unit: plain}
-    for units in around.alike:
-        for one, other in combinations(units, 2):
-            if levels[one] != levels[other]:
-                yield {**levels, one: levels[other], other: levels[one]}
 
 
 def _buckets(pattern: Pattern) -> list[set[int]]:

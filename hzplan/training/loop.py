@@ -18,7 +18,6 @@ from hzplan.checkpoint.position import START
 from hzplan.checkpoint.weights import take
 from hzplan.errors import JobFailed, UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
@@ -94,7 +93,7 @@ class _Trainer:
         with room(plan, lambda: None):
             self.device = Ranks.here().device
             dtype = master_dtype_of(getattr(torch, plan.model.dtype))
-            model = deferred_if_possible(lambda: workload.build().to(self.device, dtype))
+            model = workload.made(self.device, dtype)
             self.model, self.optimizer = _parallelize(model, plan, options.lr)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.keeper = Keeper(options.saving, plan, watcher.on_remark)

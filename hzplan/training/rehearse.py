@@ -13,7 +13,6 @@ import torch
 from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.optimizer import OPTIMIZERS
@@ -96,7 +95,7 @@ def rehearse(
         progress("making the model", 0.0)
         device = Ranks.here().device
         dtype = master_dtype_of(getattr(torch, plan.model.dtype))
-        model = deferred_if_possible(lambda: workload.build().to(device, dtype))
+        model = workload.made(device, dtype)
         check_model(model, plan)
         made_by = _optimizer(plan)
         model, optimizer = apply(

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.deferred import deferred_if_possible, deferred_init, stand_in
 from hzplan.models.units import find_units
 from hzplan.models.workload import load
-from hzplan.runtime.apply import Choice, apply
+from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.paced import PacedWorld
 from hzplan.schedule import Use
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
@@ -26,11 +27,10 @@ from tests.unit.test_architectures import ARCHITECTURES
 
 
 class Odd(nn.Module):
-    """What constructors do: start over, look at values, copy, tie, slice, scale, draw from a generator."""
+    """What constructors do: start over, look at values, copy, tie, slice, scale, mark, write twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        own = torch.Generator().manual_seed(5)
         self.square = nn.Linear(8, 8)
         nn.init.orthogonal_(self.square.weight)
         self.conv = nn.Conv1d(4, 4, 3)
@@ -41,12 +41,13 @@ class Odd(nn.Module):
         self.head.weight = self.table.weight
         self.copies = nn.ModuleList(copy.deepcopy(self.square) for _ in range(2))
         self.mixed = nn.Parameter(torch.empty(6))
-        nn.init.normal_(self.mixed, generator=own)
+        nn.init.normal_(self.mixed)
+        self.mixed.decays = False
         self.recurrent = nn.LSTM(4, 4)
         self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 3)]
         self.register_buffer("mask", torch.tril(torch.ones(8, 8)), persistent=False)
         self.register_buffer("angles", 1 / 10_000 ** (torch.arange(0, 8, 2) / 8))
-        self.register_buffer("noise", torch.randn(3, generator=own) + torch.rand(3))
+        self.register_buffer("noise", nn.functional.rrelu(torch.randn(3), training=True) + torch.rand(3))
         constants = torch.tensor([1.0, 2.0])
         with torch.no_grad():
             self.square.weight[0] = 1
@@ -55,6 +56,8 @@ class Odd(nn.Module):
             constants.zero_()
             for parameter in self.copies.parameters():
                 parameter.normal_(std=0.02)
+            torch.as_strided(self.mixed, (2, 2), (1, 1)).fill_(5)
+            self.order = nn.Parameter(torch.randperm(6) * torch.bernoulli(torch.full((6,), 0.5)))
 
 
 def of_transformers(kind: str, folder: Path) -> Callable[[], nn.Module]:
@@ -75,6 +78,8 @@ def check_the_same(build: Callable[[], nn.Module]) -> None:
     found = {name: values.clone() for name, values in waiting.values()}
     assert torch.equal(torch.get_rng_state(), stands)
     now = tensors(model)
+    for name, values in tensors(made).items():
+        assert vars(now[name]).keys() >= vars(values).keys()
     assert now.keys() == tensors(made).keys()
     for name, values in tensors(made).items():
         assert (now[name].shape, now[name].dtype) == (values.shape, values.dtype)
@@ -158,6 +163,66 @@ def test_what_no_record_knows_is_named() -> None:
         model = nn.Linear(4, 4)
     with pytest.raises(UserError, match=r"^weight has no values.*hzplan\.deferred_init"):
         stand_in(model)
+
+
+class Does(nn.Linear):
+    """A layer whose constructor does something else besides."""
+
+    def __init__(self, deed: Callable[[Any], object]) -> None:
+        super().__init__(4, 4)
+        deed(self)
+        nn.init.normal_(self.weight)
+
+
+DEEDS: dict[str, Callable[[Any], object]] = {
+    "seeds": lambda layer: torch.manual_seed(1),
+    "seeds the generator": lambda layer: torch.default_generator.manual_seed(1),
+    "forks": lambda layer: torch.random.fork_rng([]).__enter__(),
+    "own generator": lambda layer: layer.weight.normal_(generator=torch.Generator()),
+    "an attribute": lambda layer: setattr(layer, "scale", torch.ones(1)),
+    "a list": lambda layer: setattr(layer, "masks", [torch.ones(1)]),
+    "a hook": lambda layer: layer.weight.register_hook(lambda grad: grad * 0),
+    "a conjugate": lambda layer: torch.zeros(3, dtype=torch.complex64).conj().mul(2),
+    "an array": lambda layer: layer.weight.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_would_not_be_repeated_is_refused(deed: str) -> None:
+    before = torch.get_rng_state()
+    with torch.no_grad(), pytest.raises(UserError, match="Does cannot be made without values"):
+        deferred_init(Does, DEEDS[deed])
+    torch.set_rng_state(before)
+
+
+def test_what_is_done_in_between_is_refused() -> None:
+    model = deferred_init(nn.Linear, 4, 4)
+    with torch.no_grad():
+        nn.init.zeros_(model.weight)
+    with pytest.raises(UserError, match=r"weight was written to after"):
+        stand_in(model)
+    model = deferred_init(nn.Linear, 4, 4)
+    with pytest.raises(UserError, match="waits to draw the numbers"):
+        deferred_init(nn.Linear, 4, 4)
+    with pytest.raises(Exception, match=r"(?i)fake"):
+        model.load_state_dict(nn.Linear(4, 4).state_dict())
+
+
+def test_recurrent_modules_are_what_is_trained() -> None:
+    def build() -> nn.Module:
+        return nn.ModuleDict({"r": nn.LSTM(4, 4), "o": nn.Linear(4, 4)})
+
+    torch.manual_seed(0)
+    made = build()
+    torch.manual_seed(0)
+    model = deferred_init(build)
+    uses = tuple(Use(unit, phase) for phase in ("forward", "backward") for unit in ("r", "o"))
+    levels = {name: Levels(0, 0, 0) for name, _ in made.named_parameters()}
+    choice = Choice(Mesh.parse("1"), levels, uses, prefetch=1, accumulation=1, clip=False)
+    model, optimizer = apply(model, choice, torch.optim.SGD, params=[*model.parameters()], lr=0.1)
+    for name, values in full_parameters(optimizer).items():
+        assert torch.equal(values, made.get_parameter(name)), name
+    optimizer.engine.close()
 
 
 def test_a_constructor_that_needs_values_is_told_apart() -> None:
