@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hzplan.export.shape import Exported, Lost
     from hzplan.formats.plan import Plan
     from hzplan.formats.profile import Profile
+    from hzplan.schedule import Schedule
 
 TARGETS = ("fsdp2", "deepspeed", "megatron-fsdp")
 MOST_SHOWN = 12
@@ -89,11 +90,18 @@ def command(
 
 def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Exported, dict[str, float]]:
     """With what each loss costs by itself, and all of them together: seconds of a step, bytes of memory."""
+    from hzplan.export.shape import GRADIENTS
     from hzplan.solver.evaluate import evaluate, replay
 
     before = replay(plan, profile, path)
+    paced = before.model.schedule(
+        prefetch=plan.prefetch,
+        accumulation=plan.batch.accumulation,
+        clip=plan.clip,
+        gradient_buffers=made.gradient_buffers or plan.gradient_buffers,
+    )
 
-    def changed(units: set[str]) -> tuple[float, int]:
+    def changed(units: set[str], schedule: Schedule = before.schedule) -> tuple[float, int]:
         levels = {
             unit: tuple(made.levels[unit] for _ in of_tensors)
             if unit in units and unit in made.levels
@@ -101,8 +109,8 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
             for unit, of_tensors in before.levels.items()
         }
         after = evaluate(
-            *(before.model, levels, before.schedule, before.micro_batch, before.slots),
-            before.modes._replace(offload=frozenset()),
+            *(before.model, levels, schedule, before.micro_batch),
+            modes=before.modes._replace(offload=frozenset()),
         )
         return after.step_s - before.step_s, after.memory.peak - before.memory.peak
 
@@ -111,9 +119,12 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
         if one.where in before.levels:
             step_s, peak_bytes = changed({one.where})
             priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
+        elif one.where == GRADIENTS:
+            step_s, peak_bytes = changed(set(), paced)
+            priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
         else:
             priced.append(one)
-    step_s, peak_bytes = changed(set(before.levels))
+    step_s, peak_bytes = changed(set(before.levels), paced)
     return replace(made, lost=tuple(priced)), {"step_s": step_s, "peak_bytes": peak_bytes}
 
 

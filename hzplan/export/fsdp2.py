@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hzplan.export.shape import Exported, Group, Lost, about, groups_of, kept_on_device
+from hzplan.export.shape import GRADIENTS, Exported, Group, Lost, about, groups_of, kept_on_device
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
+
+LEAST_BUFFERS = 2
+"""Of gradients: the ones that are reduced, and the next module's beside them."""
 
 TEMPLATE = '''"""FSDP2 as a plan of hzplan says: {about}.
 
@@ -34,6 +37,7 @@ WORLD = {world}
 MICRO_BATCH = {micro_batch}
 ACCUMULATION = {accumulation}
 PREFETCH = {prefetch}
+REDUCTIONS = {reductions}  # that may be under way while the next module's gradients are computed
 POLICY = MixedPrecisionPolicy({policy})
 
 
@@ -74,6 +78,8 @@ def shard(model: nn.Module, device_type: str = "{device}") -> nn.Module:
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + PREFETCH])
         block.set_modules_to_backward_prefetch(blocks[max(0, place - PREFETCH) : place][::-1])
+    if REDUCTIONS > 1 and hasattr(model, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
+        model.set_reduce_scatter_max_input_buffers(REDUCTIONS)
     return model
 
 
@@ -105,6 +111,10 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     """The file, and what FSDP2 cannot say. ``sizes``: elements of a tensor by name."""
     groups, lost = groups_of(plan, sizes)
     lost += kept_on_device(plan, "FSDP2")
+    buffers = max(LEAST_BUFFERS, plan.gradient_buffers)
+    if buffers > plan.gradient_buffers and any(plan.mesh.shards[group.levels.grad] > 1 for group in groups):
+        what = "one unit's are unreduced at a time in the plan; FSDP2 computes the next unit's beside them"
+        lost.append(Lost(GRADIENTS, what))
     lines: list[str] = []
     levels: dict[str, Levels] = {}
     for group in groups:
@@ -118,12 +128,13 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
         micro_batch=plan.batch.micro_batch,
         accumulation=plan.batch.accumulation,
         prefetch=plan.prefetch,
+        reductions=buffers - 1,
         policy=_policy(plan),
         wraps="\n".join(f"    {line}," for line in lines[:-1]),
         root=lines[-1],
         device="cpu" if plan.cluster.backend == "gloo" else "cuda",
     )
-    return Exported(text, tuple(lost), levels)
+    return Exported(text, tuple(lost), levels, buffers)
 
 
 def expressed(plan: Plan, levels: Levels) -> Levels:

@@ -10,6 +10,9 @@ from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.hierarchy import Levels
 from hzplan.layout import TensorSpec
 
+GRADIENTS = "the gradients"
+"""Where a loss is that no unit has for itself."""
+
 ROOT = ""
 """The whole model, as modules are named."""
 
@@ -42,11 +45,13 @@ class Lost:
 
 @dataclass(frozen=True)
 class Exported:
-    """A target's file. ``levels``: what it makes of every unit, where that can be said so."""
+    """A target's file. ``levels``: what it makes of every unit, where that can be said so;
+    ``gradient_buffers``: the target's, None where they are the plan's or nobody's choice."""
 
     text: str
     lost: tuple[Lost, ...]
     levels: dict[str, Levels]
+    gradient_buffers: int | None = None
 
 
 def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], list[Lost]]:

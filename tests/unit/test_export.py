@@ -59,7 +59,7 @@ def test_fsdp2_says_what_it_can(
 ) -> None:
     plan = plan_of(*levels, accumulation=accumulation)
     made = fsdp2.export(PATH, plan, one)
-    assert made.lost == ()
+    assert made.lost == () and "REDUCTIONS = 1 " in made.text
     found = wraps(made.text)
     assert set(found) == {"", "positions", "layers.0", "layers.1", "norm"}  # embed and head share a tensor
     assert all(options == said for options in found.values())
@@ -77,6 +77,16 @@ def test_fsdp2_names_what_it_cannot_say() -> None:
     assert late.levels["layers.0"] == Levels(0, 2, 2)
     recomputed = fsdp2.export(PATH, plan_of(2, 2, 2, recompute=("layers.1",)), one)
     assert wraps(recomputed.text)["layers.1"] == {"shards": 4, "recompute": True} and not recomputed.lost
+
+
+def test_fsdp2_has_as_many_reductions_under_way_as_the_plan() -> None:
+    many = plan_of(2, 2, 2).model_copy(update={"gradient_buffers": 4})
+    assert "REDUCTIONS = 3 " in fsdp2.export(PATH, many, one).text
+    single = fsdp2.export(PATH, plan_of(2, 2, 2).model_copy(update={"gradient_buffers": 1}), one)
+    assert "REDUCTIONS = 1 " in single.text and single.gradient_buffers == 2
+    assert [lost.where for lost in single.lost] == ["the gradients"]
+    whole = plan_of(0, 0, 0).model_copy(update={"gradient_buffers": 1})
+    assert fsdp2.export(PATH, whole, one).lost == ()  # nothing is there unreduced
 
 
 def test_a_root_without_tensors_is_wrapped_over_all_ranks(tmp_path: Path) -> None:
