@@ -1,4 +1,4 @@
-"""The two shapes that are trained: many equal blocks, and few blocks between large tables."""
+"""The shapes that are trained: equal blocks, and few blocks between large tables."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class Sized:
 def deep() -> Sized:
     """2.7 M parameters, nearly all in six equal blocks."""
     return Sized.of(GPTConfig(vocab=256, layers=6, width=192, heads=4, seq_len=64))
+
+
+def tall() -> Sized:
+    """0.8 M parameters in sixteen blocks: a unit is a small part of the model, as in large ones."""
+    return Sized.of(GPTConfig(vocab=256, layers=16, width=64, heads=4, seq_len=128))
 
 
 def wide() -> Sized:

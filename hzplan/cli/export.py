@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hzplan.formats.profile import Profile
     from hzplan.schedule import Schedule
 
-TARGETS = ("fsdp2", "deepspeed", "megatron-fsdp")
+TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")
 MOST_SHOWN = 12
 """Lines about what gets lost."""
 
@@ -63,8 +63,9 @@ def command(
         profile = None
         console.remark(f"{error}; what gets lost has no predicted cost")
     specs = [] if profile is None else [t.spec for unit in profile.units for t in unit.tensors]
-    made: Exported = import_module(f"hzplan.export.{to.replace('-', '_')}").export(
-        plan, chosen, elements(specs)
+    target, options = ("deepspeed", {"mics": True}) if to == "deepspeed-mics" else (to, {})
+    made: Exported = import_module(f"hzplan.export.{target.replace('-', '_')}").export(
+        plan, chosen, elements(specs), **options
     )
     total = None
     if profile is not None and made.lost:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hzplan.export.shape import Exported, Lost, groups_of, kept_on_device, one_scheme
+from hzplan.export.shape import GRADIENTS, Exported, Lost, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels
 
+LAST_WITH_MICS = "0.19.6"
+"""Its release; later ones refuse a file with ``mics_shard_size``."""
 
-def schemes(plan: Plan) -> dict[Levels, dict[str, Any]]:
+
+def schemes(plan: Plan, *, mics: bool = False) -> dict[Levels, dict[str, Any]]:
     """What DeepSpeed can do with a whole model: its field ``zero_optimization``, by the levels that it means.
 
-    ZeRO stages 0 to 3; stage 3 with parameters that stay inside of a node (``zero_hpz_partition_size``); all
-    states sharded inside of a group (MiCS).
+    ZeRO stages 0 to 3; stage 3 with parameters that stay inside of a node (``zero_hpz_partition_size``); with
+    ``mics`` also all states sharded inside of a group.
     """
     finest = plan.mesh.levels
     found: dict[Levels, dict[str, Any]] = {
@@ -28,23 +31,31 @@ def schemes(plan: Plan) -> dict[Levels, dict[str, Any]]:
         count = plan.mesh.shards[level]
         if 1 < count < plan.mesh.world:
             found[Levels(level, finest, finest)] = {"stage": 3, "zero_hpz_partition_size": count}
-            found[Levels(level, level, level)] = {"stage": 3, "mics_shard_size": count}
+            if mics:
+                found[Levels(level, level, level)] = {"stage": 3, "mics_shard_size": count}
     found[Levels(finest, finest, finest)] = {"stage": 3}
     return found
 
 
-def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
-    """The file, and the units that want something else than most of the model's elements do."""
+def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = False) -> Exported:
+    """The file, and the units that want something else than most of the model's elements do.
+
+    ``mics``: for a release that has MiCS, whose model is made under ``MiCS_Init``.
+    """
     groups, lost = groups_of(plan, sizes)
-    chosen, instead = one_scheme(plan, groups, schemes(plan), sizes, "DeepSpeed")
+    known = schemes(plan, mics=mics)
+    chosen, instead = one_scheme(plan, groups, known, sizes, "DeepSpeed")
     lost += instead
+    if not mics and any(group.levels in schemes(plan, mics=True).keys() - known for group in groups):
+        what = f"--to deepspeed-mics says shards inside of a group, for DeepSpeed up to {LAST_WITH_MICS}"
+        lost.append(Lost("the model", what))
     lost += [
         Lost(group.module, "recomputed in the plan; wrap its forward in torch.utils.checkpoint yourself")
         for group in groups
         if group.recompute
     ]
     largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
-    scheme = schemes(plan)[chosen]
+    scheme = known[chosen]
     trained = {unit.name for unit in plan.units if unit.buckets}
     if plan.offloaded == trained and scheme["stage"] > 0:
         scheme = scheme | {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -65,7 +76,12 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     if plan.model.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
         config["communication_data_type"] = "fp32" if plan.reduce_dtype == "float32" else "bf16"
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if scheme["stage"] > 0:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        elif plan.batch.accumulation > 1:  # it refuses float32 there
+            lost.append(
+                Lost(GRADIENTS, "add up in float32 in the plan; at stage 0 DeepSpeed does in bfloat16")
+            )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)
     return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units)
 

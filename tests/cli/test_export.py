@@ -28,4 +28,5 @@ def test_a_plan_that_travels_alone_has_losses_without_a_price(tmp_path: Path) ->
     assert done.code == 0 and "fully_shard_model" in done.stdout
     assert "what gets lost has no predicted cost" in done.stderr and "lost: layers.0" in done.stderr
     wrong = hzplan("export", "plan.json", "--to", "horovod", cwd=tmp_path)
-    assert wrong.code == 2 and "--to horovod: one of fsdp2, deepspeed, megatron-fsdp" in wrong.stderr
+    known = "fsdp2, deepspeed, deepspeed-mics, megatron-fsdp"
+    assert wrong.code == 2 and f"--to horovod: one of {known}" in wrong.stderr

@@ -1,9 +1,16 @@
-"""Plans that FSDP2 can say: trained as exported, and under hzplan, from equal weights on equal batches."""
+"""Plans that FSDP2 can say: trained as exported, and under hzplan, from equal weights on equal batches.
+
+In the second most of memory is activations and state, as in real models; in the first buffers are.
+
+python -m tests.distributed.exported
+python -m tests.distributed.exported benchmarks.models:tall 4
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import random
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +22,7 @@ import torch.distributed as dist
 from hzplan.export.fsdp2 import export
 from hzplan.formats.plan import Plan
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.models.workload import load
+from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import parallelize
 from hzplan.training.measure import peak_memory_bytes
 from tests.distributed.ranks import on_ranks
@@ -25,7 +32,7 @@ STEPS = 4
 CPU = torch.device("cpu")
 
 
-def random_plan(seed: int) -> Plan:
+def random_plan(seed: int, workload: Workload, micro_batch: int) -> Plan:
     """Of four ranks; FSDP2 can say every unit's levels."""
     rng = random.Random(f"export {seed}")
     mesh = Mesh.parse(rng.choice(("4", "2|2")))
@@ -39,10 +46,10 @@ def random_plan(seed: int) -> Plan:
     mixed = rng.random() < 0.6
     chosen: dict[str, Levels] = {}
     return make_plan(
-        "gpt:tiny",
+        workload,
         mesh=str(mesh),
         levels=lambda unit: chosen.setdefault(_group(unit), rng.choice(known) if mixed else at),
-        micro_batch=1,
+        micro_batch=micro_batch,
         accumulation=accumulation,
         prefetch=rng.choice((1, 2)),
         clip=True,
@@ -59,17 +66,19 @@ def _group(unit: str) -> str:
 def trained(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """On every rank; rank 0's answer: losses and peaks of both, by plan."""
     found = []
-    for seed in payload["seeds"]:
-        plan = random_plan(seed)
+    workload = load(payload["model"])
+    elements = {name: tensor.numel() for name, tensor in workload.build().named_parameters()}
+    for seed in range(payload["plans"]):
+        plan = random_plan(seed, workload, payload["micro_batch"])
         path = Path(payload["folder"], f"plan{seed}.json")
-        made = export(path, plan, _size)
+        made = export(path, plan, elements.__getitem__)
         script = path.with_suffix(".py")
         if dist.get_rank() == 0:
             script.write_text(made.text)
         dist.barrier()
         recipe = _module(script)
-        ours, our_peak = _ours(plan)
-        theirs, their_peak = _theirs(plan, recipe)
+        ours, our_peak = _ours(plan, workload)
+        theirs, their_peak = _theirs(plan, workload, recipe)
         found.append(
             {
                 "seed": seed,
@@ -82,10 +91,6 @@ def trained(payload: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _size(name: str) -> int:
-    return int(dict(load("gpt:tiny").build().named_parameters())[name].numel())
-
-
 def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -94,21 +99,19 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _batch(step: int, index: int) -> object:
-    workload = load("gpt:tiny")
+def _batch(workload: Workload, plan: Plan, step: int, index: int) -> Any:
     place = 1000 * step + 10 * index + dist.get_rank()
-    return workload.batch(1, torch.Generator().manual_seed(place))
+    return workload.batch(plan.batch.micro_batch, torch.Generator().manual_seed(place))
 
 
-def _ours(plan: Plan) -> tuple[list[float], int]:
-    workload = load("gpt:tiny")
+def _ours(plan: Plan, workload: Workload) -> tuple[list[float], int]:
     torch.manual_seed(7)
     model, optimizer = parallelize(workload.build(), plan, torch.optim.SGD, lr=0.05, momentum=0.9)
     losses: list[float] = []
 
     def step(number: int) -> None:
         for index in range(plan.batch.accumulation):
-            loss = workload.loss(model, _batch(number, index)) / plan.batch.accumulation
+            loss = workload.loss(model, _batch(workload, plan, number, index)) / plan.batch.accumulation
             loss.backward()
             losses.append(float(loss.detach()))
         optimizer.clip_grad_norm_(1e9)
@@ -122,8 +125,7 @@ def _ours(plan: Plan) -> tuple[list[float], int]:
     return losses, peak
 
 
-def _theirs(plan: Plan, recipe: ModuleType) -> tuple[list[float], int]:
-    workload = load("gpt:tiny")
+def _theirs(plan: Plan, workload: Workload, recipe: ModuleType) -> tuple[list[float], int]:
     torch.manual_seed(7)
     model = recipe.shard(workload.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -132,7 +134,7 @@ def _theirs(plan: Plan, recipe: ModuleType) -> tuple[list[float], int]:
     def step(number: int) -> None:
         for index in range(recipe.ACCUMULATION):
             recipe.before_micro_batch(model, last=index == recipe.ACCUMULATION - 1)
-            loss = workload.loss(model, _batch(number, index)) / recipe.ACCUMULATION
+            loss = workload.loss(model, _batch(workload, plan, number, index)) / recipe.ACCUMULATION
             loss.backward()
             losses.append(float(loss.detach()))
         optimizer.step()
@@ -144,10 +146,10 @@ def _theirs(plan: Plan, recipe: ModuleType) -> tuple[list[float], int]:
 
 
 if __name__ == "__main__":
+    model, micro_batch = sys.argv[1:] or ("gpt:tiny", "1")
     with tempfile.TemporaryDirectory() as place:
-        for plan in on_ranks(
-            4, "tests.distributed.exported:trained", {"seeds": [*range(12)], "folder": place}, Path(place)
-        ):
+        asked = {"model": model, "micro_batch": int(micro_batch), "plans": 12, "folder": place}
+        for plan in on_ranks(4, "tests.distributed.exported:trained", asked, Path(place)):
             mine, other = plan["losses"]
             apart = max(abs(one - another) / abs(another) for one, another in zip(mine, other, strict=True))
             ratio = plan["peaks"][1] / plan["peaks"][0]

@@ -121,12 +121,26 @@ def test_tensors_with_other_levels_than_their_unit_are_named() -> None:
 )
 def test_deepspeed_has_a_stage_for_it(levels: tuple[int, int, int], scheme: dict[str, int]) -> None:
     plan = plan_of(*levels, accumulation=2, clip=True)
-    made = deepspeed.export(PATH, plan, one)
+    made = deepspeed.export(PATH, plan, one, mics="mics_shard_size" in scheme)
     config = json.loads(made.text)
     assert made.lost == ()
     assert scheme.items() <= config["zero_optimization"].items()
     assert config["train_batch_size"] == 4 * 2 * config["train_micro_batch_size_per_gpu"]
     assert config["gradient_accumulation_steps"] == 2 and config["gradient_clipping"] == 1.0
+
+
+def test_deepspeed_without_mics_names_where_it_is() -> None:
+    """Releases of today refuse a file that has it."""
+    made = deepspeed.export(PATH, plan_of(1, 1, 1), one)
+    assert "mics" not in made.text
+    assert "--to deepspeed-mics" in made.lost[-1].what and len(made.lost) > 1
+
+
+def test_deepspeed_adds_up_in_bfloat16_at_stage_0_only() -> None:
+    for levels, lost in (((0, 0, 0), ["the gradients"]), ((0, 0, 2), [])):
+        made = deepspeed.export(PATH, plan_of(*levels, accumulation=2, dtype="bfloat16"), one)
+        assert [one.where for one in made.lost] == lost
+        assert ("grad_accum_dtype" in made.text) != bool(lost)
 
 
 def test_megatron_has_a_strategy_for_it() -> None:
