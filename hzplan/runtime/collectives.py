@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -284,16 +285,40 @@ def _message(view: Tensor, peer: int, group: Group) -> Message:
     return [view], peer, in_world
 
 
-# As ``dist.irecv`` and ``dist.isend``, without what they check in Python each time.
+# As ``dist.irecv`` and ``dist.isend``, without what they check in Python each time. gloo sends from the
+# host's memory only, so what lies on a GPU (ranks that share one, which NCCL refuses) goes through it, and
+# the host waits for the current CUDA stream: right, and slow.
 
 
 def _receive(group: Group, message: Message, tag: int) -> Transfer:
     views, peer, rank = message
     assert not isinstance(group, PacedGroup), "which exchanges nothing"
-    return Transfer(group.recv(views, peer, tag), rank)
+    if not views[0].is_cuda:
+        return Transfer(group.recv(views, peer, tag), rank)
+    arrives = [torch.empty_like(view, device="cpu") for view in views]
+    return Transfer(_Lands(group.recv(arrives, peer, tag), arrives, views), rank)
 
 
 def _send(group: Group, message: Message, tag: int) -> Transfer:
     views, peer, rank = message
     assert not isinstance(group, PacedGroup), "which exchanges nothing"
-    return Transfer(group.send(views, peer, tag), rank)
+    if not views[0].is_cuda:
+        return Transfer(group.send(views, peer, tag), rank)
+    leaves = [view.cpu() for view in views]
+    return Transfer(_Lands(group.send(leaves, peer, tag), leaves, []), rank)
+
+
+@dataclass(frozen=True)
+class _Lands:
+    """A transfer from or to the host's memory, whose ``values`` are kept for as long as it is under way."""
+
+    work: Work
+    values: list[Tensor]
+    into: list[Tensor]
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """See Work; then what has arrived is put into the current CUDA stream."""
+        over = self.work.wait(*timeout)
+        for view, values in zip(self.into, self.values[: len(self.into)], strict=True):
+            view.copy_(values)
+        return over

@@ -12,18 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hzplan.hierarchy import Mesh, Stage
+from hzplan.runtime.paced_cuda import DeviceWire
 
 DONE_S = 1e-6
-CYCLES = 10_000_000
-"""How long a GPU's clock is measured."""
-
 Seconds = Callable[[str, Stage, int], float]
 """Of an operation, as a profile calls it, over a stage, whose whole buffer has so many bytes."""
 
@@ -36,6 +33,7 @@ class Wire:
 
     def __init__(self, collision: float = 1.0) -> None:
         self._collision = collision
+        self._on_device: DeviceWire | None = None
         self._changed = threading.Condition()
         # By stream, in order: seconds that what is under way would still need alone.
         self._left: dict[str, dict[object, float]] = {}
@@ -50,6 +48,12 @@ class Wire:
                 self._left.setdefault(stream, {})[key] = seconds
             self._changed.notify_all()
         return key
+
+    def hold(self, device: torch.device, seconds: float, stream: str = "") -> None:
+        """The same on a GPU, in its own time: what is put into the current CUDA stream later begins later."""
+        if self._on_device is None:
+            self._on_device = DeviceWire(device, self._collision)
+        self._on_device.hold(stream, seconds)
 
     def wait(self, key: object) -> None:
         """Return when it has arrived."""
@@ -126,10 +130,10 @@ class PacedGroup:
         return len(self.ranks)
 
     def start(self, seconds: float, whole: Tensor) -> object:
-        """Under way from now on. A CUDA stream is held for so long, whatever else is under way."""
+        """Under way from now on."""
         if not whole.is_cuda:
             return self.wire.start(seconds, self.stream)
-        occupy(whole.device, seconds)
+        self.wire.hold(whole.device, seconds, self.stream)
         return None  # there is nothing for the host to wait for
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Carried:
@@ -160,23 +164,6 @@ class PacedGroup:
         self.wire.wait(key)
 
 
-@cache
-def _cycles_per_s(device: torch.device) -> float:
-    """Of what ``torch.cuda._sleep`` counts; measured. NOT RUN ON A GPU YET."""
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(CYCLES)
-    begun.record()
-    torch.cuda._sleep(CYCLES)
-    ended.record()
-    ended.synchronize()
-    return CYCLES / (float(begun.elapsed_time(ended)) / 1e3)
-
-
-def occupy(device: torch.device, seconds: float) -> None:
-    """Hold the current CUDA stream for so long."""
-    torch.cuda._sleep(round(seconds * _cycles_per_s(device)))
-
-
 class PacedWorld:
     """One rank of many. ``norm_s``: how long all take to add up a number."""
 
@@ -195,6 +182,7 @@ class PacedWorld:
         self.rank, self.size = rank, mesh.world
         self._seconds, self._exchanges, self._norm_s = seconds, exchanges, norm_s
         self._wires = [Wire(factor) for factor in collision or [1.0] * len(mesh.tiers)]
+        self._meeting = Wire()
         self._under_way: list[dict[int, dict[Stage, int]]] = [defaultdict(dict) for _ in self._wires]
 
     def meets(self, ranks: Iterable[int]) -> bool:
@@ -227,6 +215,6 @@ class PacedWorld:
     def all_reduce(self, tensor: Tensor, operation: Any = None) -> None:
         """See World: what the others would have is as much as this one has."""
         if tensor.is_cuda:
-            occupy(tensor.device, self._norm_s)
+            self._meeting.hold(tensor.device, self._norm_s)
         else:
             time.sleep(self._norm_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ class Case:
 
     ``dtype``: what the model computes in, ``reduce_dtype``: what gradients travel in. ``lean``: nothing is
     gathered that is not read, small units travel with others. ``offload``: most units keep their optimizer
-    state in the host's memory.
+    state in the host's memory. ``compiled``: every layer is, by torch.compile.
     """
 
     mesh: str
@@ -49,12 +50,20 @@ class Case:
     lean: bool = False
     reduce_dtype: str | None = None
     offload: bool = False
+    compiled: bool = False
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
         """For pytest."""
         levels = "".join(map(str, self.levels)) if self.levels else f"random{self.seed}"
-        return f"{self.mesh}-{levels}-acc{self.accumulation}-pre{self.prefetch}-{self.dtype}"
+        more = "".join(f"-{word}" for word in ("offload", "compiled") if getattr(self, word) and self.on_gpu)
+        return f"{self.mesh}-{levels}-acc{self.accumulation}-pre{self.prefetch}-{self.dtype}{more}"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trains on one."""
+        return self.device != "cpu"
 
 
 def legal(mesh: str) -> list[tuple[int, int, int]]:
@@ -82,7 +91,7 @@ def compare(case: Case) -> tuple[float, float]:
     expected_losses, expected = reference(case)
     return (
         worst([abs(a - b) for a, b in zip(losses, expected_losses, strict=True)]),
-        worst([float((weights[name] - expected[name]).norm()) for name in expected]),
+        worst([float((weights[name].cpu() - expected[name].cpu()).norm()) for name in expected]),
     )
 
 
@@ -99,14 +108,14 @@ def batch(step: int, micro_batch: int, rank: int) -> Tensor:
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross entropy of the next token; in float32 where the model computes in bfloat16."""
-    return next_token_loss(model, tokens)
+    return next_token_loss(model, tokens.to(next(model.parameters()).device))
 
 
 def fresh_model(case: Case) -> nn.Module:
     """The same initial values everywhere; for bfloat16 the master weights."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=VOCAB, layers=2, width=16, heads=2, seq_len=LENGTH))
-    model = model.to(master_dtype_of(getattr(torch, case.dtype)))
+    model = model.to(case.device, master_dtype_of(getattr(torch, case.dtype)))
     if case.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = not (name.startswith("layers.0.") or name.endswith("norm1.weight"))
@@ -185,6 +194,9 @@ def lean_uses() -> tuple[tuple[Use, ...], dict[str, Any]]:
 def sharded(case: Case) -> tuple[nn.Module, ShardedOptimizer]:
     """The case's model and optimizer, parallelised."""
     model = fresh_model(case)
+    if case.compiled:
+        for layer in model.get_submodule("layers"):
+            layer.compile(backend="aot_eager")
     return apply(
         model,
         choice(case),
@@ -218,7 +230,7 @@ def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """One process that sees every rank's data."""
     world = Mesh.parse(case.mesh).world
     same = (case.accumulation, case.steps, case.clip, case.dtype, case.optimizer, case.frozen, case.groups)
-    return _reference(world, *same)
+    return _reference(world, *same, case.device)
 
 
 @cache
@@ -231,8 +243,11 @@ def _reference(
     optimizer_name: str,
     frozen: bool,
     groups: bool,
+    device: str,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    case = Case("1", None, accumulation, 1, steps, clip, dtype, optimizer_name, frozen, groups)
+    case = Case(
+        *("1", None, accumulation, 1, steps, clip, dtype, optimizer_name, frozen, groups), device=device
+    )
     model = fresh_model(case)
     optimizer = getattr(torch.optim, optimizer_name)(param_groups(case, model), **options(case))
     losses = []
@@ -259,6 +274,21 @@ def every_legal_case(*, whole: bool) -> Iterator[Case]:
                 for prefetch in (1, 2) if whole else (1 + (number + accumulation // 2) % 2,):
                     yield Case(mesh, levels, accumulation, prefetch, clip=prefetch == 1)
             yield Case(mesh, levels, accumulation=2, dtype="float32")
+
+
+def on_device(device: str) -> Iterator[Case]:
+    """Ranks that share one device: 1, 2 and 4 of them; compiled or not, offloaded or not; float64 too."""
+    for mesh in ("1", "2", "2|2"):
+        for dtype in ("float64", "float32", "bfloat16"):
+            for seed, (compiled, offload) in enumerate(itertools.product((False, True), repeat=2)):
+                yield Case(
+                    *(mesh, None, 1 + seed % 2, 1 + seed // 2, 4),
+                    dtype=dtype,
+                    seed=seed,
+                    compiled=compiled,
+                    offload=offload,
+                    device=device,
+                )
 
 
 def random_cases(number: int) -> Iterator[Case]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch
 from hzplan.hierarchy import Mesh, Stage
 from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.paced import PacedGroup, PacedWorld, Wire
+from hzplan.runtime.paced_cuda import MOST_STREAMS, SOURCE
 
 CPU = torch.device("cpu")
 
@@ -115,3 +120,30 @@ def test_memory_is_that_of_the_cluster() -> None:
         group = _group(_world(exchanged=exchanged), Stage(0, 2))
         assert receives_apart(CPU, group) == exchanged
         assert not exchanges(CPU, group)
+
+
+TICK_NS = 100
+ON_THE_HOST = f"""
+#define __global__
+#define MOST_STREAMS {MOST_STREAMS}
+static unsigned long long ticks;
+static unsigned long long NOW(void) {{ return {TICK_NS} * ticks++; }}
+extern unsigned long long passed(void) {{ return {TICK_NS} * (ticks - 1); }}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler of C")
+def test_a_gpus_streams_share_as_those_of_the_host(tmp_path: Path) -> None:
+    """The kernel itself, in a process, with a clock that passes when it is read."""
+    source, library = tmp_path / "hold.c", tmp_path / "hold.so"
+    source.write_text(ON_THE_HOST + SOURCE.replace('extern "C" ', ""))
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    for others, slowdown in ((0, 1.0), (1, 2 * 1.5), (2, 3 * 1.5)):
+        kernel = ctypes.CDLL(
+            str(shutil.copy(library, tmp_path / f"hold{others}.so"))
+        )  # with a clock of its own
+        kernel.passed.restype = ctypes.c_ulonglong
+        under_way = (ctypes.c_int * MOST_STREAMS)(*[1] * others)
+        kernel.hold(under_way, 3, ctypes.c_double(1e6), ctypes.c_double(1.5))
+        assert kernel.passed() == pytest.approx(1e6 * slowdown, abs=2 * TICK_NS)
+        assert list(under_way) == [1] * others + [0] * (MOST_STREAMS - others)
