@@ -1,0 +1,383 @@
+"""``python -m benchmarks.gpu.run``: all that one GPU can show, in one command; a table last, and JSON.
+
+    python -m benchmarks.gpu.run --output gpu.json
+    python -m benchmarks.gpu.run --only rehearsal
+    python -m benchmarks.gpu.run --small  # the script itself, on any machine: its figures mean nothing
+
+Every part is made of the product's own commands, in processes of their own: one that fails is written down
+and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+from xml.etree import ElementTree
+
+import torch
+import typer
+
+from benchmarks.__main__ import about
+from benchmarks.measure import ROOT, NoResult, output_of
+from hzplan.cost import CostModel
+from hzplan.formats.base import write_text
+from hzplan.formats.links import Links
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.formats.source import profile_of
+from hzplan.peers.paired import paired_ratio
+
+MOST_SAID = 120
+"""Characters of an error in the table; the file has all of them."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is trained. ``models``: the first one is for all parts, all of them for the accuracy of what is
+    predicted; ``matrix``: rows and columns of the product that says what the device can do."""
+
+    models: tuple[str, ...]
+    seq_len: int
+    micro_batches: tuple[int, ...]
+    steps: int
+    rounds: int
+    matrix: int
+    dtype: str
+    cluster: str
+    nodes: int
+
+
+LLAMA_1B = f"hf:{Path(__file__).resolve().parent / 'llama-1b.json'}"
+"""Llama 3.2's smallest; transformers makes it. Without transformers a GPT of 1.3 B parameters stands in."""
+LARGE = LLAMA_1B if find_spec("transformers") else "gpt:1.3b"
+FULL = Scale((LARGE, "gpt:medium"), 2048, (1, 2), 20, 8, 8192, "bf16", "h100-8x400g", 8)
+SMALL = Scale(("gpt:tiny", "gpt:nano"), 32, (1, 2), 6, 6, 256, "fp32", "asynchzp-2x8", 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. ``asked``: in words; ``reached``: None where it is information."""
+
+    what: str
+    figure: str
+    asked: str = ""
+    reached: bool | None = None
+
+
+@dataclass
+class Bench:
+    """Where parts work, and what they found."""
+
+    scale: Scale
+    work: Path
+    rows: list[Row] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def say(self, what: str, figure: str, asked: str = "", reached: bool | None = None) -> None:
+        """A line of the table, shown at once too."""
+        self.rows.append(Row(what, figure, asked, reached))
+        print(_line(self.rows[-1]), file=sys.stderr, flush=True)
+
+    def plan(self, model: str, name: str, micro_batch: int, *options: object) -> Path:
+        """A plan for this device alone."""
+        path = self.work / f"{name}.json"
+        hzplan("solve", self.profile(model), "--global-batch", micro_batch, "-o", path, *options)
+        return path
+
+    def profile(self, model: str) -> Path:
+        """A model's profile on this device; measured once. bf16 plans train float32 master weights."""
+        path = self.work / f"profile-{_named(model)}.json"
+        if not path.exists():
+            hzplan("profile", model, *self._how(), "-o", path)
+        return path
+
+    def _how(self) -> list[object]:
+        scale = self.scale
+        sizes = ",".join(map(str, scale.micro_batches))
+        return ["--seq-len", scale.seq_len, "--micro-batch", sizes, "--dtype", scale.dtype]
+
+    def profile_for_cluster(self, model: str) -> Path:
+        """The model as measured here, over links as a known cluster's are modelled."""
+        modelled, links = self.work / "modelled.json", self.work / "links.json"
+        path = self.work / "profile-cluster.json"
+        if not path.exists():
+            scale = self.scale
+            cluster = ["--analytic", "--cluster", scale.cluster, "--nodes", scale.nodes]
+            hzplan("profile", model, *self._how(), *cluster, "-o", modelled)
+            known = Profile.load(modelled)
+            Links(
+                provenance=known.provenance,
+                cluster=known.cluster,
+                collectives=known.collectives,
+                host=known.host,
+            ).save(links)
+            hzplan("profile", model, *self._how(), "--links", links, "-o", path)
+        return path
+
+
+def hzplan(*words: object) -> str:
+    """What the product's command says on stdout; NoResult where it fails."""
+    return output_of([sys.executable, "-m", "hzplan", *map(str, words)])
+
+
+def oracles(bench: Bench) -> None:
+    """1, 2 and 4 ranks on one card, over gloo, against one process."""
+    if not torch.cuda.is_available():
+        bench.say("oracles on this card", "skipped: no CUDA device here")
+        return
+    report = bench.work / "oracles.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "tests/distributed/test_cuda.py", f"--junitxml={report}"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None, done.stdout[-500:]
+    counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+    bad = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - bad - counts["skipped"]
+    bench.found["oracles"] = counts | {"output": done.stdout[-4000:] if bad else ""}
+    bench.say("oracles on this card", f"{passed} of {counts['tests']}", "all", passed == counts["tests"])
+
+
+def overhead(bench: Bench) -> None:
+    """One rank beside plain PyTorch and FSDP2, with recomputation and without."""
+    model = bench.scale.models[0]
+    peak = matrix_flops(bench.scale)
+    bench.found["overhead"] = {"matrix_flops_per_s": peak}
+    bench.say(f"{bench.scale.dtype} product of {bench.scale.matrix}² matrices", f"{peak / 1e12:,.1f} TFLOP/s")
+    least = bench.scale.micro_batches[0]
+    for again in ("none", "all"):
+        plan = bench.plan(model, f"overhead-{again}", least, "--recompute", again)
+        pairs: list[tuple[str, str, float | None]] = [("hzplan", "plain", 1.01), ("hzplan", "fsdp2", 1.0)]
+        if again == "none":
+            pairs.append(("plain again", "plain", None))
+        for one, other, most in pairs:
+            rounds = ["--rounds", bench.scale.rounds, "--steps", max(2, bench.scale.steps // 5)]
+            words = [sys.executable, "-m", "benchmarks.gpu.beside", plan, one, other, *rounds]
+            answer = json.loads(output_of(list(map(str, words))))
+            bench.found["overhead"][f"{one} beside {other}, recompute {again}"] = answer
+            ratio = paired_ratio(answer[one]["round_s"], answer[other]["round_s"])
+            bench.say(
+                f"{one} ÷ {other}, recompute {again}",
+                f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f})",
+                f"≤ {most}" if most else "",
+                ratio.value <= most if most else None,
+            )
+        step_s = statistics.median(answer["hzplan" if again == "all" else "plain"]["round_s"])
+        loaded = Plan.load(plan)
+        flops = CostModel(profile_of(plan, loaded)).flops(loaded.batch.micro_batch)
+        bench.say(f"share of that peak, recompute {again}", f"{flops / step_s / peak:.1%}")
+
+
+def accuracy(bench: Bench) -> None:
+    """Predicted against measured, over models, micro-batches, recomputation and offload."""
+    scale, found = bench.scale, []
+    combinations = [
+        (model, size, again, offload)
+        for model, size, again in product(scale.models, scale.micro_batches, ("none", "all"))
+        for offload in ((False, True) if model == scale.models[0] else (False,))
+    ]
+    for number, (model, size, again, offload) in enumerate(combinations):
+        name = f"{_named(model)}, {size} × {scale.seq_len}, recompute {again}{', offload' * offload}"
+        # Nobody offloads who has room: all state is made to go by a budget just below what staying takes.
+        options: list[object] = ["--recompute", again]
+        if offload:
+            whole = Plan.load(bench.plan(model, "accuracy-whole", size, *options))
+            less = whole.predicted.peak_memory_bytes - whole.predicted.memory_bytes["optimizer"] // 2
+            options += ["--memory", f"{less // 1024}KiB", "--host-memory", "1TiB"]
+        try:
+            plan = bench.plan(model, f"accuracy-{number}", size, *options)
+            one = _measured(plan, model, bench.work / f"accuracy-{number}.trace.json", scale.steps)
+        except NoResult as error:
+            bench.say(name, f"not measured: {error}"[:MOST_SAID], "", False)
+            continue
+        found.append({"name": name, **one})
+        step, memory, unit = one["step"], one["memory"], one["worst_unit"]
+        good = abs(step) <= 0.05 and abs(memory) <= 0.02 and abs(unit) <= 0.05
+        figure = f"step {step:+.1%}, memory {memory:+.2%}, worst unit {unit:+.1%}"
+        bench.say(name, figure, "5 %, 2 %, 5 %", good)
+    bench.found["accuracy"] = found
+
+
+def _measured(plan: Path, model: str, trace: Path, steps: int) -> dict[str, Any]:
+    """Measured against predicted: ratios less 1. ``worst_unit``: the one that is furthest off, of those that
+    take a hundredth of the step or more."""
+    answer = json.loads(hzplan("run", plan, model, "--steps", steps, "--trace", trace, "--json"))
+    step, memory = answer["step_s"], answer["peak_memory_bytes"]
+    expected, measured = unit_seconds(json.loads(trace.read_text(encoding="utf-8")))
+    long = [name for name, seconds in expected.items() if seconds > step["predicted"] / 100]
+    apart = {name: measured[name] / expected[name] - 1 for name in long if name in measured}
+    return {
+        "step_s": step,
+        "peak_memory_bytes": memory,
+        "step": step["measured"] / step["predicted"] - 1,
+        "memory": memory["measured"] / memory["predicted"] - 1,
+        "worst_unit": max(apart.values(), key=abs, default=0.0),
+        "units": apart,
+    }
+
+
+def unit_seconds(trace: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """From a trace of ``hzplan run``: seconds of every compute task by name, as predicted, and as measured in
+    the median of its steps."""
+    names: dict[tuple[int, int], str] = {}
+    processes: dict[int, str] = {}
+    for event in trace["traceEvents"]:
+        if event.get("name") == "process_name":
+            processes[event["pid"]] = event["args"]["name"]
+        elif event.get("name") == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    predicted: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and names[event["pid"], event["tid"]] == "compute":
+            into = measured if processes[event["pid"]].startswith("rank") else predicted
+            into.setdefault(event["name"], []).append(event["dur"] / 1e6)
+    return tuple(  # type: ignore[return-value]
+        {name: statistics.median(values) for name, values in of.items()} for of in (predicted, measured)
+    )
+
+
+def rehearsal(bench: Bench) -> None:
+    """A rank of a cluster's plan, on this card."""
+    scale = bench.scale
+    profile, plan = bench.profile_for_cluster(scale.models[0]), bench.work / "rehearsal.json"
+    ranks = Profile.load(profile).mesh.world
+    hzplan("solve", profile, "--global-batch", ranks * scale.micro_batches[0] * 2, "-o", plan)
+    trace = bench.work / "rehearsal.trace.json"
+    answer = json.loads(
+        hzplan("rehearse", plan, scale.models[0], "--steps", scale.steps, "--trace", trace, "--json")
+    )
+    bench.found["rehearsal"] = answer
+    for what, of, most in (("step", "step_s", 0.05), ("memory", "peak_memory_bytes", 0.02)):
+        apart = answer[of]["rehearsed"] / answer[of]["predicted"] - 1
+        bench.say(f"rehearsal of {ranks} ranks: {what}", f"{apart:+.2%}", f"{most:.0%}", abs(apart) <= most)
+
+
+def memory(bench: Bench) -> None:
+    """What the allocator does over many steps, close to the budget."""
+    if not torch.cuda.is_available():
+        bench.say("the allocator close to the budget", "skipped: no CUDA device here")
+        return
+    plan = bench.plan(bench.scale.models[0], "memory", bench.scale.micro_batches[0], "--recompute", "none")
+    answer = json.loads(output_of([sys.executable, "-m", "benchmarks.gpu.steady", str(plan)]))
+    bench.found["memory"] = answer
+    ratio = answer["reserved_of_allocated"]
+    bench.say(f"reserved ÷ allocated after {answer['steps']} steps", f"{ratio:.3f}", "≤ 1.05", ratio <= 1.05)
+    for name in ("num_device_alloc", "num_alloc_retries"):
+        bench.say(f"{name} after warm-up, at 95 % of the budget", str(answer[name]), "0", answer[name] == 0)
+
+
+PARTS: Mapping[str, Callable[[Bench], None]] = {
+    "oracles": oracles,
+    "overhead": overhead,
+    "accuracy": accuracy,
+    "rehearsal": rehearsal,
+    "memory": memory,
+}
+
+
+@app.command()
+def main(
+    only: Annotated[str, typer.Option(help=f"Parts, with commas between: {', '.join(PARTS)}.")] = "",
+    small: Annotated[bool, typer.Option("--small", help="Try the script with a small model.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    work: Annotated[Path, typer.Option(help="Profiles and plans; profiles there are taken.")] = Path(
+        "build/gpu"
+    ),
+) -> None:
+    """Show on one GPU what only a GPU can show. Nothing else should run on it.
+
+    Example: python -m benchmarks.gpu.run --output gpu.json
+    """
+    wanted = [name for name in only.split(",") if name] or list(PARTS)
+    for name in wanted:
+        if name not in PARTS:
+            raise SystemExit(f"--only {name}: one of {', '.join(PARTS)}")
+    results: dict[str, Any] = about() | {"command": _command()}
+    if not (torch.cuda.is_available() or small):
+        reason = f"no CUDA device here (torch {torch.__version__})"
+        print(f"skipped: {reason}")
+        _write(output, results | {"skipped": reason})
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    results["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    bench = Bench(SMALL if small else FULL, work)
+    seconds = {}
+    for name in wanted:
+        began = time.perf_counter()
+        try:
+            PARTS[name](bench)
+        except Exception as error:  # the other parts are worth having
+            said = str(error).splitlines() or [type(error).__name__]
+            bench.found[f"{name} failed"] = f"{type(error).__name__}: {error}"
+            bench.say(name, f"failed: {said[0]}"[:MOST_SAID], "", False)
+        seconds[name] = time.perf_counter() - began
+        results |= {"parts": bench.found, "rows": [asdict(row) for row in bench.rows], "seconds": seconds}
+        _write(output, results)  # after every part: a job may end before all are done
+    print("\n".join(table(bench.rows, results["device"])))
+
+
+def matrix_flops(scale: Scale) -> float:
+    """FLOP/s of a square product, the best of several."""
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    dtype = torch.bfloat16 if scale.dtype == "bf16" else torch.float32
+    one = torch.randn(scale.matrix, scale.matrix, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(12):
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(4):
+            one @ one
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - began) / 4)
+    return 2 * scale.matrix**3 / best
+
+
+def table(rows: Sequence[Row], device: str) -> Iterable[str]:
+    """In Markdown, for docs/gpu.md."""
+    yield f"On {device}, torch {torch.__version__}:\n"
+    yield "| what | measured | asked | |"
+    yield "|---|---|---|---|"
+    yield from map(_line, rows)
+
+
+def _line(row: Row) -> str:
+    verdict = {True: "reached", False: "missed", None: ""}[row.reached]
+    return f"| {row.what} | {row.figure} | {row.asked} | {verdict} |"
+
+
+def _named(model: str) -> str:
+    return model.rpartition("/")[2].removesuffix(".json").replace(":", "-")
+
+
+def _command() -> str:
+    return " ".join(["python -m benchmarks.gpu.run", *sys.argv[1:]])
+
+
+def _write(output: Path | None, results: Mapping[str, Any]) -> None:
+    if output is not None:
+        write_text(output, json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()
