@@ -7,7 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from hzplan.cli import console
-from hzplan.peers import CONTROL, LOCAL, OURS
+from hzplan.peers import CONTROL, LOCAL, OURS, OURS_AGAIN
 
 if TYPE_CHECKING:
     from hzplan.peers.compare import Comparison, Entry
@@ -25,7 +25,8 @@ def show(setting: Setting, comparison: Comparison, *, as_json: bool) -> None:
 
 def summary(setting: Setting, comparison: Comparison) -> dict[str, Any]:
     """All figures; ``ratio``: how many times as long as the plan's a contender's step is, paired by round."""
-    free = comparison.entries[LOCAL].step_s
+    free = comparison.entries[LOCAL].step_s if LOCAL in comparison.entries else None
+    control = (CONTROL, "ddp") if CONTROL in comparison.entries else (OURS_AGAIN, OURS)
     return {
         "model": setting.plan.model.name,
         "dtype": setting.plan.model.dtype,
@@ -35,13 +36,13 @@ def summary(setting: Setting, comparison: Comparison) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "rounds": comparison.rounds,
         "steps_per_round": comparison.steps_per_round,
-        "control": _ratio(comparison, CONTROL, "ddp"),
+        "control": _ratio(comparison, *control),
         "contenders": [_contender(setting, comparison, entry, free) for entry in comparison.entries.values()],
         "absent": dict(comparison.absent),
     }
 
 
-def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: float) -> dict[str, Any]:
+def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: float | None) -> dict[str, Any]:
     from hzplan.peers.compare import AGREE
 
     error = entry.loss_error
@@ -53,7 +54,7 @@ def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: flo
         "peak_memory_bytes": entry.peak_memory_bytes,
         "fits": entry.fits(setting.plan.source.memory_budget_bytes),
         "sent_bytes": {"in_node": entry.sent_bytes[0], "network": entry.sent_bytes[1]},
-        "exposed_comm_s": max(0.0, entry.step_s - free),
+        "exposed_comm_s": None if free is None else max(0.0, entry.step_s - free),
         "waits_s": dict(entry.waits_s),
         "loss_error": error if error is None or isfinite(error) else None,
         "losses_agree": error is None
@@ -82,13 +83,16 @@ def _print(found: dict[str, Any]) -> None:
             f"{ratio['low']:.2f} … {ratio['high']:.2f}",
             console.size(entry["peak_memory_bytes"]),
             console.size(sent["network"] or sent["in_node"]),
-            console.duration(entry["exposed_comm_s"]) if entry["name"] != LOCAL else "",
+            console.duration(entry["exposed_comm_s"])
+            if entry["name"] != LOCAL and entry["exposed_comm_s"] is not None
+            else "",
         )
     out = console.stdout()
     out.print(table)
-    control = found["control"]
+    control, names = found["control"], {entry["name"] for entry in found["contenders"]}
+    who = "DDP" if CONTROL in names else "the plan"
     out.print(
-        "ratio: step time over the plan's, paired by round. Its control, DDP against itself: "
+        f"ratio: step time over the plan's, paired by round. Its control, {who} against itself: "
         f"{control['value']:.2f} ({control['low']:.2f} … {control['high']:.2f})."
     )
     out.print(

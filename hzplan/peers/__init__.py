@@ -21,7 +21,12 @@ POORER = ("one-stream", "no-threads")
 
 OURS = "hzplan"
 CONTROL = "ddp again"
+OURS_AGAIN = "hzplan again"
+"""The control where there is no room for replicas."""
 LOCAL = "alone"
+
+REPLICA_BYTES = 16
+"""Of a parameter in a replica: float32 weights, gradients and two moments."""
 
 
 def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:
@@ -59,7 +64,10 @@ def _same_training(path: Path, plan: Plan) -> Plan:
 
 
 def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Callable[[], Contender]]:
-    """The plan, the peers, DDP twice as a control, and a run without communication; see ``check_peers``."""
+    """The plan, the peers, DDP twice as a control, and a run without communication; see ``check_peers``.
+
+    All live on a device at once. Where replicas have no room there, the plan itself is run twice instead.
+    """
     from hzplan.peers.ddp import DDP, Local, Zero1
     from hzplan.peers.deepspeed import DeepSpeed
     from hzplan.peers.fsdp2 import FSDP2, HSDP
@@ -79,7 +87,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         "one-stream": partial(Hzplan, setting, name="one-stream", streams=Streams.ONE),
         "no-threads": partial(Hzplan, setting, name="no-threads", streams=Streams.NONE),
     }
-    return {
+    found: dict[str, Callable[[], Contender]] = {
         OURS: partial(Hzplan, setting),
         "ddp": known["ddp"],
         CONTROL: partial(DDP, setting, name=CONTROL),
@@ -89,3 +97,36 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         },
         LOCAL: partial(Local, setting),
     }
+    crowded = no_room(setting.plan, len(peers), _device_bytes(setting))
+    if crowded is None:
+        return found
+    absent = dict.fromkeys(("ddp", CONTROL, LOCAL), partial(_not_here, crowded))
+    return {OURS: found[OURS], OURS_AGAIN: partial(Hzplan, setting, name=OURS_AGAIN), **found, **absent}
+
+
+def no_room(plan: Plan, peers: int, device_bytes: int | None) -> str | None:
+    """Why three replicas, the plan and ``peers`` like it do not fit a device together; None where they do, or
+    where nobody knows (``device_bytes`` is None)."""
+    replicas = 3 * REPLICA_BYTES * plan.model.parameters
+    wanted = replicas + (1 + peers) * plan.predicted.peak_memory_bytes
+    if device_bytes is None or wanted <= device_bytes:
+        return None
+    return (
+        f"three replicas and {1 + peers} others need {wanted / 2**30:,.0f} GiB together, "
+        f"the device has {device_bytes / 2**30:,.0f}"
+    )
+
+
+def _device_bytes(setting: Setting) -> int | None:
+    """Of the smallest GPU, the same on all ranks; a host's memory is not asked."""
+    from hzplan.profiler.machine import rank_memory_bytes
+    from hzplan.profiler.ranks import Ranks
+
+    ranks = Ranks.here()
+    return min(ranks.gather(rank_memory_bytes(ranks))) if setting.device.type == "cuda" else None
+
+
+def _not_here(reason: str) -> Contender:
+    from hzplan.peers.contender import NotHere
+
+    raise NotHere(reason)

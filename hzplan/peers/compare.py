@@ -22,7 +22,8 @@ to bfloat16 turns a last digit of a sum into noise, and replicas compute in it b
 AGREEING_STEPS = 10
 SMALL_CHANGE = 1e-3
 """By how much of it a budget may be exceeded: a batch and a few scalars are in no plan."""
-REFERENCE = "ddp"
+REFERENCES = ("ddp", "hzplan")
+"""Whose losses the others' are compared with: the first one's that took part."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Entry:
 
     ``peak_memory_bytes``: of the rank that needs most; ``sent_bytes``: per step, the node that sends most:
     (over loopback, over other interfaces); ``loss_error``: the largest relative difference to DDP's losses in
-    the first ten steps, infinite where one is not finite, None for who does not train together; ``waits_s``:
-    how long compute stood still in a step, by what for, the mean of all ranks; empty where it is not known.
+    the first ten steps (the plan's, where DDP took no part), infinite where one is not finite, None for who
+    does not train together; ``waits_s``: how long compute stood still in a step, by what for, the mean of all
+    ranks; empty where it is not known.
     """
 
     name: str
@@ -124,6 +126,7 @@ def compare(
     for contender in contenders.values():  # not after an error: it would wait for ranks that may be gone
         contender.close()
     peaks = {name: max(ranks.gather(contender.peak_memory_bytes)) for name, contender in contenders.items()}
+    reference = next((losses[name] for name in REFERENCES if name in losses), [])
     entries = {
         name: Entry(
             name,
@@ -131,7 +134,7 @@ def compare(
             peaks[name],
             (_middle([s[0] for s in sent[name]]), _middle([s[1] for s in sent[name]])),
             tuple(losses[name]),
-            None if name in alone else _deviation(losses[name], losses[REFERENCE]),
+            None if name in alone else _deviation(losses[name], reference),
             _medians(waits[name]),
         )
         for name in contenders

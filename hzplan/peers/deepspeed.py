@@ -32,16 +32,18 @@ from hzplan.training.data import load_corpus
 GRACE_S = 30.0
 """How long a child may take to end."""
 
-REDUCE_BUCKET_ELEMENTS = 1_000_000
-"""Small enough that backward overlaps with communication in small models too."""
+REDUCE_BUCKET_ELEMENTS = {"cpu": 1_000_000, "cuda": 500_000_000}
+"""On CPUs small enough that backward overlaps with communication in small models too; on GPUs its default.
+NOT RUN ON A GPU YET."""
+
+MOST_PREFETCHED_ELEMENTS = 50_000_000
+"""Its default for stage 3."""
 
 
 class DeepSpeed:
     """A contender in a child process."""
 
     def __init__(self, setting: Setting, stage: int) -> None:
-        if setting.device.type != "cpu":
-            raise NotHere("DeepSpeed is compared on CPUs over gloo only")
         missing = Ranks.here().gather(importlib.util.find_spec("deepspeed") is None)
         if any(missing):  # on all ranks alike, or some would wait for the others
             where = f" on rank {missing.index(True)}" if not all(missing) else ""
@@ -120,7 +122,7 @@ def _place(setting: Setting) -> dict[str, str]:
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": setting.device.type,
     }
 
 
@@ -145,16 +147,17 @@ class _Engine(Trainer):
     def configuration(self) -> dict[str, Any]:
         """What DeepSpeed reads from its file."""
         setting = self.setting
+        bucket = REDUCE_BUCKET_ELEMENTS[setting.device.type]
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": True,
-            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-            "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
         }
         if self.stage == 3:
             zero |= {
                 "stage3_param_persistence_threshold": 0,
-                "stage3_prefetch_bucket_size": REDUCE_BUCKET_ELEMENTS,
+                "stage3_prefetch_bucket_size": min(bucket, MOST_PREFETCHED_ELEMENTS),
             }
         # As the plan's, by DeepSpeed's names; its own default is the compute dtype.
         travelling = {torch.float32: "fp32", torch.bfloat16: "bf16"}[setting.reduce_dtype]
@@ -189,7 +192,11 @@ def _child(questions: IO[str], answers: IO[str]) -> None:
 
     end_with_parent()
     asked = json.loads(questions.readline())
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    on_gpu = os.environ["DS_ACCELERATOR"] == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1))
+    backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     plan = Plan.model_validate_json(asked["plan"])
     workload = load(asked["model"], seq_len=plan.model.seq_len)
     text = None if asked["data"] is None else Path(asked["data"])
