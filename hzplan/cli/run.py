@@ -52,8 +52,8 @@ def command(
         typer.Option(
             metavar="PEERS",
             help="Measure the plan beside others, in turns of a few steps: ddp, zero1, fsdp2, fsdp2-keep, "
-            "hsdp, tp-dp, deepspeed1, deepspeed3, one-stream, no-threads, or other plans' files, with commas "
-            "between.",
+            "hsdp, tp-dp, deepspeed1, deepspeed3, megatron-fsdp, one-stream, no-threads, or other plans' "
+            "files, with commas between.",
         ),
     ] = None,
     round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,

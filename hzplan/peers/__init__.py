@@ -13,7 +13,7 @@ from hzplan.formats.plan import Plan
 if TYPE_CHECKING:
     from hzplan.peers.contender import Contender, Setting
 
-PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3")
+PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3", "megatron-fsdp")
 """Other systems that ``hzplan run --against`` knows."""
 
 POORER = ("one-stream", "no-threads")
@@ -72,6 +72,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
     from hzplan.peers.deepspeed import DeepSpeed
     from hzplan.peers.fsdp2 import FSDP2, HSDP
     from hzplan.peers.hzplan import Hzplan
+    from hzplan.peers.megatron_fsdp import MegatronFSDP
     from hzplan.peers.tensor_parallel import TensorParallel
     from hzplan.runtime.executor import Streams
 
@@ -84,6 +85,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         "tp-dp": partial(TensorParallel, setting),
         "deepspeed1": partial(DeepSpeed, setting, 1),
         "deepspeed3": partial(DeepSpeed, setting, 3),
+        "megatron-fsdp": partial(MegatronFSDP, setting),
         "one-stream": partial(Hzplan, setting, name="one-stream", streams=Streams.ONE),
         "no-threads": partial(Hzplan, setting, name="no-threads", streams=Streams.NONE),
     }

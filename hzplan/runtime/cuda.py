@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from hzplan.errors import UserError
 from hzplan.runtime import launcher
 
 URGENT, NOT_URGENT = -1, 0
@@ -61,7 +62,12 @@ class Device:
         self._device = device
 
     def here(self) -> Queue:
-        """See ``launcher.Device``."""
+        """See ``launcher.Device``. UserError where a CUDA graph is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "a plan's step is being captured into a CUDA graph, which would leave out what the host does "
+                "between units; capture what is inside of a unit only"
+            )
         return Queue(torch.cuda.current_stream(self._device))
 
     def queue(self, name: str) -> Queue:

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hzplan.errors import UserError
+from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import StepRecord, Streams
 from hzplan.runtime.launcher import Event, Launcher
 from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule, Task
@@ -206,3 +209,9 @@ def test_what_was_done_by_other_means_is_not_waited_for() -> None:
     launcher.start(schedule.compute[0])
     launcher.close()
     assert launcher.step == 2
+
+
+def test_a_step_is_not_captured_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UserError, match="CUDA graph"):
+        Device(torch.device("cuda", 0)).here()
