@@ -169,23 +169,27 @@ def try_everything(profile: Profile, request: Request) -> Truth:
             offload=request.host_bytes > 0,
         )
         slots = assign_slots(schedule, tensors)
-        for again, combination in itertools.product(_agains(model, request), itertools.product(*options)):
-            units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
-            units = {name: replace(cost, recompute=name in again) for name, cost in units.items()}
+        for again in _agains(model, request):
             peak = model.activation_peak_bytes(size, again)
-            taken = memory(units, slots, schedule, peak)
-            if taken.host > request.host_bytes:
-                continue
-            needed = taken.peak
-            smallest = needed if smallest is None else min(smallest, needed)
-            if needed <= request.memory_bytes:
-                durations = model.durations(schedule, units, size)
-                pace = size, depth, schedule.gradient_buffers
-                if floor_ns(schedule, durations, model.interference) >= by_pace.get(pace, float("inf")):
-                    continue  # no better than one that was tried
-                objective = objective_ns(schedule, durations, model.interference)
-                best = objective if best is None else min(best, objective)
-                by_pace[pace] = min(objective, by_pace.get(pace, objective))
+            costs = [
+                [replace(cost, recompute=name in again) for cost in choices]
+                for name, choices in zip(names, options, strict=True)
+            ]
+            for combination in itertools.product(*costs):
+                units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
+                taken = memory(units, slots, schedule, peak)
+                if taken.host > request.host_bytes:
+                    continue
+                needed = taken.peak
+                smallest = needed if smallest is None else min(smallest, needed)
+                if needed <= request.memory_bytes:
+                    durations = model.durations(schedule, units, size)
+                    pace = size, depth, schedule.gradient_buffers
+                    if floor_ns(schedule, durations, model.interference) >= by_pace.get(pace, float("inf")):
+                        continue  # no better than one that was tried
+                    objective = objective_ns(schedule, durations, model.interference)
+                    best = objective if best is None else min(best, objective)
+                    by_pace[pace] = min(objective, by_pace.get(pace, objective))
     assert smallest is not None
     return Truth(best, smallest, by_pace)
 

@@ -267,11 +267,11 @@ def _reference(
 
 
 def every_legal_case(*, whole: bool) -> Iterator[Case]:
-    """float64: every triple × accumulation × prefetch (or each of them once); float32: every triple."""
+    """float64: every triple × accumulation × prefetch (or one of each, in turns); float32: every triple."""
     for mesh in ("4", "2|2", "1|3"):
         for number, levels in enumerate(legal(mesh)):
-            for accumulation in (1, 3):
-                for prefetch in (1, 2) if whole else (1 + (number + accumulation // 2) % 2,):
+            for accumulation in (1, 3) if whole else (1 + number % 2 * 2,):
+                for prefetch in (1, 2) if whole else (1 + (number // 2) % 2,):
                     yield Case(mesh, levels, accumulation, prefetch, clip=prefetch == 1)
             yield Case(mesh, levels, accumulation=2, dtype="float32")
 

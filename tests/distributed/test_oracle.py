@@ -50,5 +50,5 @@ def test_one_plan_after_the_other_equals_one_process(tmp_path: Path) -> None:
 def test_cases_are_what_they_claim() -> None:
     assert len({case.name for case in LEGAL + RANDOM}) == len(LEGAL) + len(RANDOM)
     exact = [case for case in LEGAL if case.dtype == "float64"]
-    assert len(exact) == (5 + 14 + 14) * (4 if WHOLE else 2)
+    assert len(exact) == (5 + 14 + 14) * (4 if WHOLE else 1)
     assert len({(case.accumulation, case.prefetch) for case in exact}) == 4
