@@ -18,7 +18,7 @@ import torch
 import typer
 
 from benchmarks.__main__ import about
-from benchmarks.gpu.run import hzplan
+from benchmarks.gpu.run import hzplan, named
 from benchmarks.measure import NoResult
 from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
@@ -59,7 +59,8 @@ def main(
     if small:
         model, micro_batch, steps = "gpt:tiny", "1", 6
     work.mkdir(parents=True, exist_ok=True)
-    profile, plan = work / "profile.json", work / "plan.json"
+    name = f"{named(model)}-{count}-{micro_batch.replace(',', '-')}"
+    profile, plan = work / f"profile-{name}.json", work / f"plan-{name}.json"
     dtype = "fp32" if small else "bf16"
     try:
         if not profile.exists():
@@ -97,8 +98,9 @@ def _table(compared: Mapping[str, Any], predicted: Mapping[str, Any], where: str
             f"| {ratio['value']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f}) "
             f"| {one['peak_memory_bytes'] / 2**30:,.2f} GiB | {'; '.join(remarks)} |"
         )
-    span = f"{control['low']:.2f}–{control['high']:.2f}"
-    yield f"\nThe control, one against itself: {control['value']:.2f} ({span})."
+    if control is not None:
+        span = f"{control['low']:.2f}–{control['high']:.2f}"
+        yield f"\nThe control, one against itself: {control['value']:.2f} ({span})."
     for name, reason in compared["absent"].items():
         yield f"{name} took no part: {reason}."
 

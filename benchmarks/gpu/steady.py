@@ -18,6 +18,8 @@ from hzplan.training.batches import SyntheticBatches
 LEARNING_RATE = 1e-5
 COUNTED = ("num_device_alloc", "num_alloc_retries", "num_ooms")
 """Of torch.cuda.memory_stats: calls of cudaMalloc, and what was tried again after freeing."""
+STEPS_CAPPED = 50
+"""With no more memory than the budget."""
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -29,7 +31,7 @@ def main(
         float, typer.Option(help="How much of what the process may take the plan predicts it does.")
     ] = 0.95,
 ) -> None:
-    """Train on synthetic batches with no more memory than the budget.
+    """Train on synthetic batches, first with all of the device's memory, then with no more than the budget.
 
     Example: python -m benchmarks.gpu.steady plan.json
     """
@@ -41,18 +43,11 @@ def main(
     total = torch.cuda.get_device_properties(device).total_memory
     budget = round(loaded.predicted.peak_memory_bytes / share)
     ours = Hzplan(Setting(loaded, workload, data, lr=LEARNING_RATE, seed=0))
-    torch.cuda.empty_cache()  # what making the model took
+    free = _trained(ours, 3, steps)
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    ours.step(3)  # takes up again what the steps need
-    ours.finish()
-    before, now = _counts(), {}
-    torch.cuda.reset_peak_memory_stats(device)
-    for step in range(steps):
-        ours.step(4 + step)
-    ours.finish()
-    now = _counts()
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    result: dict[str, Any] = {name: now[name] - before[name] for name in COUNTED}
+    capped = _trained(ours, 4 + steps, STEPS_CAPPED)
+    allocated, reserved = free["allocated_bytes"], free["reserved_bytes"]
+    result: dict[str, Any] = {"free": free, "capped": capped}
     print(
         json.dumps(
             result
@@ -60,12 +55,25 @@ def main(
                 "steps": steps,
                 "budget_bytes": budget,
                 "predicted_bytes": loaded.predicted.peak_memory_bytes,
-                "allocated_bytes": allocated,
-                "reserved_bytes": reserved,
                 "reserved_of_allocated": reserved / allocated,
             }
         )
     )
+
+
+def _trained(ours: Hzplan, first: int, steps: int) -> dict[str, int]:
+    """What the allocator does in so many steps, after one that takes up again what steps need."""
+    torch.cuda.empty_cache()  # what making the model took, or the steps before
+    ours.step(first)
+    ours.finish()
+    before = _counts()
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(steps):
+        ours.step(first + 1 + step)
+    ours.finish()
+    peaks = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}  # fmt: skip  # noqa: E501
+    now = _counts()
+    return peaks | {name: now[name] - before[name] for name in COUNTED}
 
 
 def _counts() -> dict[str, int]:

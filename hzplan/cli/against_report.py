@@ -26,7 +26,8 @@ def show(setting: Setting, comparison: Comparison, *, as_json: bool) -> None:
 def summary(setting: Setting, comparison: Comparison) -> dict[str, Any]:
     """All figures; ``ratio``: how many times as long as the plan's a contender's step is, paired by round."""
     free = comparison.entries[LOCAL].step_s if LOCAL in comparison.entries else None
-    control = (CONTROL, "ddp") if CONTROL in comparison.entries else (OURS_AGAIN, OURS)
+    both = [(CONTROL, "ddp"), (OURS_AGAIN, OURS)]
+    control = next((pair for pair in both if comparison.entries.keys() >= {*pair}), None)
     return {
         "model": setting.plan.model.name,
         "dtype": setting.plan.model.dtype,
@@ -36,7 +37,7 @@ def summary(setting: Setting, comparison: Comparison) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "rounds": comparison.rounds,
         "steps_per_round": comparison.steps_per_round,
-        "control": _ratio(comparison, *control),
+        "control": None if control is None else _ratio(comparison, *control),
         "contenders": [_contender(setting, comparison, entry, free) for entry in comparison.entries.values()],
         "absent": dict(comparison.absent),
     }
@@ -91,14 +92,13 @@ def _print(found: dict[str, Any]) -> None:
     out.print(table)
     control, names = found["control"], {entry["name"] for entry in found["contenders"]}
     who = "DDP" if CONTROL in names else "the plan"
-    out.print(
-        f"ratio: step time over the plan's, paired by round. Its control, {who} against itself: "
-        f"{control['value']:.2f} ({control['low']:.2f} … {control['high']:.2f})."
-    )
-    out.print(
-        "sent: by the busiest node in a step. waits: the step less that of ranks training alone. "
-        f"{found['tokens_per_step']:,} tokens a step."
-    )
+    itself = " It has no control: nobody fits twice."
+    if control:
+        span = f"{control['low']:.2f} … {control['high']:.2f}"
+        itself = f" Its control, {who} against itself: {control['value']:.2f} ({span})."
+    out.print(f"ratio: step time over the plan's, paired by round.{itself}")
+    waits = " waits: the step less that of ranks training alone." if LOCAL in names else ""
+    out.print(f"sent: by the busiest node in a step.{waits} {found['tokens_per_step']:,} tokens a step.")
     if not all(entry["fits"] for entry in found["contenders"]):
         out.print(f"! needs more than the plan's budget of {console.size(found['budget_bytes'])} per rank.")
     if not all(entry["losses_agree"] for entry in found["contenders"]):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
     from hzplan.formats.profile import Profile
     from hzplan.schedule import Schedule
+    from hzplan.solver.evaluate import Modes
 
 TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")
 MOST_SHOWN = 12
@@ -100,9 +101,13 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
         accumulation=plan.batch.accumulation,
         clip=plan.clip,
         gradient_buffers=made.gradient_buffers or plan.gradient_buffers,
+        offload=plan.source.host_memory_bytes is not None,
     )
+    on_device = before.modes._replace(offload=frozenset())
 
-    def changed(units: set[str], schedule: Schedule = before.schedule) -> tuple[float, int]:
+    def changed(
+        units: set[str], schedule: Schedule = before.schedule, modes: Modes = on_device
+    ) -> tuple[float, int]:
         levels = {
             unit: tuple(made.levels[unit] for _ in of_tensors)
             if unit in units and unit in made.levels
@@ -111,7 +116,7 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
         }
         after = evaluate(
             *(before.model, levels, schedule, before.micro_batch),
-            modes=before.modes._replace(offload=frozenset()),
+            modes=modes,
         )
         return after.step_s - before.step_s, after.memory.peak - before.memory.peak
 
@@ -120,8 +125,8 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
         if one.where in before.levels:
             step_s, peak_bytes = changed({one.where})
             priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
-        elif one.where == GRADIENTS:
-            step_s, peak_bytes = changed(set(), paced)
+        elif one.where == GRADIENTS and made.gradient_buffers is not None:
+            step_s, peak_bytes = changed(set(), paced, before.modes)
             priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
         else:
             priced.append(one)

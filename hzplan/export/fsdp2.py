@@ -25,6 +25,7 @@ TEMPLATE = '''"""FSDP2 as a plan of hzplan says: {about}.
         optimizer.zero_grad()
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -78,8 +79,11 @@ def shard(model: nn.Module, device_type: str = "{device}") -> nn.Module:
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + PREFETCH])
         block.set_modules_to_backward_prefetch(blocks[max(0, place - PREFETCH) : place][::-1])
-    if REDUCTIONS > 1 and hasattr(model, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
-        model.set_reduce_scatter_max_input_buffers(REDUCTIONS)
+    if REDUCTIONS > 1:
+        if hasattr(model, "set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(REDUCTIONS)
+        else:
+            warnings.warn(f"one reduction at a time, not {{REDUCTIONS}}: more are new in torch 2.13")
     return model
 
 

@@ -34,7 +34,7 @@ UNITS = {units}
 def shard(model: nn.Module) -> nn.Module:
     """Wrap a model."""
     mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={names})
-    blocks = [type(model.get_submodule(name)) for name in UNITS]
+{groups}    blocks = [type(model.get_submodule(name)) for name in UNITS]
     return fully_shard_model(
         model,
         device_mesh=mesh,
@@ -77,11 +77,18 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
         micro_batch=plan.batch.micro_batch,
         accumulation=plan.batch.accumulation,
         units=json.dumps([group.module for group in groups if group.module]),
-        shape=(plan.mesh.world // inner, inner) if outer else (inner,),
-        names=("dp_outer", "dp_shard") if outer else ("dp_shard",),
+        # It looks for tensor parallelism's dimension whether there is any or not.
+        shape=(plan.mesh.world // inner, inner, 1) if outer else (inner, 1),
+        names=("dp_outer", "dp_shard", "tp") if outer else ("dp_shard", "tp"),
+        groups='    hybrid = mesh["dp_outer", "dp_shard"]._flatten("hybrid").get_group()\n' if outer else "",
         options="\n".join(
-            f"        {name}={json.dumps(value)},"
-            for name, value in {"dp_shard_dim": "dp_shard", **options}.items()
+            [
+                *(
+                    f"        {name}={json.dumps(value)},"
+                    for name, value in {"dp_shard_dim": "dp_shard", "tp_dim": "tp", **options}.items()
+                ),
+                *(["        hybrid_fsdp_group=hybrid,"] if outer else []),
+            ]
         ),
     )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)

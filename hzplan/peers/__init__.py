@@ -102,8 +102,11 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
     crowded = no_room(setting.plan, len(peers), _device_bytes(setting))
     if crowded is None:
         return found
-    absent = dict.fromkeys(("ddp", CONTROL, LOCAL), partial(_not_here, crowded))
-    return {OURS: found[OURS], OURS_AGAIN: partial(Hzplan, setting, name=OURS_AGAIN), **found, **absent}
+    again: dict[str, Callable[[], Contender]] = {
+        OURS: found[OURS],
+        OURS_AGAIN: partial(Hzplan, setting, name=OURS_AGAIN),
+    }
+    return again | found | dict.fromkeys(("ddp", CONTROL, LOCAL), partial(_not_here, crowded))
 
 
 def no_room(plan: Plan, peers: int, device_bytes: int | None) -> str | None:

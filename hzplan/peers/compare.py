@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from hzplan.errors import is_out_of_memory, one_line
 from hzplan.peers.contender import WARM_UP_STEPS, Contender, NotHere
 from hzplan.peers.paired import Ratio, paired_ratio
 from hzplan.peers.traffic import sent_bytes
@@ -22,7 +23,8 @@ to bfloat16 turns a last digit of a sum into noise, and replicas compute in it b
 AGREEING_STEPS = 10
 SMALL_CHANGE = 1e-3
 """By how much of it a budget may be exceeded: a batch and a few scalars are in no plan."""
-REFERENCES = ("ddp", "hzplan")
+PLAN = "hzplan"
+REFERENCES = ("ddp", PLAN)
 """Whose losses the others' are compared with: the first one's that took part."""
 
 
@@ -99,9 +101,22 @@ def compare(
     for number, (name, make) in enumerate(makers.items()):
         progress(f"preparing {name}", 0.2 * number / len(makers))
         try:
-            contenders[name] = make()
+            made, why = make(), ""
         except NotHere as reason:
-            absent[name] = str(reason)
+            why = str(reason)
+        except Exception as error:  # of others' systems; without the plan there is nothing to compare
+            if name == PLAN:
+                raise
+            why = (
+                f"out of memory beside the others ({one_line(error)})"
+                if is_out_of_memory(error)
+                else one_line(error)
+            )
+        reasons = [reason for reason in ranks.gather(why) if reason]
+        if reasons:
+            absent[name] = reasons[0]
+        else:
+            contenders[name] = made
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[tuple[int, int]]] = {name: [] for name in contenders}

@@ -28,6 +28,7 @@ from hzplan.peers.contender import NotHere, Setting, Trainer, Turn
 from hzplan.profiler.ranks import Ranks
 from hzplan.training.batches import batches, reads_bytes
 from hzplan.training.data import load_corpus
+from hzplan.training.step import on_device
 
 GRACE_S = 30.0
 """How long a child may take to end."""
@@ -50,6 +51,8 @@ class DeepSpeed:
             raise NotHere(f"DeepSpeed is not installed{where}; pip install 'hzplan[deepspeed]'")
         self.name = f"deepspeed{stage}"
         self._log = tempfile.TemporaryFile(mode="w+", prefix="hzplan-deepspeed-")  # noqa: SIM115
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()  # of this process, beside which the child's memory must fit
         environment = os.environ | _place(setting)
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         ours, theirs = os.pipe(), os.pipe()
@@ -115,6 +118,8 @@ def _place(setting: Setting) -> dict[str, str]:
         port = Ranks.here().share(free.getsockname()[1])
     here = place()
     local = {} if here is None else {"LOCAL_RANK": str(here.local_rank), "LOCAL_SIZE": str(here.local_world)}
+    if setting.device.index is not None:  # where every rank sees one GPU only, it has another number
+        local["LOCAL_RANK"] = str(setting.device.index)
     return {
         **local,
         "RANK": str(setting.rank),
@@ -179,7 +184,8 @@ class _Engine(Trainer):
         setting = self.setting
         total = 0.0
         for index in range(setting.accumulation):
-            loss = setting.workload.loss(self.engine, setting.data.train(step, index, setting.rank))
+            batch = setting.data.train(step, index, setting.rank)
+            loss = setting.workload.loss(self.engine, on_device(batch, setting.device))
             self.engine.backward(loss)  # which divides by the accumulation itself
             self.engine.step()
             total += float(loss.detach())
@@ -194,7 +200,7 @@ def _child(questions: IO[str], answers: IO[str]) -> None:
     asked = json.loads(questions.readline())
     on_gpu = os.environ["DS_ACCELERATOR"] == "cuda"
     if on_gpu:
-        torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     plan = Plan.model_validate_json(asked["plan"])

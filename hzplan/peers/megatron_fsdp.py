@@ -39,8 +39,10 @@ class MegatronFSDP(Trainer):
         blocks = [type(unit.module) for unit in find_units(model) if unit.module is not model]
         self.model = theirs.fully_shard_model(
             model,
-            device_mesh=init_device_mesh("cuda", (setting.world,), mesh_dim_names=("dp_shard",)),
+            # It looks for tensor parallelism's dimension whether there is any or not.
+            device_mesh=init_device_mesh("cuda", (setting.world, 1), mesh_dim_names=("dp_shard", "tp")),
             dp_shard_dim="dp_shard",
+            tp_dim="tp",
             fsdp_unit_modules=list(dict.fromkeys(blocks)),
             zero_dp_strategy="optim_grads_params",
             mixed_precision_policy=theirs.MixedPrecisionPolicy(

@@ -105,9 +105,10 @@ class Launcher:
 
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
+        here = self._device.here()  # first: it refuses what cannot be captured
         self.record = StepRecord() if self._before_last is None else self._read(self._before_last)
         self._before_last = self._step if self.step >= 0 else None
-        self._step = _Launched(self._device.here().record(), self._device.now_s())
+        self._step = _Launched(here.record(), self._device.now_s())
         self.step += 1
         self.start(self.tasks[0])
         self.end(self.tasks[0])

@@ -49,14 +49,17 @@ class Wire:
             self._changed.notify_all()
         return key
 
-    def hold(self, device: torch.device, seconds: float, stream: str = "") -> None:
-        """The same on a GPU, in its own time: what is put into the current CUDA stream later begins later."""
+    def start_on(self, device: torch.device, seconds: float, stream: str = "") -> torch.cuda.Event:
+        """The same on a GPU, in its own time."""
         if self._on_device is None:
             self._on_device = DeviceWire(device, self._collision)
-        self._on_device.hold(stream, seconds)
+        return self._on_device.start(stream, seconds)
 
     def wait(self, key: object) -> None:
-        """Return when it has arrived."""
+        """Return when it has arrived; on a GPU the current CUDA stream goes on then."""
+        if isinstance(key, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(key)
+            return
         with self._changed:
             while True:
                 self._settle()
@@ -131,10 +134,9 @@ class PacedGroup:
 
     def start(self, seconds: float, whole: Tensor) -> object:
         """Under way from now on."""
-        if not whole.is_cuda:
-            return self.wire.start(seconds, self.stream)
-        self.wire.hold(whole.device, seconds, self.stream)
-        return None  # there is nothing for the host to wait for
+        if whole.is_cuda:
+            return self.wire.start_on(whole.device, seconds, self.stream)
+        return self.wire.start(seconds, self.stream)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Carried:
         """``whole`` [size × n] from ``part`` [n], this rank's slice or apart from it; under way."""
@@ -215,6 +217,6 @@ class PacedWorld:
     def all_reduce(self, tensor: Tensor, operation: Any = None) -> None:
         """See World: what the others would have is as much as this one has."""
         if tensor.is_cuda:
-            self._meeting.hold(tensor.device, self._norm_s)
+            self._meeting.wait(self._meeting.start_on(tensor.device, self._norm_s))
         else:
             time.sleep(self._norm_s)

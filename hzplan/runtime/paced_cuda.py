@@ -1,4 +1,4 @@
-"""A tier's link on a GPU: a kernel holds each stream for as long as what it has under way needs.
+"""A tier's link on a GPU: a kernel takes as long as what is under way, beside whom it is under way for.
 
 The host is ahead of the device, so it is the kernels that look at what else is under way, in a few words of
 the device's memory. NOT RUN ON A GPU YET: no machine of ours has one.
@@ -6,10 +6,13 @@ the device's memory. NOT RUN ON A GPU YET: no machine of ours has one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import cpp_extension
 
 MOST_STREAMS = 8
 """Kinds of collectives that a tier has a stream each for."""
@@ -42,10 +45,20 @@ static __device__ unsigned long long NOW() {
 
 @cache
 def _kernel(device: torch.device) -> Any:
-    with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(
-            f"#define MOST_STREAMS {MOST_STREAMS}\n{ON_A_GPU}\n{SOURCE}", "hold"
-        )
+    source = f"#define MOST_STREAMS {MOST_STREAMS}\n{ON_A_GPU}\n{SOURCE}"
+    with torch.cuda.device(device), _a_place_for_headers():
+        return torch.cuda._compile_kernel(source, "hold")
+
+
+@contextmanager
+def _a_place_for_headers() -> Iterator[None]:
+    """torch wants to know where CUDA's headers are, which wheels do not bring; the kernel includes none."""
+    known = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = known or "/usr/local/cuda"
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = known
 
 
 class DeviceWire:
@@ -54,13 +67,23 @@ class DeviceWire:
     def __init__(self, device: torch.device, collision: float = 1.0) -> None:
         self._device, self._collision = device, collision
         self._under_way = torch.zeros(MOST_STREAMS, dtype=torch.int32, device=device)
-        self._places: dict[str, int] = {}
+        torch.cuda.synchronize(device)  # or streams would look at it before it is zero
+        self._queues: dict[str, torch.cuda.Stream] = {}
 
-    def hold(self, stream: str, seconds: float) -> None:
-        """Hold the current CUDA stream for so long, and longer where others have something under way.
+    def start(self, stream: str, seconds: float) -> torch.cuda.Event:
+        """Something is under way from where the current CUDA stream is now; the event is its end.
 
-        ``stream``: what is under way for one and the same goes in order, on one CUDA stream.
+        ``stream``: what is under way for one and the same goes in order, beside the CUDA stream that waits.
         """
-        place = self._places.setdefault(stream, len(self._places))
-        arguments = [self._under_way, place, seconds * 1e9, float(self._collision)]
-        _kernel(self._device)((1, 1, 1), (1, 1, 1), arguments)
+        if stream not in self._queues:
+            assert len(self._queues) < MOST_STREAMS, "a tier has a stream for each kind of collective"
+            self._queues[stream] = torch.cuda.Stream(self._device, priority=-1)
+        queue = self._queues[stream]
+        queue.wait_stream(torch.cuda.current_stream(self._device))
+        place = list(self._queues).index(stream)
+        with torch.cuda.stream(queue):
+            arguments = [self._under_way, place, seconds * 1e9, float(self._collision)]
+            _kernel(self._device)((1, 1, 1), (1, 1, 1), arguments)
+        over = torch.cuda.Event()
+        over.record(queue)
+        return over

@@ -38,4 +38,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_one_process(case: Case, errors: dict[str, list[float]]) -> None:
-    assert errors[case.name][0] <= TOLERANCES[case.dtype]
+    losses, weights = errors[case.name]
+    assert losses <= TOLERANCES[case.dtype]
+    if case.dtype == "float64":
+        assert weights <= TOLERANCES[case.dtype]

@@ -9,7 +9,7 @@ from hzplan.cli.against_report import show, summary
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import load
 from hzplan.peers.compare import compare
-from hzplan.peers.contender import Setting
+from hzplan.peers.contender import Contender, Setting
 from hzplan.training.batches import SyntheticBatches
 from tests.plans import make_plan
 
@@ -42,3 +42,25 @@ def test_without_room_for_replicas_the_plan_is_its_own_control(
     show(setting, found, as_json=False)
     out = " ".join(capsys.readouterr().out.split())
     assert "the plan against itself" in out and "ddp took no part: three replicas" in out
+
+
+def test_who_fails_takes_no_part_but_for_the_plan() -> None:
+    setting = setting_of(make_plan(mesh="1"))
+    made = {name: peers.makers(setting, {})[name] for name in (peers.OURS, peers.LOCAL)}
+
+    def fails() -> Contender:
+        raise ValueError("no submesh\nof that name")
+
+    found = compare(made | {"theirs": fails}, rounds=1, steps_per_round=1, alone=(peers.LOCAL,))
+    assert found.absent == {"theirs": "ValueError: no submesh of that name"} and set(found.entries) == {*made}
+    with pytest.raises(ValueError, match="no submesh"):
+        compare({peers.OURS: fails}, rounds=1, steps_per_round=1)
+
+
+def test_without_any_control_the_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = setting_of(make_plan(mesh="1"))
+    made = peers.makers(setting, {})
+    found = compare({peers.OURS: made[peers.OURS]}, rounds=1, steps_per_round=1)
+    assert summary(setting, found)["control"] is None
+    show(setting, found, as_json=False)
+    assert "It has no control" in capsys.readouterr().out
