@@ -7,7 +7,6 @@ the plan recomputes a unit, everyone does.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ def main(
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(0)
-    os.environ.setdefault("HZPLAN_LOG", "error")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if on_gpu else "gloo",

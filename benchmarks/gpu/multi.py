@@ -9,7 +9,6 @@ DeepSpeed and Megatron-FSDP take part where they are installed. Everything is th
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +17,8 @@ import torch
 import typer
 
 from benchmarks.__main__ import about
-from benchmarks.gpu.run import hzplan, named
+from benchmarks.gpu.run import hzplan, named, skip, write
 from benchmarks.measure import NoResult
-from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.peers import OURS, PEERS
 
@@ -47,14 +45,11 @@ def main(
 
     Example: python -m benchmarks.gpu.multi --output multi.json
     """
-    results: dict[str, Any] = about() | {
-        "command": " ".join(["python -m benchmarks.gpu.multi", *sys.argv[1:]])
-    }
+    results = about()
     count = 2 if small else nproc or torch.cuda.device_count()
     if not small and torch.cuda.device_count() < max(LEAST_GPUS, count):
-        reason = f"{torch.cuda.device_count()} CUDA devices here, {max(LEAST_GPUS, count)} are wanted"
-        print(f"skipped: {reason} (torch {torch.__version__})")
-        _write(output, results | {"skipped": reason})
+        seen, wanted = torch.cuda.device_count(), max(LEAST_GPUS, count)
+        skip(f"{seen} CUDA devices here, {wanted} are wanted (torch {torch.__version__})", output)
         return
     if small:
         model, micro_batch, steps = "gpt:tiny", "1", 6
@@ -71,11 +66,11 @@ def main(
         turns = ["--steps", steps, "--round-steps", 1 if small else 5]
         compared = json.loads(hzplan("run", plan, model, "--against", against, *turns, "--json"))
     except NoResult as error:
-        _write(output, results | {"failed": str(error)})
+        write(output, results | {"failed": str(error)})
         raise SystemExit(f"benchmarks.gpu.multi: {error}") from None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     predicted = Plan.load(plan).predicted.model_dump()
-    _write(output, results | {"device": device, "gpus": count, "predicted": predicted, "compared": compared})
+    write(output, results | {"device": device, "gpus": count, "predicted": predicted, "compared": compared})
     print("\n".join(_table(compared, predicted, f"{count} × {device}")))
 
 
@@ -103,11 +98,6 @@ def _table(compared: Mapping[str, Any], predicted: Mapping[str, Any], where: str
         yield f"\nThe control, one against itself: {control['value']:.2f} ({span})."
     for name, reason in compared["absent"].items():
         yield f"{name} took no part: {reason}."
-
-
-def _write(output: Path | None, results: Mapping[str, Any]) -> None:
-    if output is not None:
-        write_text(output, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -319,11 +319,9 @@ def main(
     for name in wanted:
         if name not in PARTS:
             raise SystemExit(f"--only {name}: one of {', '.join(PARTS)}")
-    results: dict[str, Any] = about() | {"command": _command()}
+    results = about()
     if not (torch.cuda.is_available() or small):
-        reason = f"no CUDA device here (torch {torch.__version__})"
-        print(f"skipped: {reason}")
-        _write(output, results | {"skipped": reason})
+        skip(f"no CUDA device here (torch {torch.__version__})", output)
         return
     results["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     bench = Bench(SMALL if small else FULL, work / ("small" if small else "full"))
@@ -339,7 +337,7 @@ def main(
             bench.say(name, f"failed: {said[0]}"[:MOST_SAID], "", False)
         seconds[name] = time.perf_counter() - began
         results |= {"parts": bench.found, "rows": [asdict(row) for row in bench.rows], "seconds": seconds}
-        _write(output, results)  # after every part: a job may end before all are done
+        write(output, results)  # after every part: a job may end before all are done
     print("\n".join(table(bench.rows, results["device"])))
 
 
@@ -380,11 +378,14 @@ def named(model: str) -> str:
     return model.rpartition("/")[2].removesuffix(".json").replace(":", "-")
 
 
-def _command() -> str:
-    return " ".join(["python -m benchmarks.gpu.run", *sys.argv[1:]])
+def skip(reason: str, output: Path | None) -> None:
+    """Say and write why nothing is measured."""
+    print(f"skipped: {reason}")
+    write(output, about() | {"skipped": reason})
 
 
-def _write(output: Path | None, results: Mapping[str, Any]) -> None:
+def write(output: Path | None, results: Mapping[str, Any]) -> None:
+    """The figures, where somebody wants them in a file."""
     if output is not None:
         write_text(output, json.dumps(results, indent=1) + "\n")
 

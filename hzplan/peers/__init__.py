@@ -50,7 +50,7 @@ def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:
 
 def _stem(name: str, taken: Iterable[str]) -> str:
     stem = Path(name).stem
-    return name if stem in (*taken, *PEERS, *POORER, OURS, CONTROL, LOCAL) else stem
+    return name if stem in (*taken, *PEERS, *POORER, OURS, OURS_AGAIN, CONTROL, LOCAL) else stem
 
 
 def _same_training(path: Path, plan: Plan) -> Plan:

@@ -100,23 +100,12 @@ def compare(
     absent: dict[str, str] = {}
     for number, (name, make) in enumerate(makers.items()):
         progress(f"preparing {name}", 0.2 * number / len(makers))
-        try:
-            made, why = make(), ""
-        except NotHere as reason:
-            why = str(reason)
-        except Exception as error:  # of others' systems; without the plan there is nothing to compare
-            if name == PLAN:
-                raise
-            why = (
-                f"out of memory beside the others ({one_line(error)})"
-                if is_out_of_memory(error)
-                else one_line(error)
-            )
+        made, why = _made(name, make)
         reasons = [reason for reason in ranks.gather(why) if reason]
-        if reasons:
-            absent[name] = reasons[0]
-        else:
+        if made is not None and not reasons:
             contenders[name] = made
+        else:
+            absent[name] = reasons[0]
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[tuple[int, int]]] = {name: [] for name in contenders}
@@ -156,6 +145,20 @@ def compare(
     }
     progress("measured", 1.0)
     return Comparison(entries, absent, rounds, steps_per_round)
+
+
+def _made(name: str, make: Callable[[], Contender]) -> tuple[Contender | None, str]:
+    """A contender, or why there is none: one system's error must not cost the others' figures. That of the
+    plan is raised, without which there is nothing to compare."""
+    try:
+        return make(), ""
+    except NotHere as reason:
+        return None, str(reason)
+    except Exception as error:
+        if name == PLAN:
+            raise
+        room = "out of memory beside the others: " if is_out_of_memory(error) else ""
+        return None, room + one_line(error)
 
 
 def _middle(counts: Sequence[int]) -> int:
