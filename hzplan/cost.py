@@ -469,8 +469,16 @@ class CostModel:
         return [self.task_ns(schedule, task, units, micro_batch) for task in schedule.tasks]
 
     def step_ns(self, schedule: Schedule) -> int:
-        """Nanoseconds for which compute stands still before the updates: until all ranks know the norm."""
-        return round((self.profile.cluster.norm_seconds or 0.0) * 1e9) if schedule.clip else 0
+        """Nanoseconds for which compute stands still before the updates: until all ranks know the norm, for
+        which each adds up the squares of what it owns of the sum."""
+        return self._norm_ns if schedule.clip else 0
+
+    @cached_property
+    def _norm_ns(self) -> int:
+        curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm]
+        trained = sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
+        alone = interpolate(curve, trained / self.mesh.world) if curve else 0.0
+        return round((alone + (self.profile.cluster.norm_seconds or 0.0)) * 1e9)
 
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""

@@ -163,12 +163,15 @@ class OptimizerEntry(Strict):
     """The optimizer: state tensors per element, temporaries, and the time of a step.
 
     Elements are those of the master weights, which a step also casts where the model computes in less.
+    ``norm``: the time in which a rank adds up the squares of so many gradients, which clipping does; empty
+    where it was not measured.
     """
 
     name: str
     state_per_element: Annotated[int, Field(ge=0, le=64)]
     temporary_per_element: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)]
     points: tuple[OptimizerPoint, ...] = Field(min_length=1)
+    norm: tuple[OptimizerPoint, ...] = ()
 
 
 class CopyPoint(Strict):
@@ -297,9 +300,10 @@ class Profile(Strict):
             if [cost.micro_batch for cost in use.costs] != sizes:
                 raise ValueError(f"uses.{index}.costs: micro-batch sizes differ from those of the first use")
         check_context(self.mesh, self.parallel)
-        elements = [point.elements for point in self.optimizer.points]
-        if sorted(set(elements)) != elements:
-            raise ValueError("optimizer.points: sizes not rising")
+        for name, listed in (("points", self.optimizer.points), ("norm", self.optimizer.norm)):
+            elements = [point.elements for point in listed]
+            if sorted(set(elements)) != elements:
+                raise ValueError(f"optimizer.{name}: sizes not rising")
         copied = [point.bytes for point in self.host.points] if self.host else []
         if sorted(set(copied)) != copied:
             raise ValueError("host.points: sizes not rising")

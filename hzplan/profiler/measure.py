@@ -296,7 +296,7 @@ def _measure_model(
         entry=model_entry(workload, [t.spec for unit in entries for t in unit.tensors], as_dtype(dtype)),
         units=joined_units(entries, uses),
         uses=uses,
-        optimizer=steps or measure_optimizer(ranks, optimizer, torch_dtype, largest, parts.at),
+        optimizer=steps or measure_optimizer(ranks, optimizer, torch_dtype, largest, running.once, parts.at),
         largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
         stragglers=slow_compute(ranks, mine) if mine is not None else (),
         ranks_per_host=local_ranks(ranks),

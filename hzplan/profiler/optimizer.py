@@ -1,10 +1,10 @@
-"""What an optimizer step costs: seconds by elements, state, temporaries."""
+"""What an optimizer step costs: seconds by elements, state, temporaries; and the norm that clipping takes."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,40 +32,62 @@ FACTOR = 4
 MIN_REPEATS = 3
 MAX_REPEATS = 10
 BUDGET_S = 2.0
-BATCH_S = 0.002
-"""Steps shorter than this are timed several at once."""
-MAX_CALLS = 16
 TRACED_ELEMENTS = 1 << 16
 
 
 def measure_optimizer(
-    ranks: Ranks, name: str, dtype: torch.dtype, largest_elements: int, progress: Callable[[float], None]
+    ranks: Ranks,
+    name: str,
+    dtype: torch.dtype,
+    largest_elements: int,
+    compute: Callable[[], None],
+    progress: Callable[[float], None],
 ) -> OptimizerEntry:
     """Steps of one flat tensor of 1 Ki elements up to ``largest_elements`` (at most 16 Mi), on all ranks.
 
     The tensor has the dtype of the master weights for ``dtype``. Where that is another, a step includes the
-    cast of the updated master weights, as the runtime's update does.
+    cast of the updated master weights, as the runtime's update does. It scales the gradient first, as under
+    clipping; without clipping the runtime reads it once instead, to see whether it is finite. Also the time
+    of a gradient's norm. ``compute``, the model's forward and backward, comes before every round, so that
+    caches hold what they hold in a step.
     """
     state, temporary = footprint(name, dtype, ranks.device)
     wanted = sizes(FIRST_ELEMENTS, min(largest_elements, LAST_ELEMENTS), FACTOR, 1)
-    results = rounds(
+    steppers = [_stepper(name, elements, dtype, ranks.device) for elements in wanted]
+    warm_up = _stepper(name, FIRST_ELEMENTS, dtype, ranks.device)
+
+    def once() -> list[float]:
+        """Seconds of every norm, then of every step, as a step has them."""
+        compute()
+        found = []
+        for call in ("norm", "step"):
+            getattr(warm_up, call)()
+            found += [_seconds(ranks, getattr(stepper, call)) for stepper in steppers]
+        return found
+
+    [result] = rounds(
         ranks,
-        [_case(ranks, _stepper(name, elements, dtype, ranks.device).step) for elements in wanted],
+        [once],
         at_least=MIN_REPEATS,
         at_most=MAX_REPEATS,
         budget_s=BUDGET_S,
         progress=progress,
     )
-    samples = [[seconds for by_rank in result for seconds in by_rank] for result in results]
-    medians = rising([statistics.median(seconds) for seconds in samples])
+    samples = [*zip(*(seconds for by_rank in result for seconds in by_rank), strict=True)]
     return OptimizerEntry(
         name=name,
         state_per_element=state,
         temporary_per_element=temporary,
-        points=tuple(
-            OptimizerPoint(elements=elements, seconds=nanoseconds(median), spread=spread(seconds))
-            for elements, median, seconds in zip(wanted, medians, samples, strict=True)
-        ),
+        points=_points(wanted, samples[len(wanted) :]),
+        norm=_points(wanted, samples[: len(wanted)]),
+    )
+
+
+def _points(elements: Sequence[int], samples: Sequence[Sequence[float]]) -> tuple[OptimizerPoint, ...]:
+    medians = rising([statistics.median(seconds) for seconds in samples])
+    return tuple(
+        OptimizerPoint(elements=many, seconds=nanoseconds(median), spread=spread(seconds))
+        for many, median, seconds in zip(elements, medians, samples, strict=True)
     )
 
 
@@ -80,9 +102,20 @@ class _Stepper:
     @torch.no_grad()
     def step(self) -> None:
         """What the runtime's update does."""
+        torch._foreach_mul_([self._gradient], 1.0)
         self.optimizer.step()
         if self.published is not None:
             self.published.copy_(self.master)
+
+    @torch.no_grad()
+    def norm(self) -> None:
+        """What clipping does with what a rank owns."""
+        nn.utils.get_total_norm([self._gradient], foreach=True)
+
+    @property
+    def _gradient(self) -> Tensor:
+        assert self.master.grad is not None
+        return self.master.grad
 
 
 def _stepper(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Stepper:
@@ -107,17 +140,11 @@ def footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int,
     return state, round(trace.segments()[0].peak_bytes / stepper.master.nbytes, 2)
 
 
-def _case(ranks: Ranks, step: Callable[[], None]) -> Callable[[], float]:
-    """What times a step; all ranks step at the same time."""
-    once = max(ranks.gather(_seconds(ranks, step, 1)))
-    calls = max(1, min(MAX_CALLS, int(BATCH_S / once)))
-    return partial(_seconds, ranks, step, calls)
-
-
-def _seconds(ranks: Ranks, step: Callable[[], None], calls: int) -> float:
+def _seconds(ranks: Ranks, call: Callable[[], None]) -> float:
+    """Of a call, on all ranks at once."""
+    ranks.finish_device()
     ranks.barrier()
     started = time.perf_counter()
-    for _ in range(calls):
-        step()
+    call()
     ranks.finish_device()
-    return (time.perf_counter() - started) / calls
+    return time.perf_counter() - started

@@ -82,6 +82,7 @@ class ShardedOptimizer(Optimizer):
         self._inner: dict[str, Optimizer] = {}
         self.held: list[Held] = []
         self._owned_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's at the finest level
+        self._held_gradients: dict[str, list[Tensor]] = {}  # by unit: those that it updates with
         self._split_of: dict[int, tuple[Any, ...]] = {}  # those gradients, by where they have other parts
         trained = (p for unit in units for b in unit.trainable_buckets for p in b.parameters)
         self._split_over = [*dict.fromkeys(map(split_over, trained))]  # the same on every rank
@@ -101,6 +102,7 @@ class ShardedOptimizer(Optimizer):
                     piece = nn.Parameter(bucket.owned_master(low, high, master))
                     piece.grad = bucket.owned_gradient(low, high)
                     mine[group_of[id(owner)]].append(piece)
+                    self._held_gradients.setdefault(unit.name, []).append(piece.grad)
                     self.held.append(Held(unit.name, bucket, index, low, high, piece))
                 owned = self._owned_gradients.setdefault(unit.name, [])
                 finest = bucket.bounds(bucket.mesh.levels)
@@ -126,6 +128,8 @@ class ShardedOptimizer(Optimizer):
         template = optimizer_class([dict(options[0], params=[empty])], **arguments)
         self._options: list[Group] = []  # what the updates of this step go by
         self._clipped = False
+        # What gradients are to be multiplied by as clipping asks, and by what this step's updates do.
+        self._clip_scale = self._update_scale = torch.ones((), dtype=torch.float64, device=engine.device)
         self._steps = self._updating = 0  # taken; and the number of the one whose updates are launched
         self._first_nonfinite = {
             name: torch.full((), NEVER, dtype=torch.int64, device=engine.device)
@@ -231,6 +235,8 @@ class ShardedOptimizer(Optimizer):
         Tensors too: schedulers change them in place, while updates may still be under way.
         """
         self._updating = self._steps
+        self._update_scale = self._clip_scale
+        self._clip_scale = torch.ones_like(self._clip_scale)
         self._options = [
             {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -258,7 +264,8 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def update(self, unit: str) -> None:
-        """Update one unit's pieces, and publish what they are; runs on the optim stream.
+        """Scale one unit's gradients as clipping asked, update its pieces, and publish what they are; runs on
+        the optim stream.
 
         Without clipping nobody looks at gradients before: whether they are finite is noted here. Nothing is
         waited for, which on a GPU would stop the thread that launches.
@@ -268,6 +275,9 @@ class ShardedOptimizer(Optimizer):
             first = self._first_nonfinite[unit]
             first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._updating)))
         if unit in self._inner:
+            # A device that queues work is not waited for: small gradients are multiplied by 1 there.
+            if self.engine.schedule.clip and (self._update_scale.is_cuda or self._update_scale < 1.0):
+                torch._foreach_mul_(self._held_gradients[unit], self._update_scale)
             self._inner[unit].step()
             if self._units[unit].offload:
                 self._settle(unit, lambda home: home.here)
@@ -287,7 +297,8 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm before.
+        """Have the updates of this step scale all gradients so that their joint 2-norm is at most
+        ``max_norm``; returns the norm before.
 
         Each rank takes the norm of the slice it owns at the finest level; their squares are added up over the
         world in float64, and over the ranks of tensor parallelism those of what these have in parts.
@@ -305,14 +316,9 @@ class ShardedOptimizer(Optimizer):
             for place, groups in enumerate(self._split_over):
                 for group in groups:
                     dist.all_reduce(squares[place], group=group)
-        norm = squares.sum().sqrt()
+        norm = squares.sum().sqrt() * self._clip_scale  # as a call before this one leaves them
         scale = max_norm / (norm + 1e-6)
-        # A device that queues work is not waited for: there, gradients of a small norm are multiplied by 1.
-        if self.held and (norm.is_cuda or scale < 1.0):
-            gradients = [held.param.grad for held in self.held if held.param.grad is not None]
-            torch._foreach_mul_(
-                gradients, torch.where(scale < 1.0, scale, 1.0) if norm.is_cuda else float(scale)
-            )
+        self._clip_scale = self._clip_scale * torch.where(scale < 1.0, scale, 1.0)
         return norm
 
     def skip_step(self) -> None:
@@ -322,6 +328,7 @@ class ShardedOptimizer(Optimizer):
         """
         self.engine.skip_step()
         self._clipped = False
+        self._clip_scale = torch.ones_like(self._clip_scale)
 
     def first_nonfinite(self) -> tuple[int, list[str]] | None:
         """Under a plan without clipping: where gradients were not finite first, on any rank; None: nowhere.

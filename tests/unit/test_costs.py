@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
 import pytest
 
 from hzplan.cost import CostModel
-from hzplan.formats.profile import Profile
+from hzplan.formats.profile import OptimizerPoint, Profile
 from hzplan.hierarchy import Levels, Stage
 from hzplan.layout import TensorSpec, bucketise
 from hzplan.profiler.costs import use_costs
@@ -50,8 +51,13 @@ def _with(profile: Profile, **changes: Any) -> Profile:
 
 def test_the_norm_costs_only_who_clips() -> None:
     profile = _with(Profile.load(MEASURED), norm_seconds=0.002)
+    points = [OptimizerPoint(elements=0, seconds=0.0, spread=0.0)]
+    points.append(OptimizerPoint(elements=1000, seconds=0.001, spread=0.0))
+    optimizer = profile.optimizer.model_copy(update={"norm": tuple(points)})
+    profile = profile.model_copy(update={"optimizer": optimizer})
     model = CostModel(profile)
-    for clip, expected in ((True, 2_000_000), (False, 0)):
+    owned = sum(math.prod(t.shape) for unit in profile.units for t in unit.tensors) / profile.mesh.world
+    for clip, expected in ((True, round(2_000_000 + 1000 * owned)), (False, 0)):
         schedule = model.schedule(prefetch=1, accumulation=1, clip=clip)
         step = next(task for task in schedule.tasks if task.kind is Kind.STEP)
         assert model.task_ns(schedule, step, {}, profile.micro_batches[0]) == expected

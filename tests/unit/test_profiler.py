@@ -264,7 +264,7 @@ def test_floating_inputs_of_a_bfloat16_unit_are_cast() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
 def test_optimizers(name: str, dtype: torch.dtype) -> None:
-    entry = measure_optimizer(ALONE, name, dtype, 5000, lambda _: None)
+    entry = measure_optimizer(ALONE, name, dtype, 5000, lambda: None, lambda _: None)
     assert entry.state_per_element == {"adamw": 2, "adam": 2, "sgd": 0}[name]
     assert entry.temporary_per_element == 0
     assert [point.elements for point in entry.points] == [1024, 4096, 16384]
@@ -275,7 +275,7 @@ def test_optimizers(name: str, dtype: torch.dtype) -> None:
 def test_temporaries_of_an_optimizer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = partial(torch.optim.Adam, foreach=False, amsgrad=True)
     monkeypatch.setattr(optimizer, "OPTIMIZERS", {"plain": plain})
-    entry = measure_optimizer(ALONE, "plain", torch.float32, 1, lambda _: None)
+    entry = measure_optimizer(ALONE, "plain", torch.float32, 1, lambda: None, lambda _: None)
     assert entry.state_per_element == 3
     assert entry.temporary_per_element == 2  # a root, and the same divided
 

@@ -241,6 +241,29 @@ def test_a_skipped_step_changes_nothing() -> None:
     optimizer.engine.close()
 
 
+def test_clipping_twice_is_clipping_to_the_smaller_norm() -> None:
+    nano = load("gpt:nano")
+    batch = nano.batch(1, torch.Generator().manual_seed(0))
+    ends = []
+    for norms in ((1e-3,), (1e9, 2e-3, 1e-3)):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(
+            nano.build(), make_plan("gpt:nano", mesh="1", clip=True), torch.optim.SGD, lr=1.0
+        )
+        nano.loss(model, batch).backward()
+        found = [float(optimizer.clip_grad_norm_(norm)) for norm in norms]
+        assert found == pytest.approx([found[0], found[0], 2e-3][: len(norms)], rel=1e-3)
+        optimizer.step()
+        ends.append(full_parameters(optimizer))
+        nano.loss(model, batch).backward()
+        optimizer.clip_grad_norm_(1e9)  # of this step alone
+        optimizer.step()
+        ends.append(full_parameters(optimizer))
+    for once, twice in zip(ends[:2], ends[2:], strict=True):
+        assert all(torch.allclose(once[name], value, atol=1e-6) for name, value in twice.items())
+    assert all(any(not torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(ends[:2]))
+
+
 def test_without_clipping_the_first_step_without_finite_gradients_is_named() -> None:
     with pytest.raises(
         UserError,
