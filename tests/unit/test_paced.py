@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hzplan.hierarchy import Mesh, Stage
+from hzplan.runtime import paced
 from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.paced import PacedGroup, PacedWorld, Wire
 from hzplan.runtime.paced_cuda import MOST_STREAMS, SOURCE
@@ -32,6 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(threading.Condition, "wait", wait)
+    monkeypatch.setattr(paced, "_lateness_s", lambda: 0.0)
     return now
 
 
