@@ -164,12 +164,13 @@ class Interference:
     ``lost``: the share of compute's speed that a tier at work takes; of several at work each takes it of what
     the others leave, as all share processors. ``slowdown``: how many times as long a tier's tasks take while
     compute runs. ``collision``: how many times as long several tasks of a tier take at once as one after the
-    other.
+    other. ``handoff_ns``: how long after the end of one stream's task another stream's that waited begins.
     """
 
     lost: tuple[float, ...]
     slowdown: tuple[float, ...]
     collision: tuple[float, ...]
+    handoff_ns: float = 0.0
 
     @classmethod
     def none(cls, tiers: int) -> Interference:
@@ -221,13 +222,15 @@ class CostModel:
     @cached_property
     def interference(self) -> Interference:
         """As measured; none where it was not."""
+        handoff_ns = (self.profile.cluster.handoff_seconds or 0.0) * 1e9
         entries = self.profile.interference
         if not entries:
-            return Interference.none(len(self.mesh.tiers))
+            return replace(Interference.none(len(self.mesh.tiers)), handoff_ns=handoff_ns)
         return Interference(
             tuple(min(entry.compute_lost, MOST_LOST) for entry in entries),
             tuple(entry.slowdown for entry in entries),
             tuple(entry.collision for entry in entries),
+            handoff_ns,
         )
 
     def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 
 from hzplan.cost import Interference
 from hzplan.schedule import COMPUTE_STREAM, STORE_STREAM, Schedule, Task
@@ -114,7 +114,8 @@ def replay_shared(
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
     While a tier is at work compute progresses slower, and while compute runs the tier's tasks do; several
-    tasks of a tier at once also lose by colliding.
+    tasks of a tier at once also lose by colliding. What has waited for another stream begins when its own has
+    heard of that.
 
     ``late_ns``: by how much the slowest rank's compute takes longer, by task. Then a few ranks compute, each
     now faster and now slower than the mean, and what they do together begins when the last of them comes.
@@ -141,6 +142,10 @@ def events(schedule: Schedule, late_ns: Sequence[int] | None = None) -> int:
 def _places(key: int) -> tuple[int, ...]:
     """Where every rank lies in a task of a step, by their number; at random, and always the same."""
     return tuple(random.Random(key).sample(range(len(PARTS)), len(PARTS)))
+
+
+_Ready = tuple[int, int, str]
+"""Of a rank (0 for all), a task, which the end of a stream's task has released."""
 
 
 class _Replay:
@@ -172,7 +177,9 @@ class _Replay:
             for before in task.after_previous:
                 self.next_followers[before].append(task.index)
         self.waiting = [self._needed(rank) for rank in range(self.ranks)]
+        self.streams = [task.stream for task in schedule.tasks]
         self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
+        self.handed: dict[tuple[int, int], float] = {}  # those on their way to a stream -> when they begin
         size = self.steps * self.total
         self.starts = [[0.0] * size for _ in range(self.ranks)]  # what they do together: the same for all
         self.ends = [[0.0] * size for _ in range(self.ranks)]
@@ -180,8 +187,8 @@ class _Replay:
 
     def run(self) -> Timeline:
         """Until all tasks of all steps are done."""
-        self._start([(rank, 0) for rank in range(self.ranks)])
-        while self.under_way:
+        self._start([(rank, 0, COMPUTE_STREAM) for rank in range(self.ranks)])
+        while self.under_way or self.handed:
             self._pass_time()
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
@@ -224,21 +231,29 @@ class _Replay:
         later = [needed + more for needed, more in zip(first, wraps, strict=True)]
         return first + later * (self.steps - 1)
 
-    def _start(self, ready: list[tuple[int, int]]) -> None:
-        """Start what is ready; tasks of zero length end at once, and what follows them starts."""
-        while ready:
-            rank, key = ready.pop()
-            index = key % self.total
-            duration = self._duration_ns(rank, key)
-            for starts in self._of(rank, index, self.starts):
-                starts[key] = self.now
-            if duration:
-                self.under_way[rank, key] = duration
-            else:
-                self._end(rank, key, ready)
+    def _start(self, ready: list[_Ready]) -> None:
+        """Start what is ready; tasks of zero length end at once, and what follows them starts.
 
-    def _end(self, rank: int, key: int, ready: list[tuple[int, int]]) -> None:
-        """Add to ``ready`` what waited for this last."""
+        What another stream's task has released is handed over first.
+        """
+        while ready:
+            rank, key, by = ready.pop()
+            duration = self._duration_ns(rank, key)
+            if duration and self.cost.handoff_ns and by != self.streams[key % self.total]:
+                self.handed[rank, key] = self.now + self.cost.handoff_ns
+            else:
+                self._begin(rank, key, duration)
+            if not duration:
+                self._end(rank, key, by, ready)
+
+    def _begin(self, rank: int, key: int, duration: float) -> None:
+        for starts in self._of(rank, key % self.total, self.starts):
+            starts[key] = self.now
+        if duration:
+            self.under_way[rank, key] = duration
+
+    def _end(self, rank: int, key: int, by: str, ready: list[_Ready]) -> None:
+        """Add to ``ready`` what waited for this last. ``by``: the stream whose end this is."""
         step, index = divmod(key, self.total)
         own = self.computes[index]
         for ends in self._of(rank, index, self.ends):
@@ -255,7 +270,7 @@ class _Replay:
             for one in ranks:
                 self.waiting[one][follower] -= 1
                 if not self.waiting[one][follower]:
-                    ready.append((one, follower))
+                    ready.append((one, follower, by))
 
     def _duration_ns(self, rank: int, key: int) -> float:
         index = key % self.total
@@ -283,16 +298,21 @@ class _Replay:
         slowdown = [
             _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
         ]
-        elapsed = min(work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
+        left = (work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
+        arrival = min(self.handed.values(), default=inf)
+        elapsed = min(min(left, default=inf), arrival - self.now)
         self.now += elapsed
-        ready: list[tuple[int, int]] = []
+        ready: list[_Ready] = []
         for (one, work), slow in zip(list(self.under_way.items()), slowdown, strict=True):
-            left = work - elapsed / slow
-            if left <= 1e-6:
+            more = work - elapsed / slow
+            if more <= 1e-6:
                 del self.under_way[one]
-                self._end(*one, ready)
+                self._end(*one, self.streams[one[1] % total], ready)
             else:
-                self.under_way[one] = left
+                self.under_way[one] = more
+        for one in [one for one, begin in self.handed.items() if begin <= self.now + 1e-6]:
+            del self.handed[one]
+            self._begin(*one, self._duration_ns(*one))
         self._start(ready)
 
 

@@ -34,7 +34,7 @@ class Links(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Links:
         """As a profile's."""
-        check_cluster(self.cluster, self.collectives, self.interference)
+        check_cluster(self.cluster, self.collectives, self.interference, self.host)
         return self
 
     @classmethod

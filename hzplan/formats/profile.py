@@ -203,7 +203,9 @@ class ModelEntry(Strict):
 
 class ClusterEntry(Strict):
     """Where it was measured. ``memory_bytes`` is what one rank may use, before any reserve;
-    ``norm_seconds``: how long all ranks take to add up one number, which clipping waits for."""
+    ``norm_seconds``: how long all ranks take to add up one number, which clipping waits for;
+    ``handoff_seconds``: how long a stream's thread takes to hear of what it waited for, None where a device
+    has the streams."""
 
     mesh: str
     tier_names: tuple[str, ...]
@@ -213,6 +215,7 @@ class ClusterEntry(Strict):
     peak_flops: Rate
     scattered_by_exchange: bool
     norm_seconds: Measured | None = None
+    handoff_seconds: Measured | None = None
 
 
 class ProvenanceEntry(Strict):
@@ -272,7 +275,7 @@ class Profile(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
         """References resolve, sizes are sorted, every curve needed is there."""
-        check_cluster(self.cluster, self.collectives, self.interference)
+        check_cluster(self.cluster, self.collectives, self.interference, self.host)
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ValueError("units: a name appears twice")
@@ -304,9 +307,6 @@ class Profile(Strict):
             elements = [point.elements for point in listed]
             if sorted(set(elements)) != elements:
                 raise ValueError(f"optimizer.{name}: sizes not rising")
-        copied = [point.bytes for point in self.host.points] if self.host else []
-        if sorted(set(copied)) != copied:
-            raise ValueError("host.points: sizes not rising")
         return self
 
     @cached_property
@@ -338,8 +338,10 @@ def check_cluster(
     cluster: ClusterEntry,
     collectives: Iterable[CollectiveCurve],
     interference: Sized,
+    host: HostEntry | None,
 ) -> None:
-    """ValueError, naming the field, where the mesh, its tiers and the curves do not fit each other."""
+    """ValueError, naming the field, where the mesh, its tiers and the curves do not fit each other, or sizes
+    do not rise."""
     try:
         mesh = Mesh.parse(cluster.mesh)
     except ValueError as error:
@@ -348,6 +350,9 @@ def check_cluster(
         raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
     if len(interference) not in (0, len(mesh.tiers)):
         raise ValueError(f"interference: {len(mesh.tiers)} entries needed, one per tier, or none")
+    copied = [point.bytes for point in host.points] if host is not None else []
+    if sorted(set(copied)) != copied:
+        raise ValueError("host.points: sizes not rising")
     present = set()
     for curve in collectives:
         points = [point.bytes for point in curve.points]

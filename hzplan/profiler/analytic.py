@@ -132,22 +132,28 @@ def _host(device: Device) -> HostEntry | None:
 
 
 def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> OptimizerEntry:
-    """A fused step: parameter, gradient and state are read, parameter and state written, and masters cast."""
+    """A gradient is scaled in place, as clipping does; then a fused step: parameter, gradient and state are
+    read, parameter and state written, and masters cast. A norm reads gradients."""
     state, temporary = footprint(name, getattr(torch, dtype), torch.device("cpu"))
     item = ITEM_BYTES[MASTER_DTYPE[dtype]]
-    per_element = (3 + 2 * state) * item
+    per_element = (5 + 2 * state) * item
     if MASTER_DTYPE[dtype] != dtype:
         per_element += item + ITEM_BYTES[dtype]
-    return OptimizerEntry(
-        name=name,
-        state_per_element=state,
-        temporary_per_element=temporary,
-        points=tuple(
+
+    def points(per_element: int) -> tuple[OptimizerPoint, ...]:
+        return tuple(
             OptimizerPoint(
                 elements=elements,
                 seconds=nanoseconds(rates.launch_s + elements * per_element / rates.bytes_per_s),
                 spread=0.0,
             )
             for elements in sorted({LEAST_ELEMENTS, max(largest, LEAST_ELEMENTS + 1)})
-        ),
+        )
+
+    return OptimizerEntry(
+        name=name,
+        state_per_element=state,
+        temporary_per_element=temporary,
+        points=points(per_element),
+        norm=points(item),
     )

@@ -34,14 +34,15 @@ def measure_host(
     A sample is the slowest rank's time of a copy while another goes the other way, a point their median.
     """
     wanted = sizes(FIRST_BYTES, largest_bytes, FACTOR, 1)
-    results = rounds(
-        ranks,
-        [partial(_seconds, ranks, _both(size, ranks.device)) for size in wanted],
-        at_least=MIN_REPEATS,
-        at_most=MAX_REPEATS,
-        budget_s=BUDGET_S,
-        progress=progress,
-    )
+    with ThreadPoolExecutor(2, thread_name_prefix="hzplan host") as threads:
+        results = rounds(
+            ranks,
+            [partial(_seconds, ranks, _both(size, ranks.device, threads)) for size in wanted],
+            at_least=MIN_REPEATS,
+            at_most=MAX_REPEATS,
+            budget_s=BUDGET_S,
+            progress=progress,
+        )
     samples = [[max(by_rank) for by_rank in result] for result in results]
     medians = rising([statistics.median(seconds) for seconds in samples])
     return HostEntry(
@@ -52,7 +53,7 @@ def measure_host(
     )
 
 
-def _both(nbytes: int, device: torch.device) -> Callable[[], None]:
+def _both(nbytes: int, device: torch.device, threads: ThreadPoolExecutor) -> Callable[[], None]:
     """Copies to the device and from it, side by side as a step's streams do them."""
     on_gpu = device.type == "cuda"
     kept = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
@@ -65,7 +66,6 @@ def _both(nbytes: int, device: torch.device) -> Callable[[], None]:
                 target.copy_(source, non_blocking=True)
 
     ways = [(here[0], kept[0], streams[0]), (kept[1], here[1], streams[1])]
-    threads = ThreadPoolExecutor(2, thread_name_prefix="hzplan host")
 
     def run() -> None:
         for done in [threads.submit(copy, *way) for way in ways]:

@@ -32,6 +32,7 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.entries import as_dtype, joined_units, model_entry, unit_entry
 from hzplan.profiler.fake import Rates
 from hzplan.profiler.folded import fold, is_too_large
+from hzplan.profiler.handoff import measure_handoff
 from hzplan.profiler.host import measure_host
 from hzplan.profiler.interference import measure_interference
 from hzplan.profiler.kept import Kept
@@ -183,8 +184,11 @@ def measure_with(
     model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
+    here: dict[str, float | None] = {"peak_flops": peak}
+    if links.cluster.handoff_seconds is not None:
+        here["handoff_seconds"] = measure_handoff(ranks, running.once)
     parts.finish("measured")
-    cluster = links.cluster.model_copy(update={"peak_flops": peak})
+    cluster = links.cluster.model_copy(update=here)
     return model.profile(links.model_copy(update={"cluster": cluster}))
 
 
@@ -360,6 +364,7 @@ def _measure_links(
             peak_flops=peak,
             scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
             norm_seconds=measure_norm(ranks),
+            handoff_seconds=None if apart else measure_handoff(ranks, compute),
         ),
         collectives=collectives,
         interference=interference,

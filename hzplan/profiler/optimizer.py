@@ -18,6 +18,7 @@ from hzplan.profiler.memory import memory_trace
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.rounds import rounds
 from hzplan.profiler.samples import nanoseconds, rising, sizes, spread
+from hzplan.runtime.clipping import clipping, square_sum
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
@@ -110,7 +111,7 @@ class _Stepper:
     @torch.no_grad()
     def norm(self) -> None:
         """What clipping does with what a rank owns."""
-        nn.utils.get_total_norm([self._gradient], foreach=True)
+        clipping(square_sum([self._gradient], self._gradient.device).sqrt(), 1.0)
 
     @property
     def _gradient(self) -> Tensor:

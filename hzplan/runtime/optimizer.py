@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hzplan.errors import UserError
 from hzplan.models.local import split_over
+from hzplan.runtime.clipping import clipping, square_sum
 from hzplan.runtime.faults import named
 from hzplan.runtime.offload import Home, HostStates, Keys, state_keys
 from hzplan.runtime.world import MAX, MIN
@@ -277,7 +278,8 @@ class ShardedOptimizer(Optimizer):
         if unit in self._inner:
             # A device that queues work is not waited for: small gradients are multiplied by 1 there.
             if self.engine.schedule.clip and (self._update_scale.is_cuda or self._update_scale < 1.0):
-                torch._foreach_mul_(self._held_gradients[unit], self._update_scale)
+                gradients = self._held_gradients[unit]
+                torch._foreach_mul_(gradients, self._update_scale.to(gradients[0].dtype))
             self._inner[unit].step()
             if self._units[unit].offload:
                 self._settle(unit, lambda home: home.here)
@@ -307,18 +309,19 @@ class ShardedOptimizer(Optimizer):
         self.engine.wait_gradients()
         self._clipped = True
         owned = [*itertools.chain.from_iterable(self._owned_gradients.values())]
-        squares = torch.zeros(len(self._split_over), dtype=torch.float64, device=self.engine.device)
-        for place, groups in enumerate(self._split_over):
-            gradients = [grad for grad in owned if self._split_of[id(grad)] == groups]
-            squares[place] = nn.utils.get_total_norm(gradients, foreach=True).double() ** 2
+        squares = torch.stack(
+            [
+                square_sum([grad for grad in owned if self._split_of[id(grad)] == groups], self.engine.device)
+                for groups in self._split_over
+            ]
+        )
         with named("clipping: all-reduce of the norm", self.engine.way):
             self.engine.world.all_reduce(squares)
             for place, groups in enumerate(self._split_over):
                 for group in groups:
                     dist.all_reduce(squares[place], group=group)
         norm = squares.sum().sqrt() * self._clip_scale  # as a call before this one leaves them
-        scale = max_norm / (norm + 1e-6)
-        self._clip_scale = self._clip_scale * torch.where(scale < 1.0, scale, 1.0)
+        self._clip_scale = self._clip_scale * clipping(norm, max_norm)
         return norm
 
     def skip_step(self) -> None:

@@ -75,8 +75,8 @@ class Evaluation:
     @cached_property
     def undisturbed(self) -> Timeline:
         """The same for a rank whose links cost its compute nothing, and that waits for no late one."""
-        none = Interference.none(self.schedule.tiers)
-        cost = replace(none, collision=self.model.interference.collision)
+        none, measured = Interference.none(self.schedule.tiers), self.model.interference
+        cost = replace(none, collision=measured.collision, handoff_ns=measured.handoff_ns)
         return replay_shared(self.schedule, self.durations_ns, cost)
 
     @property

@@ -188,6 +188,7 @@ def test_a_profile_of_one_process(tmp_path: Path) -> None:
     assert profile.mesh == Mesh.of_tiers(1) and profile.cluster.tier_names == ("node",)
     assert profile.cluster.backend == "none" and not profile.collectives
     assert 1e8 < profile.cluster.peak_flops < 1e14
+    assert profile.cluster.handoff_seconds is not None and 1e-6 < profile.cluster.handoff_seconds < 0.1
     assert profile.model.parameters == closed_form_parameters(PRESETS["nano"])
     tensors = [tensor for unit in find_units(load("gpt:nano").build()) for tensor in unit.tensors]
     assert profile.model.signature == signature(tensors)

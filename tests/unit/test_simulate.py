@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -239,7 +240,11 @@ def disturbed(draw: st.DrawFn) -> tuple[Schedule, list[int], Interference]:
     return (
         schedule,
         lengths,
-        Interference(lost, *(tuple(draw(st.floats(1, 4)) for _ in lost) for _ in range(2))),
+        Interference(
+            lost,
+            *(tuple(draw(st.floats(1, 4)) for _ in lost) for _ in range(2)),
+            handoff_ns=draw(st.sampled_from([0.0, 3.5])),
+        ),
     )
 
 
@@ -267,6 +272,19 @@ def test_compute_and_communication_slow_each_other() -> None:
     cost = Interference((0.8,), (1.0,), (1.0,))
     assert objective_ns(schedule, lengths, cost) == 40 + 0.8 * 10
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 5 + 9 + 5)
+
+
+def test_what_waited_for_another_stream_begins_when_it_has_heard_of_it() -> None:
+    """Two units forward and backward: gathers before, reductions after, and the updates that those end in."""
+    schedule = chain(2).build()
+    lengths = durations(schedule, {"compute": 10, "final-reduce": 5})
+    cost = replace(Interference.none(schedule.tiers), handoff_ns=2.0)
+    found = replay_shared(schedule, lengths, cost)
+    # u1's reduction begins 2 late beside compute; u0's 2 after the last compute, and step 2 after its end.
+    assert found.period_ns == replay_shared(schedule, lengths).period_ns + 2 + 2
+    assert sum(found.exposed_ns.values()) == 5 + 2 + 2
+    lengths = durations(schedule, {"compute": 10})
+    assert replay_shared(schedule, lengths, cost).period_ns == 40  # nothing is handed to anybody
 
 
 @given(timed(), st.data())
