@@ -30,8 +30,8 @@ import typer
 from benchmarks.__main__ import about
 from benchmarks.measure import ROOT, NoResult, output_of
 from hzplan.cost import CostModel
-from hzplan.formats.base import write_text
-from hzplan.formats.links import Links
+from hzplan.formats.base import to_text, write_text
+from hzplan.formats.cluster import find_cluster
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.formats.source import profile_of
@@ -110,20 +110,19 @@ class Bench:
     def profile_for_cluster(self, model: str) -> Path:
         """The model as measured here, over links as a known cluster's are modelled."""
         name = f"{named(model)}-{self.scale.cluster}-{self.scale.nodes}"
-        modelled, links = self.work / f"modelled-{name}.json", self.work / f"links-{name}.json"
         path = self.work / f"profile-{name}.json"
         if not path.exists():
-            scale = self.scale
-            cluster = ["--analytic", "--cluster", scale.cluster, "--nodes", scale.nodes]
-            hzplan("profile", model, *self._how(), *cluster, "-o", modelled)
-            known = Profile.load(modelled)
-            Links(
-                provenance=known.provenance,
-                cluster=known.cluster,
-                collectives=known.collectives,
-                host=known.host,
-            ).save(links)
-            hzplan("profile", model, *self._how(), "--links", links, "-o", path)
+            cluster = ["--cluster", self._cluster(), "--nodes", self.scale.nodes]
+            hzplan("profile", model, *self._how(), *cluster, "-o", path)
+        return path
+
+    def _cluster(self) -> str | Path:
+        """The scale's; where there is no GPU, which tries this script only, one like it of this device."""
+        if torch.cuda.is_available():
+            return self.scale.cluster
+        tried = find_cluster(self.scale.cluster)[0].model_copy(update={"backend": "gloo"})
+        path = self.work / f"{tried.name}-tried.json"
+        write_text(path, to_text(tried))
         return path
 
 

@@ -13,6 +13,7 @@ from hzplan.errors import UserError
 
 if TYPE_CHECKING:
     from hzplan.cli.console import Bar
+    from hzplan.formats.cluster import ClusterModel, Device
     from hzplan.formats.profile import Profile
     from hzplan.hierarchy import Mesh
     from hzplan.layout import Dtype
@@ -62,21 +63,25 @@ def command(
         ),
     ] = None,
     analytic: Annotated[
-        bool, typer.Option(help="Without a cluster: operations in shapes only, at a known cluster's rates.")
+        bool, typer.Option(help="Measure nothing: operations in shapes only, at a known cluster's rates.")
     ] = False,
     cluster: Annotated[
-        str | None, typer.Option(help="With --analytic: a cluster in cost_models/, or a file like those.")
+        str | None,
+        typer.Option(
+            help="A cluster in cost_models/, or a file like those, whose links are modelled: the model is "
+            "measured here in one process, or with --analytic not at all."
+        ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="With --analytic: how many nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="With --cluster: how many nodes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Measure a model's units and the links between ranks, where they will really run.
 
     Inside a job that torchrun or srun started it measures there, else it starts --nproc ranks here. With
-    --analytic nothing is measured: any machine will do, and the profile says that it is modelled. With --only
-    links and later --links links are measured once for all models, and models on one device. Of a model that
-    is too large for it only distinct units are made. With --known another micro-batch size, or more layers of
-    the same, costs only what is new.
+    --only links and later --links links are measured once for all models, and models on one device. With
+    --cluster links are modelled, not measured, and with --analytic nothing is measured: any machine will do.
+    The profile says so. Of a model that is too large for a device only distinct units are made. With --known
+    another micro-batch size, or more layers of the same, costs only what is new.
 
     What is done is kept in PROFILE.partial until all is: the same command goes on where it was cut short.
 
@@ -91,12 +96,13 @@ def command(
         raise UserError(
             "MODEL is missing: name one, as in gpt:tiny, or measure links alone with --only links"
         )
-    if (analytic, cluster is not None) not in ((True, True), (False, False)) or (nodes and not analytic):
+    if cluster is None and (analytic or nodes is not None):
         raise UserError(
-            "--analytic and --cluster NAME, and if wanted --nodes, go together; clusters: "
-            + ", ".join(_known_clusters())
+            "--analytic and --nodes need --cluster NAME; clusters: " + ", ".join(_known_clusters())
         )
-    if (analytic or links is not None) and nproc not in (None, 1):
+    if cluster is not None and links is not None:
+        raise UserError("--cluster has modelled links and --links measured ones; choose one")
+    if (cluster or links) is not None and nproc not in (None, 1):
         raise UserError("--nproc is for ranks that measure together; leave it out here")
     model_here = _Model(
         *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
@@ -105,11 +111,9 @@ def command(
     )
     if known and analytic:
         raise UserError("--analytic measures nothing, so there is nothing to take from --known; choose one")
-    if analytic:
-        assert cluster is not None
-        if links is not None:
-            raise UserError("--analytic measures nothing and --links is of what was measured; choose one")
-        _in_this_process(lambda bar: model_here.analyse(cluster, nodes, bar.update), output, as_json=as_json)
+    if cluster is not None:
+        made = model_here.analyse if analytic else model_here.for_cluster
+        _in_this_process(lambda bar: made(cluster, nodes, bar.update), output, as_json=as_json)
     elif links is not None:
         if mesh is not None:
             raise UserError("--links says which ranks there are; leave --mesh out")
@@ -273,13 +277,37 @@ class _Model:
             links, self.ready(), progress=progress, known=self.read_known(), said=remark, **self.how
         )
 
+    def for_cluster(self, name: str, nodes: int | None, progress: Progress) -> Profile:
+        """Measured in this process, for a cluster that is known by name or file."""
+        from hzplan.cli.console import remark
+        from hzplan.profiler.analytic import measure_for
+
+        cluster, device, mesh = self._cluster(name, nodes)
+        known = self.read_known()
+        return measure_for(
+            *(cluster, device, self.ready()),
+            mesh=mesh,
+            progress=progress,
+            known=known,
+            said=remark,
+            **self.how,
+        )
+
     def analyse(self, name: str, nodes: int | None, progress: Progress) -> Profile:
         """In shapes only, at the rates of a cluster that is known by name or file."""
         import torch
 
+        from hzplan.profiler.analytic import analyse
+
+        cluster, device, mesh = self._cluster(name, nodes)
+        with torch.device("meta"):  # looking at a factory's model must not take memory either
+            workload = self.ready()
+        return analyse(workload, cluster, device, mesh=mesh, progress=progress, **self.how)
+
+    def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, Device, Mesh]:
+        """A cluster that is known by name or file, with so many nodes."""
         from hzplan.formats.cluster import find_cluster
         from hzplan.hierarchy import Mesh
-        from hzplan.profiler.analytic import analyse
 
         cluster, device = find_cluster(name)
         if nodes is not None and nodes < 1:
@@ -288,9 +316,7 @@ class _Model:
             raise UserError("--mesh says how many nodes there are; leave --nodes out")
         sizes = [tier.ranks for tier in cluster.tiers]
         mesh = _parsed(self.mesh) if self.mesh else Mesh.of_tiers(*sizes[:-1], nodes or sizes[-1])
-        with torch.device("meta"):  # looking at a factory's model must not take memory either
-            workload = self.ready()
-        return analyse(workload, cluster, device, mesh=mesh, progress=progress, **self.how)
+        return cluster, device, mesh
 
 
 def _micro_batches(text: str) -> tuple[int, ...]:

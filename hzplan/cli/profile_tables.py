@@ -148,9 +148,7 @@ def _units(profile: Profile, micro_batch: int) -> Table:
         f"{console.count(sum(cost.flops for cost in every))}FLOP"
     )
     if profile.modelled is not None:
-        table.caption += (
-            f"\nseconds are modelled, not measured: {profile.modelled.cluster}, {profile.modelled.device}"
-        )
+        table.caption += f"\n{profile.modelled.what}"
     table.caption_justify = "left"
     return table
 

@@ -98,9 +98,11 @@ class Report:
     def _expected_error(self) -> str:
         """What is known of it."""
         if self.profile.modelled is not None:
+            of_links = self.profile.modelled.device is None
             return (
-                f"not known; seconds are modelled for {self.profile.modelled.cluster}, and what its files in "
-                "cost_models/ assume decides them. Bytes and FLOPs are counted"
+                f"not known; {'links' if of_links else 'seconds'} are modelled for "
+                f"{self.profile.modelled.cluster}, and what its files in cost_models/ assume decides them. "
+                f"Bytes and FLOPs are counted{', units were measured' if of_links else ''}"
             )
         backend = self.profile.cluster.backend
         known = published(backend)

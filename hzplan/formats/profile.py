@@ -231,10 +231,20 @@ class ProvenanceEntry(Strict):
 
 
 class ModelledEntry(Strict):
-    """Where a profile's seconds are from when nobody measured them: names in ``cost_models/``."""
+    """Where a profile's seconds are from when nobody measured them: names in ``cost_models/``.
+
+    ``device``: None where the model was measured, and only links were not.
+    """
 
     cluster: str
-    device: str
+    device: str | None = None
+
+    @property
+    def what(self) -> str:
+        """What nobody measured, and of which files that is, for people."""
+        if self.device is None:
+            return f"links are modelled, not measured: {self.cluster}"
+        return f"seconds are modelled, not measured: {self.cluster}, {self.device}"
 
 
 class CalibratedEntry(Strict):

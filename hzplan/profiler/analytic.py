@@ -1,13 +1,14 @@
-"""A profile without a cluster: shapes under fake tensors, rates from ``cost_models/``."""
+"""A profile without a cluster: rates from ``cost_models/``, and a model in shapes or on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, Device
+from hzplan.formats.links import Links
 from hzplan.formats.profile import (
     ClusterEntry,
     CopyPoint,
@@ -25,8 +26,11 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.again import differences, with_again
 from hzplan.profiler.entries import joined_units, model_entry
 from hzplan.profiler.fake import FakeTurn, Rates
-from hzplan.profiler.machine import provenance
+from hzplan.profiler.links import LAST_BYTES
+from hzplan.profiler.machine import provenance, rank_memory_bytes
+from hzplan.profiler.measure import measure_with
 from hzplan.profiler.optimizer import footprint
+from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.samples import nanoseconds
 from hzplan.profiler.shapes import Shapes, in_shapes
 from hzplan.rings import collectives, travelling_bytes
@@ -54,11 +58,10 @@ def analyse(
     Raises UserError for a dtype that the device has no peak for, and for a model that cannot run so, as one
     whose forward looks at values.
     """
-    if len(mesh.tiers) != len(cluster.tiers):
-        raise UserError(f"mesh {mesh} does not have the {len(cluster.tiers)} tiers of cluster {cluster.name}")
     if dtype not in device.flops_per_s:
         raise UserError(f"{device.name} has no peak for {dtype}; it has {', '.join(device.flops_per_s)}")
     peak = device.flops_per_s[dtype].value
+    check_tiers(cluster, mesh)
     rates = Rates(
         peak * device.product_share.value,
         device.bytes_per_s.value * device.bytes_share.value,
@@ -74,21 +77,82 @@ def analyse(
         provenance=provenance(),
         modelled=ModelledEntry(cluster=cluster.name, device=device.name),
         model=model_entry(workload, tensors, dtype),
-        cluster=ClusterEntry(
-            mesh=str(mesh),
-            tier_names=tuple(tier.name for tier in cluster.tiers),
-            backend=cluster.backend,
-            device="cuda" if cluster.backend == "nccl" else "cpu",
-            memory_bytes=int(device.memory_bytes.value),
-            peak_flops=peak,
-            scattered_by_exchange=cluster.backend == "gloo",
-        ),
+        cluster=_cluster(cluster, mesh, int(device.memory_bytes.value), peak),
         optimizer=_optimizer(optimizer, dtype, rates, largest),
         units=joined_units(entries, uses),
         uses=uses,
         collectives=collectives(cluster, mesh, travelling_bytes(entries, dtype)),
         host=_host(device),
     )
+
+
+def measure_for(
+    cluster: ClusterModel,
+    device: Device,
+    workload: Workload,
+    *,
+    mesh: Mesh,
+    micro_batches: Sequence[int],
+    dtype: Dtype,
+    optimizer: str,
+    progress: Callable[[str, float], None],
+    known: Mapping[str, Profile] | None = None,
+    said: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Measure a model in one process, on a device as the cluster's, whose links are not there.
+
+    Those are as ``analyse`` has them, and so is the link to the host's memory; what a rank may use is this
+    device's memory. Other arguments and errors as for ``measure``; UserError also where there is no device
+    of the cluster's kind, or the mesh has other tiers.
+    """
+    check_tiers(cluster, mesh)
+    ranks = Ranks.here()
+    if ranks.device.type != _kind(cluster):
+        raise UserError(
+            f"cluster {cluster.name} has {cluster.device}, and here is only a {ranks.device.type} to measure "
+            "on; add --analytic, or profile on such a device"
+        )
+    peak = max(rate.value for rate in device.flops_per_s.values())  # until this device's is measured
+    links = Links(
+        provenance=provenance(),
+        cluster=_cluster(cluster, mesh, rank_memory_bytes(ranks), peak),
+        collectives=collectives(cluster, mesh, LAST_BYTES),
+        host=_host(device),
+    )
+    profile = measure_with(
+        links,
+        workload,
+        micro_batches=micro_batches,
+        dtype=dtype,
+        optimizer=optimizer,
+        progress=progress,
+        known=known,
+        said=said,
+    )
+    return profile.model_copy(update={"modelled": ModelledEntry(cluster=cluster.name)})
+
+
+def check_tiers(cluster: ClusterModel, mesh: Mesh) -> None:
+    """UserError where a mesh does not have a cluster's tiers."""
+    if len(mesh.tiers) != len(cluster.tiers):
+        raise UserError(f"mesh {mesh} does not have the {len(cluster.tiers)} tiers of cluster {cluster.name}")
+
+
+def _cluster(cluster: ClusterModel, mesh: Mesh, memory_bytes: int, peak_flops: float) -> ClusterEntry:
+    return ClusterEntry(
+        mesh=str(mesh),
+        tier_names=tuple(tier.name for tier in cluster.tiers),
+        backend=cluster.backend,
+        device=_kind(cluster),
+        memory_bytes=memory_bytes,
+        peak_flops=peak_flops,
+        scattered_by_exchange=cluster.backend == "gloo",
+    )
+
+
+def _kind(cluster: ClusterModel) -> str:
+    """Of its devices, torch's name."""
+    return "cuda" if cluster.backend == "nccl" else "cpu"
 
 
 def _uses(shapes: Shapes) -> tuple[UseEntry, ...]:

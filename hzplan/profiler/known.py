@@ -129,7 +129,8 @@ def merged(entries: Iterable[UseEntry], taken: Mapping[int, Sequence[UseCost]]) 
 
 def _check(name: str, profile: Profile, device: torch.device, dtype: str, ranks_per_host: int) -> None:
     said = f"--known {name}: "
-    if profile.modelled is not None or profile.calibrated is not None or profile.parallel is not None:
+    modelled = profile.modelled is not None and profile.modelled.device is not None
+    if modelled or profile.calibrated is not None or profile.parallel is not None:
         raise UserError(f"{said}not what was measured of a whole model; give the profile that it is from")
     pairs = {
         "torch": (profile.provenance.torch, torch.__version__),

@@ -79,7 +79,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
     budget, batch = plan.source.memory_budget_bytes, plan.batch
     tiers = ", ".join(plan.cluster.tier_names)
     if profile.modelled is not None:
-        origin = f"modelled: {profile.modelled.cluster}, {profile.modelled.device}"
+        origin = profile.modelled.what
     else:
         origin = "measured" + (", calibrated by a run" if profile.calibrated else "")
     tokens = predict(profile, found).tokens_per_s_per_gpu

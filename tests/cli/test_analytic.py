@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hzplan.cost import interpolate
+from hzplan.formats.base import to_text
+from hzplan.formats.cluster import FOLDERS, ClusterModel
+from hzplan.formats.profile import ModelledEntry, Profile
 from tests.cli.command import hzplan
 
 TINY = {
@@ -38,6 +42,35 @@ def test_a_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     assert plan["predicted"]["peak_memory_bytes"] <= 0.95 * 80 * 2**30
 
 
+def test_a_model_measured_on_one_device_is_planned_for_a_cluster_of_them(tmp_path: Path) -> None:
+    cluster = ClusterModel.load(FOLDERS[-1] / "clusters" / "h100-8x400g.json")
+    mine = cluster.model_copy(update={"name": "mine", "backend": "gloo"})
+    (tmp_path / "mine.json").write_text(to_text(mine))
+    asked = ("gpt:nano", "--cluster", "mine.json", "--nodes", 2, "--micro-batch", 1)
+    done = hzplan("profile", *asked, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "links are modelled, not measured: mine" in " ".join(done.stdout.split())
+    profile = Profile.load(tmp_path / "profile.json")
+    assert profile.modelled == ModelledEntry(cluster="mine") and profile.mesh.world == 16
+    analysed = hzplan("profile", *asked, "--analytic", "-o", "analysed.json", cwd=tmp_path)
+    assert analysed.code == 0, analysed.stderr
+    modelled = Profile.load(tmp_path / "analysed.json")
+    size = 1 << 20
+    for measured, known in zip(profile.collectives, modelled.collectives, strict=True):
+        lines = [[(p.bytes, p.seconds) for p in curve.points] for curve in (measured, known)]
+        assert interpolate(lines[0], size) == pytest.approx(interpolate(lines[1], size), rel=0.01)
+    assert (
+        profile.uses[0].costs[0].seconds > modelled.uses[0].costs[0].seconds
+    )  # a processor's, not an H100's
+    done = hzplan("profile", *asked, "--known", "profile.json", "-o", "again.json", cwd=tmp_path)
+    assert "every unit's times are known at micro-batch 1" in done.stderr
+    done = hzplan("solve", "profile.json", "--memory", "1GiB", "--global-batch", 16, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "links are modelled for mine" in " ".join(done.stdout.split())
+    done = hzplan("rehearse", "plan.json", "--steps", 2, "--json", cwd=tmp_path)
+    assert (done.code, json.loads(done.stdout)["world"]) == (0, 16), done.stderr
+
+
 @pytest.mark.distributed
 def test_a_hugging_face_model_is_measured_planned_and_trained(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
@@ -55,11 +88,11 @@ def test_a_hugging_face_model_is_measured_planned_and_trained(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("gpt:nano", "--analytic"), "--analytic and --cluster NAME, and if wanted --nodes, go together"),
-        (("gpt:nano", "--nodes", 2), "go together"),
+        (("gpt:nano", "--analytic"), "--analytic and --nodes need --cluster NAME; clusters: a100"),
+        (("gpt:nano", "--nodes", 2), "need --cluster NAME"),
         (("gpt:nano", *ANALYTIC, "--nproc", 2), "--nproc is for ranks that measure together"),
         (("gpt:nano", *ANALYTIC, "--links", "l.json"), "choose one"),
-        (("gpt:nano", "--cluster", "h100-8x400g"), "go together"),
+        (("gpt:nano", "--cluster", "h100-8x400g"), "has h100-sxm, and here is only a cpu to measure on"),
         (("gpt:nano", "--analytic", "--cluster", "mine"), "--cluster mine: not known; use a100-8x200g"),
         (("gpt:nano", *ANALYTIC, "--nodes", 0), "--nodes 0: a cluster has at least 1 node"),
         (("gpt:nano", *ANALYTIC, "--mesh", "8|2", "--nodes", 2), "leave --nodes out"),
@@ -87,8 +120,8 @@ def test_links_are_measured_once_and_models_on_one_device(tmp_path: Path) -> Non
     done = hzplan("profile", "gpt:nano", "--links", "links.json", "--micro-batch", 4, cwd=tmp_path)
     assert done.code == 0, done.stderr
     links, profile = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("links", "profile"))
-    for found in (links, profile):
-        assert found["cluster"].pop("peak_flops") > 0  # of the model's dtype, on the machine that measures it
+    for found in (links, profile):  # of the machine that measures the model, the peak in the model's dtype
+        assert all(found["cluster"].pop(name) > 0 for name in ("peak_flops", "handoff_seconds"))
     assert all(profile[key] == links[key] for key in ("cluster", "collectives", "interference"))
     done = hzplan("solve", "profile.json", "--memory", "1GiB", "--global-batch", 8, cwd=tmp_path)
     assert done.code == 0, done.stderr
