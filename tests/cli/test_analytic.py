@@ -59,9 +59,7 @@ def test_a_model_measured_on_one_device_is_planned_for_a_cluster_of_them(tmp_pat
     for measured, known in zip(profile.collectives, modelled.collectives, strict=True):
         lines = [[(p.bytes, p.seconds) for p in curve.points] for curve in (measured, known)]
         assert interpolate(lines[0], size) == pytest.approx(interpolate(lines[1], size), rel=0.01)
-    assert (
-        profile.uses[0].costs[0].seconds > modelled.uses[0].costs[0].seconds
-    )  # a processor's, not an H100's
+    assert profile.uses[-1].costs[0].seconds > modelled.uses[-1].costs[0].seconds  # it is no H100
     done = hzplan("profile", *asked, "--known", "profile.json", "-o", "again.json", cwd=tmp_path)
     assert "every unit's times are known at micro-batch 1" in done.stderr
     done = hzplan("solve", "profile.json", "--memory", "1GiB", "--global-batch", 16, cwd=tmp_path)
