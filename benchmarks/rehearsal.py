@@ -37,7 +37,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     output: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    work: Annotated[Path, typer.Option(help="Profiles and plans; what is there is taken.")] = Path(
+    work: Annotated[Path, typer.Option(help="Links, profiles and plans; links there are taken.")] = Path(
         "build/rehearsal"
     ),
 ) -> None:

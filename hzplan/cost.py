@@ -173,9 +173,9 @@ class Interference:
     handoff_ns: float = 0.0
 
     @classmethod
-    def none(cls, tiers: int) -> Interference:
+    def none(cls, tiers: int, handoff_ns: float = 0.0) -> Interference:
         """Nobody disturbs anybody."""
-        return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers)
+        return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers, handoff_ns)
 
     @cached_property
     def surely_lost(self) -> tuple[float, ...]:
@@ -225,7 +225,7 @@ class CostModel:
         handoff_ns = (self.profile.cluster.handoff_seconds or 0.0) * 1e9
         entries = self.profile.interference
         if not entries:
-            return replace(Interference.none(len(self.mesh.tiers)), handoff_ns=handoff_ns)
+            return Interference.none(len(self.mesh.tiers), handoff_ns)
         return Interference(
             tuple(min(entry.compute_lost, MOST_LOST) for entry in entries),
             tuple(entry.slowdown for entry in entries),

@@ -131,7 +131,7 @@ STEPS, STEPS_OF_MANY = 4, 6
 
 
 def events(schedule: Schedule, late_ns: Sequence[int] | None = None) -> int:
-    """How many tasks ``replay_shared`` follows; what it costs."""
+    """How many tasks ``replay_shared`` follows; about what it costs."""
     if late_ns is None or not any(late_ns):
         return STEPS * len(schedule.tasks)
     computes = len(schedule.streams[COMPUTE_STREAM])
@@ -284,7 +284,7 @@ class _Replay:
         return [by_rank[rank]] if self.computes[index] else by_rank
 
     def _pass_time(self) -> None:
-        """Until the next task ends."""
+        """Until the next task ends, or one that was handed over begins."""
         tasks, total = self.schedule.tasks, self.total
         on_tier = [0] * self.schedule.tiers
         computing = 0.0
@@ -352,7 +352,8 @@ def _timeline(schedule: Schedule, starts: Sequence[float], ends: Sequence[float]
 
 
 def critical(schedule: Schedule, timeline: Timeline) -> frozenset[int]:
-    """The tasks that a step's end waited for, one after the other: each began when the one before it ended.
+    """The tasks that a step's end waited for, one after the other: each began when the one before it ended,
+    or was handed over then.
 
     Back from the last compute task to the step's begin, or into the step before.
     """

@@ -263,9 +263,10 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
             f"These are {console.duration(chain.seconds)} in all; {chain.binding.what} is longer: "
             f"{console.duration(chain.binding.seconds)}."
         )
+    handed = " and tasks handed over" if found.model.interference.handoff_ns else ""
     out.print(
         f"predicted {console.duration(found.step_s)}, of which {console.duration(sharing_s(found))} because "
-        "links and processors are shared"
+        f"links and processors are shared{handed}"
     )
     busy = zip(plan.cluster.tier_names, tier_shares(found), strict=True)
     out.print("busy: " + ", ".join(f"{name} {share:.0%} of the step" for name, share in busy))

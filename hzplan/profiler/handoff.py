@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import torch
 
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.samples import nanoseconds
@@ -18,17 +20,19 @@ TASK_S = 3e-3
 USUAL = 0.95
 TIERS = 2
 UNITS = ("first", "second")
+SIZE = 512
+"""Of the matrices that are multiplied."""
 
 
-def measure_handoff(ranks: Ranks, compute: Callable[[], None]) -> float:
-    """Seconds, from a step whose tasks only sleep, run by the runtime's own threads while this one computes.
+def measure_handoff(ranks: Ranks) -> float:
+    """Seconds, from steps whose tasks only sleep, run by the runtime's own threads while this one multiplies
+    matrices; all ranks at once.
 
-    All ranks at once. The mean over what was handed over, but for the latest few, of the slowest rank: they
-    follow each other in a step.
+    The mean over what was handed over, but for the latest few, of the slowest rank: in a step hand-offs
+    follow each other.
     """
-    uses = [Use(unit, "forward") for unit in UNITS] + [Use(unit, "backward") for unit in reversed(UNITS)]
     schedule = build(
-        uses,
+        [Use(unit, "forward") for unit in UNITS] + [Use(unit, "backward") for unit in reversed(UNITS)],
         {unit: (unit,) for unit in UNITS},
         UNITS,
         tiers=TIERS,
@@ -36,33 +40,37 @@ def measure_handoff(ranks: Ranks, compute: Callable[[], None]) -> float:
         accumulation=1,
         clip=True,
     )
+    matrix = torch.ones(SIZE, SIZE)
+    out = torch.empty_like(matrix)
     begins, ends = [0.0] * len(schedule.tasks), [0.0] * len(schedule.tasks)
     found: list[float] = []
 
-    def timed(task: Task, work: Callable[[], None]) -> None:
-        begins[task.index] = time.perf_counter()
-        work()
+    def work(task: Task, lane: int = 0) -> None:
+        begins[task.index] = began = time.perf_counter()
+        if task.stream == COMPUTE_STREAM:
+            while time.perf_counter() - began < TASK_S:
+                torch.mm(matrix, matrix, out=out)
+        else:
+            time.sleep(TASK_S)
         ends[task.index] = time.perf_counter()
 
-    sleep = partial(time.sleep, TASK_S)
-    executor = Executor(schedule, lambda task, lane: timed(task, sleep), lambda task: False)
     ranks.barrier()
-    for _ in range(STEPS):
-        ends[0] = time.perf_counter()
-        executor.begin_step()
-        for task in schedule.streams[COMPUTE_STREAM][1:]:
-            executor.start(task)
-            timed(task, compute)
-            executor.end(task)
-        executor.drain()
-        found += _handoffs(schedule, begins, ends)
-    executor.close()
+    with closing(Executor(schedule, work, lambda task: False)) as executor:
+        for _ in range(STEPS):
+            ends[0] = time.perf_counter()
+            executor.begin_step()
+            for task in schedule.streams[COMPUTE_STREAM][1:]:
+                executor.start(task)
+                work(task)
+                executor.end(task)
+            executor.drain()
+            found += handoffs(schedule, begins, ends)
     usual = sorted(found)[: round(USUAL * len(found))]
     return nanoseconds(max(ranks.gather(statistics.fmean(usual))))
 
 
-def _handoffs(schedule: Schedule, begins: Sequence[float], ends: Sequence[float]) -> Iterator[float]:
-    """Of one step: from the end of what a task waited for, where that was another stream's."""
+def handoffs(schedule: Schedule, begins: Sequence[float], ends: Sequence[float]) -> Iterator[float]:
+    """Of one step: from the end of what a task waited for last, where that was another stream's."""
     for task in schedule.tasks[1:]:
         before = max(task.after, key=lambda index: ends[index])
         if schedule.tasks[before].stream != task.stream:

@@ -93,8 +93,8 @@ class Known:
         )
 
     def optimizer(self, name: str, elements: int) -> OptimizerEntry | None:
-        """Of this name, as far as so many elements."""
-        able = (o for o in self.optimizers if o.name == name and o.points[-1].elements >= elements)
+        """Of this name, as far as so many elements, with clipping's norm."""
+        able = (o for o in self.optimizers if o.name == name and o.points[-1].elements >= elements and o.norm)
         return next(able, None)
 
 

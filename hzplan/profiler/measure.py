@@ -184,11 +184,9 @@ def measure_with(
     model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
-    here: dict[str, float | None] = {"peak_flops": peak}
-    if links.cluster.handoff_seconds is not None:
-        here["handoff_seconds"] = measure_handoff(ranks, running.once)
+    handoff = measure_handoff(ranks) if links.cluster.device == ranks.device.type == "cpu" else None
     parts.finish("measured")
-    cluster = links.cluster.model_copy(update=here)
+    cluster = links.cluster.model_copy(update={"peak_flops": peak, "handoff_seconds": handoff})
     return model.profile(links.model_copy(update={"cluster": cluster}))
 
 
@@ -364,7 +362,7 @@ def _measure_links(
             peak_flops=peak,
             scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
             norm_seconds=measure_norm(ranks),
-            handoff_seconds=None if apart else measure_handoff(ranks, compute),
+            handoff_seconds=None if apart else measure_handoff(ranks),
         ),
         collectives=collectives,
         interference=interference,

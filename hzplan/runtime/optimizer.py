@@ -300,7 +300,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Have the updates of this step scale all gradients so that their joint 2-norm is at most
-        ``max_norm``; returns the norm before.
+        ``max_norm``; returns the norm before. Until they do, gradients are as they were reduced.
 
         Each rank takes the norm of the slice it owns at the finest level; their squares are added up over the
         world in float64, and over the ranks of tensor parallelism those of what these have in parts.

@@ -2,7 +2,7 @@
 
 A run of a plan says how long its steps were and what its compute waited for. Four kinds of seconds in the
 profile decide both: compute's, each tier's, the optimizer's. Each kind gets the factor that explains best
-what was measured.
+what was measured. How long all take to add up a number, and how long hand-offs take, stay.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Factors:
             )
             for curve in profile.collectives
         )
-        update = {"points": tuple(_times(point, self.optimizer) for point in profile.optimizer.points)}
+        update = {
+            "points": tuple(_times(point, self.optimizer) for point in profile.optimizer.points),
+            "norm": tuple(_times(point, self.optimizer) for point in profile.optimizer.norm),
+        }
         return profile.model_copy(
             update={
                 "uses": uses,

@@ -75,8 +75,9 @@ class Evaluation:
     @cached_property
     def undisturbed(self) -> Timeline:
         """The same for a rank whose links cost its compute nothing, and that waits for no late one."""
-        none, measured = Interference.none(self.schedule.tiers), self.model.interference
-        cost = replace(none, collision=measured.collision, handoff_ns=measured.handoff_ns)
+        measured = self.model.interference
+        none = Interference.none(self.schedule.tiers, measured.handoff_ns)
+        cost = replace(none, collision=measured.collision)
         return replay_shared(self.schedule, self.durations_ns, cost)
 
     @property

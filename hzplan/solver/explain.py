@@ -149,5 +149,5 @@ def tier_shares(found: Evaluation) -> list[float]:
 
 
 def sharing_s(found: Evaluation) -> float:
-    """What sharing links and processors adds to the objective, in seconds."""
+    """What sharing links and processors, and handing tasks over, add to the objective, in seconds."""
     return (found.predicted.period_ns - found.objective_ns) / 1e9

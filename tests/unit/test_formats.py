@@ -93,6 +93,27 @@ def samples() -> dict[str, bytes]:
 
 SAMPLES = samples()
 
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("links", {"host": {"points": "two"}}, "host.points: sizes not rising"),
+        ("profile", {"host": {"points": "two"}}, "host.points: sizes not rising"),
+        ("profile", {"optimizer": {"norm": "two"}}, "optimizer.norm: sizes not rising"),
+    ],
+)
+def test_sizes_of_a_curve_rise(kind: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    data = json.loads(SAMPLES[kind])
+    for field, names in changes.items():
+        size = "bytes" if field == "host" else "elements"
+        points = [{size: 8, "seconds": 1e-6, "spread": 0.0}] * 2
+        data[field] = (data.get(field) or {}) | dict.fromkeys(names, points)
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=said):
+        READERS[kind](path)
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

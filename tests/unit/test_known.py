@@ -14,6 +14,7 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Mesh
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.workload import Workload, load
+from hzplan.profiler.known import Known
 from hzplan.profiler.measure import measure
 
 measuring = importlib.import_module("hzplan.profiler.measure")  # the package has a function of that name
@@ -111,6 +112,15 @@ def test_a_model_that_looks_at_values_is_measured(small: Profile) -> None:
     workload = replace(load("gpt:nano"), name="looks", build=lambda: Looks(config), vocab=300)
     assert measured(workload, [1], known={"small": small}, said=said.append).uses
     assert said[0].startswith("--known: all is measured: looks: ")
+
+
+def test_updates_that_were_timed_without_a_norm_are_measured(small: Profile) -> None:
+    old = small.optimizer.model_copy(update={"norm": ()})
+    known = {"small": small, "old": small.model_copy(update={"optimizer": old})}
+    for name, taken in (("small", True), ("old", False)):
+        found = Known.of({name: known[name]}, torch.device("cpu"), "float32", 1)
+        elements = small.optimizer.points[-1].elements
+        assert (found.optimizer(small.optimizer.name, elements) is not None) == taken
 
 
 def test_other_shapes_are_measured(small: Profile) -> None:

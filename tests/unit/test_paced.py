@@ -43,6 +43,17 @@ def test_what_is_alone_takes_its_time(clock: list[float]) -> None:
     assert clock[0] == pytest.approx(2.0)
 
 
+def test_a_wait_ends_neither_early_nor_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real clock, of which the last tenth of a wait is not slept."""
+    monkeypatch.setattr(paced, "_lateness_s", lambda: 2e-3)
+    wire, late = Wire(), []
+    for _ in range(9):
+        began = time.perf_counter()
+        wire.wait(wire.start(0.02))
+        late.append(time.perf_counter() - began - 0.02)
+    assert min(late) > -1e-4 and sorted(late)[2] < 1e-3
+
+
 def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
     wire = Wire(collision=1.5)
     first, second = wire.start(1.0, "unshard"), wire.start(3.0, "reduce")

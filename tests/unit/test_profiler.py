@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,13 +27,14 @@ from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import default_mesh, measure, optimizer, uses
 from hzplan.profiler.flops import FlopProbe
+from hzplan.profiler.handoff import handoffs, measure_handoff
 from hzplan.profiler.machine import peak_flops, rank_memory_bytes
 from hzplan.profiler.memory import HostMemory, Segment
 from hzplan.profiler.optimizer import measure_optimizer
 from hzplan.profiler.ranks import Ranks
 from hzplan.profiler.samples import rising, sizes, spread
 from hzplan.profiler.turns import Turns
-from hzplan.schedule import Use
+from hzplan.schedule import Use, build
 
 ALONE = Ranks(0, 1, "none", torch.device("cpu"))
 
@@ -271,6 +273,34 @@ def test_optimizers(name: str, dtype: torch.dtype) -> None:
     assert [point.elements for point in entry.points] == [1024, 4096, 16384]
     seconds = [point.seconds for point in entry.points]
     assert seconds == sorted(seconds) and seconds[0] > 0
+
+
+def test_handoffs_are_from_the_end_of_another_stream() -> None:
+    schedule = build(
+        [Use("u", "forward"), Use("u", "backward")],
+        {"u": ("u",)},
+        ("u",),
+        tiers=1,
+        prefetch=1,
+        accumulation=1,
+        clip=True,
+    )
+    begins = [10.0 * task.index + len(task.stream) for task in schedule.tasks]
+    ends = [10.0 * task.index + 9 for task in schedule.tasks]
+    last = [max(task.after) for task in schedule.tasks[1:]]  # every task ends after those before it
+    handed = [
+        (t, b) for t, b in zip(schedule.tasks[1:], last, strict=True) if schedule.tasks[b].stream != t.stream
+    ]
+    assert 2 < len(handed) < len(last)
+    assert [*handoffs(schedule, begins, ends)] == [
+        begins[task.index] - ends[before] for task, before in handed
+    ]
+
+
+def test_handoffs_leave_no_thread() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    assert 1e-6 < measure_handoff(ALONE) < 0.1
+    assert {thread.name for thread in threading.enumerate()} <= before
 
 
 def test_temporaries_of_an_optimizer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

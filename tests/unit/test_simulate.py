@@ -287,6 +287,22 @@ def test_what_waited_for_another_stream_begins_when_it_has_heard_of_it() -> None
     assert replay_shared(schedule, lengths, cost).period_ns == 40  # nothing is handed to anybody
 
 
+@given(disturbed(), st.data())
+def test_late_ranks_and_handoffs_together_keep_the_bound(
+    drawn: tuple[Schedule, list[int], Interference], data: st.DataObject
+) -> None:
+    schedule, lengths, cost = drawn
+    late = [
+        data.draw(st.integers(0, n)) if t.kind is Kind.COMPUTE else 0
+        for t, n in zip(schedule.tasks, lengths, strict=True)
+    ]
+    found = replay_shared(schedule, lengths, replace(cost, handoff_ns=3.5), late)
+    alone = replay_shared(schedule, lengths, replace(cost, handoff_ns=3.5))
+    assert found.period_ns > 0 or not any(lengths)
+    assert alone.period_ns >= objective_ns(schedule, lengths, cost) * (1 - 1e-9) - 1e-6
+    assert all(end >= start for start, end in zip(found.start_ns, found.end_ns, strict=True))
+
+
 @given(timed(), st.data())
 def test_nothing_gets_faster_when_a_task_gets_longer(
     drawn: tuple[Schedule, list[int]], data: st.DataObject

@@ -259,9 +259,31 @@ def test_clipping_twice_is_clipping_to_the_smaller_norm() -> None:
         optimizer.clip_grad_norm_(1e9)  # of this step alone
         optimizer.step()
         ends.append(full_parameters(optimizer))
+        optimizer.engine.close()
     for once, twice in zip(ends[:2], ends[2:], strict=True):
         assert all(torch.allclose(once[name], value, atol=1e-6) for name, value in twice.items())
     assert all(any(not torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(ends[:2]))
+
+
+def test_what_a_skipped_step_was_clipped_to_is_forgotten() -> None:
+    nano = load("gpt:nano")
+    batch = nano.batch(1, torch.Generator().manual_seed(0))
+    ends = []
+    for skipped in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(
+            nano.build(), make_plan("gpt:nano", mesh="1", clip=True), torch.optim.SGD, lr=1.0
+        )
+        for norm in ([1e-6] if skipped else []) + [1e-2]:
+            nano.loss(model, batch).backward()
+            optimizer.clip_grad_norm_(norm)
+            if norm == 1e-2:
+                optimizer.step()
+            else:
+                optimizer.skip_step()
+        ends.append(full_parameters(optimizer))
+        optimizer.engine.close()
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
 def test_without_clipping_the_first_step_without_finite_gradients_is_named() -> None:
