@@ -24,7 +24,8 @@ def test_the_answers_are_as_written(tmp_path: Path) -> None:
     lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]
     assert len(lines) > 10
     for line in lines:
-        command, _, remark = line.partition("  # exits with ")
+        smaller = line.replace("gpt:tiny", "gpt:nano").replace("--micro-batch 1,2", "--micro-batch 2")
+        command, _, remark = smaller.partition("  # exits with ")
         done = hzplan(*shlex.split(command)[1:], cwd=tmp_path, timeout_s=180)
         assert done.code == int(remark or 0), (line, done.stderr)
 
