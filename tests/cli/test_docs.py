@@ -24,7 +24,7 @@ def test_the_answers_are_as_written(tmp_path: Path) -> None:
     lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]
     assert len(lines) > 10
     for line in lines:
-        smaller = line.replace("gpt:tiny", "gpt:nano").replace("--micro-batch 1,2", "--micro-batch 2")
+        smaller = line.replace("gpt:tiny", "gpt:nano").replace("1MiB", "64KiB")
         command, _, remark = smaller.partition("  # exits with ")
         done = hzplan(*shlex.split(command)[1:], cwd=tmp_path, timeout_s=180)
         assert done.code == int(remark or 0), (line, done.stderr)
