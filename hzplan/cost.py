@@ -478,7 +478,7 @@ class CostModel:
 
     @cached_property
     def _norm_ns(self) -> int:
-        curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm]
+        curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm or ()]
         trained = sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
         alone = interpolate(curve, trained / self.mesh.world) if curve else 0.0
         return round((alone + (self.profile.cluster.norm_seconds or 0.0)) * 1e9)

@@ -71,7 +71,7 @@ def random_profile(
                 "name": "adamw",
                 "state_per_element": 2,
                 "temporary_per_element": rng.choice([0.0, 2.0]),
-                "norm": own.choice([[], [{"elements": 10, "seconds": 3e-7, "spread": 0.0}]]),
+                "norm": own.choice([None, [{"elements": 10, "seconds": 3e-7, "spread": 0.0}]]),
                 "points": [
                     {"elements": 100, "seconds": 1e-6, "spread": 0.0},
                     {"elements": 5000, "seconds": rng.uniform(1, 100) * 1e-6, "spread": 0.0},

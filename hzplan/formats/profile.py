@@ -163,7 +163,7 @@ class OptimizerEntry(Strict):
     """The optimizer: state tensors per element, temporaries, and the time of a step.
 
     Elements are those of the master weights, which a step also casts where the model computes in less.
-    ``norm``: the time in which a rank adds up the squares of so many gradients, which clipping does; empty
+    ``norm``: the time in which a rank adds up the squares of so many gradients, which clipping does; None
     where it was not measured.
     """
 
@@ -171,7 +171,7 @@ class OptimizerEntry(Strict):
     state_per_element: Annotated[int, Field(ge=0, le=64)]
     temporary_per_element: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)]
     points: tuple[OptimizerPoint, ...] = Field(min_length=1)
-    norm: tuple[OptimizerPoint, ...] = ()
+    norm: tuple[OptimizerPoint, ...] | None = Field(default=None, min_length=1)
 
 
 class CopyPoint(Strict):
@@ -313,7 +313,7 @@ class Profile(Strict):
             if [cost.micro_batch for cost in use.costs] != sizes:
                 raise ValueError(f"uses.{index}.costs: micro-batch sizes differ from those of the first use")
         check_context(self.mesh, self.parallel)
-        for name, listed in (("points", self.optimizer.points), ("norm", self.optimizer.norm)):
+        for name, listed in (("points", self.optimizer.points), ("norm", self.optimizer.norm or ())):
             elements = [point.elements for point in listed]
             if sorted(set(elements)) != elements:
                 raise ValueError(f"optimizer.{name}: sizes not rising")

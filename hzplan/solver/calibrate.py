@@ -70,10 +70,9 @@ class Factors:
             )
             for curve in profile.collectives
         )
-        update = {
-            "points": tuple(_times(point, self.optimizer) for point in profile.optimizer.points),
-            "norm": tuple(_times(point, self.optimizer) for point in profile.optimizer.norm),
-        }
+        update = {"points": tuple(_times(point, self.optimizer) for point in profile.optimizer.points)}
+        if profile.optimizer.norm is not None:
+            update["norm"] = tuple(_times(point, self.optimizer) for point in profile.optimizer.norm)
         return profile.model_copy(
             update={
                 "uses": uses,

@@ -115,7 +115,7 @@ def test_a_model_that_looks_at_values_is_measured(small: Profile) -> None:
 
 
 def test_updates_that_were_timed_without_a_norm_are_measured(small: Profile) -> None:
-    old = small.optimizer.model_copy(update={"norm": ()})
+    old = small.optimizer.model_copy(update={"norm": None})
     known = {"small": small, "old": small.model_copy(update={"optimizer": old})}
     for name, taken in (("small", True), ("old", False)):
         found = Known.of({name: known[name]}, torch.device("cpu"), "float32", 1)
