@@ -102,7 +102,7 @@ def command(
         )
     if cluster is not None and links is not None:
         raise UserError("--cluster has modelled links and --links measured ones; choose one")
-    if (cluster or links) is not None and nproc not in (None, 1):
+    if (cluster is not None or links is not None) and nproc not in (None, 1):
         raise UserError("--nproc is for ranks that measure together; leave it out here")
     model_here = _Model(
         *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
