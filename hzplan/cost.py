@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hzplan.formats.profile import Profile, RecomputedCost, UseCost
 from hzplan.hierarchy import Mesh, Stage
-from hzplan.layout import ITEM_BYTES, BucketLayout, Dtype
+from hzplan.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
 from hzplan.schedule import Kind, Schedule, Task, build
 
 LANES = 2
@@ -265,32 +265,66 @@ class CostModel:
     def late_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:
         """By how many nanoseconds the slowest rank takes longer, for every task of a schedule."""
         uses = len(schedule.uses)
-        return [
-            round(self._use_cost(task.position % uses, micro_batch).late_seconds * 1e9)
-            if task.kind is Kind.COMPUTE
-            else 0
-            for task in schedule.tasks
-        ]
+        late = [round(cost.late_seconds * 1e9) for cost in self._use_costs(micro_batch)]
+        return [late[task.position % uses] if task.kind is Kind.COMPUTE else 0 for task in schedule.tasks]
+
+    def _use_costs(self, micro_batch: int) -> list[UseCost]:
+        """Every use's costs at a micro-batch size."""
+        if micro_batch not in self._by_size:
+            self._by_size[micro_batch] = [
+                next(cost for cost in use.costs if cost.micro_batch == micro_batch)
+                for use in self.profile.uses
+            ]
+        return self._by_size[micro_batch]
+
+    @cached_property
+    def _by_size(self) -> dict[int, list[UseCost]]:
+        return {}
 
     def _use_cost(self, use_index: int, micro_batch: int) -> UseCost:
-        costs = self.profile.uses[use_index].costs
-        return next(cost for cost in costs if cost.micro_batch == micro_batch)
+        return self._use_costs(micro_batch)[use_index]
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """The tensors of every unit."""
+        return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in self.profile.units}
+
+    @cached_property
+    def unit_costs(self) -> dict[object, UnitCost]:
+        """What is known already of units, by what decides it (``solver.evaluate.unit_costs``)."""
+        return {}
+
+    @cached_property
+    def like(self) -> dict[str, str]:
+        """By unit the first one whose tensors have the same shapes and dtypes: what both cost is the same."""
+        first: dict[object, str] = {}
+        return {
+            unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable) for t in tensors), unit)
+            for unit, tensors in self.tensors.items()
+        }
 
     def activation_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> list[int]:
         """The most that activations and temporaries take at every use of a forward and backward, where some
         units compute their forward again. A sum of one term per use, so linear in that choice."""
         level, found = 0, []
-        for index, use in enumerate(self.profile.uses):
-            cost: UseCost | RecomputedCost = self._use_cost(index, micro_batch)
-            if use.unit in recompute and isinstance(cost, UseCost) and cost.recomputed is not None:
-                cost = cost.recomputed
-            found.append(level + cost.peak_bytes)
-            level += cost.retained_bytes
+        for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True):
+            own: UseCost | RecomputedCost = cost
+            if use.unit in recompute and cost.recomputed is not None:
+                own = cost.recomputed
+            found.append(level + own.peak_bytes)
+            level += own.retained_bytes
         return found
 
-    def activation_peak_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> int:
+    def activation_peak_bytes(self, micro_batch: int, recompute: Iterable[str] = ()) -> int:
         """The most that they take at any use."""
-        return max(0, *self.activation_bytes(micro_batch, recompute))
+        key = micro_batch, frozenset(recompute)
+        if key not in self._peaks:
+            self._peaks[key] = max(0, *self.activation_bytes(*key))
+        return self._peaks[key]
+
+    @cached_property
+    def _peaks(self) -> dict[tuple[int, frozenset[str]], int]:
+        return {}
 
     def flops(self, micro_batch: int) -> int:
         """Floating-point operations of one forward and backward."""
@@ -469,7 +503,9 @@ class CostModel:
 
     def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
         """Nanoseconds of every task of a schedule."""
-        return [self.task_ns(schedule, task, units, micro_batch) for task in schedule.tasks]
+        distinct, places = schedule.distinct
+        lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
+        return [lengths[place] for place in places]
 
     def step_ns(self, schedule: Schedule) -> int:
         """Nanoseconds for which compute stands still before the updates: until all ranks know the norm, for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hzplan.cost import UnitCost
 from hzplan.layout import TensorSpec, colour, slot_sizes
@@ -33,6 +33,12 @@ class Memory:
         """For tables and files; the host's only where there is something."""
         named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
         return {name: nbytes for name, nbytes in named.items() if nbytes or name != "host"}
+
+    def with_activations(self, activation_peak: int, schedule: Schedule) -> Memory:
+        """The memory that was computed without activations, with ``activation_peak`` bytes of them."""
+        update = self.activations
+        activations = max(activation_peak, update) if schedule.clip else activation_peak + update
+        return replace(self, activations=activations, peak=self.peak - update + activations)
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,9 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
         max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
     )
     update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
-    activations = max(activation_peak, update) if schedule.clip else activation_peak + update
-    return Memory(
-        parameters,
-        master,
-        gradients,
-        optimizer,
-        unshard,
-        staging,
-        scratch,
-        activations,
-        host,
-        parameters + master + gradients + optimizer + unshard + staging + scratch + activations,
+    lasting = parameters + master + gradients + optimizer + unshard + staging + scratch
+    without = Memory(
+        *(parameters, master, gradients, optimizer, unshard, staging, scratch, update, host),
+        peak=lasting + update,
     )
+    return without.with_activations(activation_peak, schedule)

@@ -126,6 +126,21 @@ class Schedule:
         return {name: tuple(tasks) for name, tasks in found.items()}
 
     @cached_property
+    def distinct(self) -> tuple[list[Task], list[int]]:
+        """Tasks of which no two do the same in different micro-batches, and for every task the place of the
+        one that does what it does."""
+        places: dict[object, int] = {}
+        first: list[Task] = []
+        found = []
+        for task in self.tasks:
+            position = task.position % len(self.uses) if task.kind is Kind.COMPUTE else -1
+            place = places.setdefault((task.kind.value, task.tier, task.units, position), len(first))
+            if place == len(first):
+                first.append(task)
+            found.append(place)
+        return first, found
+
+    @cached_property
     def compute(self) -> tuple[Task, ...]:
         """The compute task of every position."""
         return tuple(task for task in self.tasks if task.kind is Kind.COMPUTE)

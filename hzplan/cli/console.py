@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hzplan.errors import printable
-from hzplan.show.readable import count, duration, size
+from hzplan.show.readable import count, difference, duration, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Bar", "count", "duration", "remark", "size", "stderr", "stdout", "table"]
+__all__ = ["Bar", "count", "difference", "duration", "remark", "size", "stderr", "stdout", "table"]
 
 WIDTH = 80
 FIRST_LINE_S, LAST_LINE_S = 5.0, 600.0

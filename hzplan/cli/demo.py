@@ -56,16 +56,16 @@ def command(
 
 def _budget(profile: Path) -> tuple[int, int]:
     """Half-way between the least memory of any plan and the least of DDP; and the latter."""
-    from hzplan.cost import CostModel
     from hzplan.formats.profile import Profile
-    from hzplan.solver.evaluate import baselines
-    from hzplan.solver.solve import Infeasible, Request, solve
+    from hzplan.solver.schemes import Settings
+    from hzplan.solver.solve import Infeasible, Request, searches_of, solve
 
     measured = Profile.load(profile)
-    outcome = solve(measured, Request(memory_bytes=1, global_batch=GLOBAL_BATCH))
+    request = Request(memory_bytes=1, global_batch=GLOBAL_BATCH)
+    outcome = solve(measured, request)
     assert isinstance(outcome, Infeasible), "nothing fits in one byte"
-    known = baselines(CostModel(measured), global_batch=GLOBAL_BATCH, clip=True, depths=(1,), memory_bytes=1)
-    ddp = known["DDP"].memory.peak
+    rows = {row.name: row.found for row in Settings(searches_of(measured, request), request).rows()}
+    ddp = rows["DDP"].memory.peak
     return (outcome.smallest.memory.peak + ddp) // 2, ddp
 
 

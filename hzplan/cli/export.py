@@ -131,7 +131,11 @@ def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[E
         else:
             priced.append(one)
     step_s, peak_bytes = changed(set(before.levels), paced)
-    return replace(made, lost=tuple(priced)), {"step_s": step_s, "peak_bytes": peak_bytes}
+    return replace(made, lost=tuple(priced)), {
+        "step_s": step_s,
+        "peak_bytes": peak_bytes,
+        "plan_step_s": before.step_s,
+    }
 
 
 def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path | None) -> None:
@@ -139,21 +143,39 @@ def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path |
 
     if not made.lost:
         console.remark(f"{to} says all of the plan.")
-    for one in made.lost[:MOST_SHOWN]:
+    of_s = total["plan_step_s"] if total is not None else 0.0
+    free = [one for one in made.lost if one.step_s is not None and not _costs(one, of_s)]
+    listed = [one for one in made.lost if one not in free]
+    for one in listed[:MOST_SHOWN]:
         cost = (
-            "" if one.step_s is None or one.peak_bytes is None else f" ({_cost(one.step_s, one.peak_bytes)})"
+            ""
+            if one.step_s is None or one.peak_bytes is None
+            else f" ({_cost(one.step_s, one.peak_bytes, of_s)})"
         )
         console.remark(f"lost: {one.where}: {one.what}{cost}")
-    if len(made.lost) > MOST_SHOWN:
-        console.remark(f"and {len(made.lost) - MOST_SHOWN} more; --json lists all")
+    if len(listed) > MOST_SHOWN:
+        console.remark(f"and {len(listed) - MOST_SHOWN} more; --json lists all")
+    if free:
+        more = f" and {len(free) - 1} more" if len(free) > 1 else ""
+        console.remark(f"lost at no cost: {free[0].where}: {free[0].what}{more}; --json lists all")
     if total is not None:
-        console.remark(f"in all, by hzplan's own model: {_cost(total['step_s'], int(total['peak_bytes']))}")
+        whole = _cost(total["step_s"], int(total["peak_bytes"]), of_s)
+        console.remark(f"in all, by hzplan's own model: {whole}")
     if output is not None:
         console.remark(f"Wrote {output}.")
 
 
-def _cost(step_s: float, peak_bytes: int) -> str:
+FREE_SHARE, FREE_BYTES = 1e-4, 2**20
+"""What a loss may cost, as a share of the step and in bytes, to be called free."""
+
+
+def _costs(one: Lost, of_s: float) -> bool:
+    return abs(one.step_s or 0.0) >= FREE_SHARE * of_s or abs(one.peak_bytes or 0) >= FREE_BYTES
+
+
+def _cost(step_s: float, peak_bytes: int, of_s: float) -> str:
+    """``+65.6 s a step (+30%), +1.2 GiB``."""
     from hzplan.cli import console
 
     sign = "+" if peak_bytes >= 0 else "-"
-    return f"{step_s * 1e3:+.1f} ms a step, {sign}{console.size(abs(peak_bytes))}"
+    return f"{console.difference(of_s + step_s, of_s)} a step, {sign}{console.size(abs(peak_bytes))}"

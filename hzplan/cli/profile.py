@@ -113,16 +113,16 @@ def command(
         raise UserError("--analytic measures nothing, so there is nothing to take from --known; choose one")
     if cluster is not None:
         made = model_here.analyse if analytic else model_here.for_cluster
-        _in_this_process(lambda bar: made(cluster, nodes, bar.update), output, as_json=as_json)
+        _in_this_process(lambda bar: made(cluster, nodes, bar.update), model_here, as_json=as_json)
     elif links is not None:
         if mesh is not None:
             raise UserError("--links says which ranks there are; leave --mesh out")
-        _in_this_process(lambda bar: model_here.with_links(links, bar.update), output, as_json=as_json)
+        _in_this_process(lambda bar: model_here.with_links(links, bar.update), model_here, as_json=as_json)
     else:
         _in_job(model_here, nproc, as_json=as_json)
 
 
-def _in_this_process(work: Callable[[Bar], Profile], output: Path, *, as_json: bool) -> None:
+def _in_this_process(work: Callable[[Bar], Profile], request: _Model, *, as_json: bool) -> None:
     """Make a profile here, and show it; UserError in a job, where every rank would."""
     from hzplan.cli import console, ranks
     from hzplan.cli.profile_tables import show
@@ -132,8 +132,9 @@ def _in_this_process(work: Callable[[Bar], Profile], output: Path, *, as_json: b
         raise UserError(f"this is one process's work, and here are {here.world} ranks; start it without them")
     with console.Bar("profile") as bar:
         profile = work(bar)
-    profile.save(output)
-    show(profile, output, as_json=as_json)
+    profile.save(request.output)
+    request.say_length(profile)
+    show(profile, request.output, as_json=as_json)
 
 
 def _in_job(request: _Model | _Links, nproc: int | None, *, as_json: bool) -> None:
@@ -262,9 +263,18 @@ class _Model:
         def write(as_json: bool) -> None:
             profile.save(self.output)
             kept.unlink(missing_ok=True)
+            self.say_length(profile)
             show(profile, self.output, as_json=as_json)
 
         return write
+
+    def say_length(self, profile: Profile) -> None:
+        """Say how long sequences are where that was not asked for and the model does not decide it."""
+        from hzplan.cli.console import remark
+
+        if self.seq_len is None and self.model.startswith("hf:"):
+            length = profile.model.seq_len
+            remark(f"{self.model}: sequences of {length} tokens; --seq-len takes another length")
 
     def with_links(self, path: Path, progress: Progress) -> Profile:
         """Measured in this process, for the cluster that the links are of."""

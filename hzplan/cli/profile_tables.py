@@ -123,7 +123,7 @@ def _units(profile: Profile, micro_batch: int) -> Table:
     """Neighbours of the same kind in one row, with the mean of their times."""
     table = console.table(
         f"Units of {profile.model.name}, micro-batch {micro_batch}, {profile.model.seq_len} tokens",
-        *("unit", "parameters", "uses", "forward", "backward", "FLOPs", "saves"),
+        *("unit", "parameters", "calls", "forward", "backward", "FLOPs", "activations kept"),
     )
     at = profile.micro_batches.index(micro_batch)
     for group in _alike(profile.units):
@@ -179,7 +179,7 @@ def _links(profile: Profile | Links) -> Table:
     mesh, names = Mesh.parse(profile.cluster.mesh), profile.cluster.tier_names
     table = console.table(
         f"Links, {profile.cluster.backend}, all groups at once",
-        *("collective", "levels", "ranks", "shortest", "largest", "takes", "GB/s"),
+        *("collective", "levels", "ranks", "shortest", "largest", "time", "GB/s"),
     )
     for curve in profile.collectives:
         tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= curve.low < high)

@@ -24,12 +24,25 @@ def parse_dtype(text: str, option: str) -> Dtype:
     return _DTYPES[text]
 
 
+LEAST_PLAIN = 2**20
+"""A number without a unit is one of bytes from here on; a smaller one lacks its unit."""
+
+
 def parse_bytes(text: str, option: str) -> int:
-    """``72GiB``, ``500 MB`` or ``1048576B`` in bytes; UserError naming the option."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
-    if size < 1:
-        raise UserError(f"{option} {text}: write a size above 0 with its unit, as in 72GiB or 500MB")
+    """``72GiB``, ``500 MB`` or ``85899345920`` in bytes; UserError naming the option."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = float(match[1]) * _UNITS.get(match[2].upper() or "B", 0) if match else 0.0
+    if size < 1 or (match and not match[2] and size < LEAST_PLAIN):
+        raise UserError(f"{option} {text}: write bytes, or a size with its unit, as in 72GiB or 500MB")
     if size > MAX_BYTES:
         raise UserError(f"{option} {text[:20]}: more than any machine has; write a size as in 72GiB or 500MB")
     return int(size)
+
+
+def parse_share(text: str, option: str) -> float:
+    """``0.5%`` or ``0.005`` as a share of at least 0 and below 1; UserError naming the option."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 1.0
+    if share >= 1:
+        raise UserError(f"{option} {text[:20]}: write a share below 1, as in 0.5% or 0.005")
+    return share

@@ -191,19 +191,14 @@ def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
 
 
 def _known(plan: Plan, profile: Profile) -> dict[str, Evaluation]:
-    """The known schemes at their best, on the plan's question."""
-    from hzplan.cost import CostModel
-    from hzplan.solver.evaluate import baselines
-    from hzplan.solver.solve import PREFETCH_DEPTHS
+    """The known schemes at their fastest, on the plan's question."""
+    from hzplan.solver.guard import request_of
+    from hzplan.solver.schemes import Settings
+    from hzplan.solver.solve import searches_of
 
-    return baselines(
-        CostModel(profile, plan.reduce_dtype),
-        global_batch=plan.batch.global_batch,
-        clip=plan.clip,
-        depths=PREFETCH_DEPTHS,
-        memory_bytes=plan.source.memory_budget_bytes,
-        recompute=plan.source.recompute,
-    )
+    request = request_of(plan)
+    rows = Settings(searches_of(profile, replace(request, host_bytes=0)), request).rows()
+    return {row.name: row.found for row in rows}
 
 
 def _what_if(plan: Plan, profile: Profile) -> list[Point]:
@@ -275,14 +270,13 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
 def _show_alternatives(found: Evaluation, unit: str, others: list[Alternative]) -> None:
     from hzplan.cli import console
 
-    table = console.table(f"{unit} otherwise", "shards", "step", "memory", "fits")
+    table = console.table(f"{unit} otherwise", "choice", "step", "memory", "fits")
     shown = others[:SHOWN]
     for other in [*shown, *(other for other in others[SHOWN:] if other.levels is None)]:
-        slower = other.step_s - found.step_s if other.step_s is not None else None
         more = other.peak_bytes - found.memory.peak
         table.add_row(
             other.what,
-            f"{slower * 1e3:+.3g} ms" if slower is not None else "",
+            console.difference(other.step_s, found.step_s) if other.step_s is not None else "",
             f"{'+' if more >= 0 else '-'}{console.size(abs(more))}",
             "yes" if other.fits else "no",
         )

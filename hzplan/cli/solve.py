@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -13,11 +14,13 @@ from hzplan.errors import Infeasible, JobFailed, UserError
 if TYPE_CHECKING:
     from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.profile import Profile
+    from hzplan.solver.schemes import Baseline
     from hzplan.solver.solve import Infeasible as NothingFits
     from hzplan.solver.solve import Request, Solved
 
 RESERVED = 0.05
-"""The share of a device's memory that is left free when no budget is given."""
+"""The share of a device's memory that is left free when no budget is given: for the CUDA context, NCCL's
+buffers and what the allocator cannot use."""
 
 
 def command(
@@ -25,7 +28,10 @@ def command(
     global_batch: Annotated[int, typer.Option(help="Sequences per step, over all ranks.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write.")] = Path("plan.json"),
     memory: Annotated[
-        str | None, typer.Option(help="Budget per rank, as in 72GiB; by default the device's, less 5%.")
+        str | None,
+        typer.Option(
+            help="Budget per rank, as in 72GiB or in bytes; by default what the driver reports, less 5%."
+        ),
     ] = None,
     host_memory: Annotated[
         str | None,
@@ -35,6 +41,25 @@ def command(
         ),
     ] = None,
     gap: Annotated[float, typer.Option(help="How far from the best possible is good enough.")] = 0.005,
+    tie: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Predicted steps that differ by less are equal, as in 0.5%; of equal plans the leanest, "
+            "then the plainest is taken. By default the gap, at most 0.5%.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLAN|SETTING",
+            help="Your own setting, to be a candidate and a row of the table: a plan file, or as in "
+            "zero3,recompute=selective,micro_batch=1,prefetch=2.",
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="Of equal plans take the one nearest to this one.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds to search at most.")] = 60.0,
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
     reduce_dtype: Annotated[
@@ -53,7 +78,7 @@ def command(
         str,
         typer.Option(
             metavar="choose|none|all",
-            help="Which units compute their forward again in backward instead of keeping activations.",
+            help="Activation recomputation: which units compute their forward again in backward.",
         ),
     ] = "choose",
     sweep: Annotated[
@@ -83,15 +108,16 @@ def command(
 ) -> None:
     """Choose how each tensor is sharded, what is recomputed, how deep to prefetch, and the micro-batch size.
 
-    Writes a plan, says how far from the best possible it can be, and compares it with the known schemes.
-    Where nothing fits the budget it exits with 3 and names the smallest memory that would.
+    Writes a plan, says what it gains over the schemes that are set by hand, from what, and how far from the
+    best possible it can be. Where a scheme is as fast, it is the plan. Where nothing fits the budget it exits
+    with 3 and names the smallest memory that would.
 
     Example: hzplan solve profile.json --memory 72GiB --global-batch 512 -o plan.json
     """
     from hzplan.cli import console
     from hzplan.cli import sweep as sweeping
     from hzplan.cli.paths import check_writable
-    from hzplan.cli.quantities import parse_bytes, parse_dtype
+    from hzplan.cli.quantities import parse_bytes, parse_dtype, parse_share
     from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
@@ -120,10 +146,13 @@ def command(
         reduce_dtype=None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype"),
         pins=tuple(pin or ()),
         recompute=cast(Recompute, recompute),
+        tie=None if tie is None else parse_share(tie, "--tie"),
         host_bytes=parse_bytes(host_memory, "--host-memory") if host_memory else 0,
     )
     if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
+    if sweep is not None and (baseline is not None or like is not None):
+        raise UserError("--baseline and --like are for one question; leave them or --sweep out")
     if sweep is not None:
         sweeping.run(
             *(sweep, loaded, request, profile, output),
@@ -133,7 +162,8 @@ def command(
             as_json=as_json,
         )
     else:
-        _solve(loaded, request, profile, output, as_json=as_json)
+        asked = _Asked(loaded, request, profile, output, reserved=memory is None)
+        _solve(asked, baseline, like, as_json=as_json)
 
 
 def _derived(
@@ -153,22 +183,58 @@ def _derived(
     return moved, path
 
 
-def _solve(loaded: Profile, request: Request, profile: Path, output: Path, *, as_json: bool) -> None:
+@dataclass(frozen=True)
+class _Asked:
+    """A question and where its answer goes. ``reserved``: the budget is the device's memory, less the
+    reserve."""
+
+    profile: Profile
+    request: Request
+    profile_path: Path
+    output: Path
+    reserved: bool
+
+
+def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: bool) -> None:
     from hzplan.cli import console
+    from hzplan.formats.plan import Plan
+    from hzplan.solver.evaluate import replay
     from hzplan.solver.solve import Failed, Standing, solve
     from hzplan.solver.solve import Infeasible as NothingFits
 
+    profile, request = asked.profile, asked.request
+    near = None if like is None else replay(Plan.load(like), profile, like)
+    own = None if baseline is None else _baseline(baseline, profile, request)
     with console.Bar("solve") as bar:
 
         def show(standing: Standing) -> None:
             bar.update(str(standing), min(1.0, standing.seconds / request.time_limit_s))
 
-        outcome = solve(loaded, request, show, interruptible=True)
+        outcome = solve(profile, request, show, interruptible=True, baseline=own, like=near)
     if isinstance(outcome, NothingFits):
-        raise Infeasible(_nothing_fits(loaded, request, outcome, as_json=as_json))
+        raise Infeasible(_nothing_fits(profile, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
-    _write(loaded, request, outcome, profile, output, as_json=as_json)
+    _write(asked, outcome, as_json=as_json)
+
+
+def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
+    """The user's own setting: a plan file's, or what is written."""
+    from hzplan.cost import CostModel
+    from hzplan.formats.plan import Plan
+    from hzplan.solver.evaluate import replay
+    from hzplan.solver.schemes import Baseline
+
+    path = Path(text)
+    if path.suffix != ".json" and not path.is_file():
+        return Baseline.parse(text, CostModel(profile, request.reduce_dtype))
+    plan = Plan.load(path)
+    if plan.batch.global_batch != request.global_batch:
+        raise UserError(
+            f"--baseline {path}: field batch.global_batch is {plan.batch.global_batch}, --global-batch "
+            f"{request.global_batch}; ask for the same"
+        )
+    return Baseline("yours", plan=replay(plan, profile, path))
 
 
 def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, as_json: bool) -> str:
@@ -211,23 +277,15 @@ def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, a
     return f"{said}; in conflict are {' and '.join(found.groups)}: it would be {without}"
 
 
-def _write(
-    profile: Profile, request: Request, solved: Solved, profile_path: Path, output: Path, *, as_json: bool
-) -> None:
+def _write(asked: _Asked, solved: Solved, *, as_json: bool) -> None:
     from hzplan.cli import solve_report
-    from hzplan.cost import CostModel
     from hzplan.solver.emit import emit
-    from hzplan.solver.evaluate import baselines
+    from hzplan.solver.gain import gain
 
-    plan = emit(profile, request, solved, profile_path=profile_path, plan_path=output)
-    known = baselines(
-        CostModel(profile, request.reduce_dtype),
-        global_batch=request.global_batch,
-        clip=request.clip,
-        depths=request.depths,
-        memory_bytes=request.memory_bytes,
-        recompute=request.recompute,
-    )
+    profile, request, output = asked.profile, asked.request, asked.output
+    plan = emit(profile, request, solved, profile_path=asked.profile_path, plan_path=output)
     plan.save(output)
-    report = solve_report.Report(profile, request, solved, plan, known, output)
+    gained = gain(solved.best, solved.rows, request)
+    reserved = (profile.cluster.memory_bytes, RESERVED) if asked.reserved else None
+    report = solve_report.Report(profile, request, solved, gained, plan, output, reserved)
     print(report.as_json()) if as_json else report.show()

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from pathlib import Path
+
+from rich.table import Table
 
 from hzplan.cli import console
 from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.formats.profile import Profile
-from hzplan.solver.emit import predict
+from hzplan.show import readable
 from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.gain import Gain
+from hzplan.solver.prefer import tie_of
+from hzplan.solver.schemes import Recomputing
 from hzplan.solver.solve import Request, Solved
+
+OPTIMISTIC = (1.04, 1.49)
+"""How many times as long as predictions from modelled NCCL profiles the published runs took that such
+predictions were held against."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One result, two renderings."""
+    """One result, two renderings. ``gained``: None where no scheme fits. ``reserved``: the device's memory in
+    bytes and the share of it that is left free, where that made the budget."""
 
     profile: Profile
     request: Request
     solved: Solved
+    gained: Gain | None
     plan: Plan
-    baselines: Mapping[str, Evaluation]
     path: Path
+    reserved: tuple[int, float] | None = None
 
     def as_json(self) -> str:
         """The keys of the command line's contract."""
@@ -38,44 +50,139 @@ class Report:
                 "objective_s": self.plan.proof.objective_s,
                 "bound_s": self.plan.proof.bound_s,
                 "solve_s": round(self.solved.seconds, 3),
+                "modelled": self.profile.modelled is not None,
                 "predicted": predicted.model_dump(exclude={"memory_bytes"}),
                 "baselines": [
                     {
-                        "name": name,
-                        "step_s": found.step_s,
-                        "peak_memory_bytes": found.memory.peak,
-                        "fits": found.memory.peak <= self.request.memory_bytes,
+                        "name": row.name,
+                        "step_s": row.found.step_s,
+                        "peak_memory_bytes": row.found.memory.peak,
+                        "fits": row.fits,
+                        "micro_batch": row.found.micro_batch,
+                        "recompute": self._recompute(row.found),
                     }
-                    for name, found in self.baselines.items()
+                    for row in self.solved.rows
                 ],
+                "gain": self._gain_as_json(),
                 "plan": str(self.path),
             }
         )
 
+    def _gain_as_json(self) -> dict[str, object] | None:
+        gained = self.gained
+        if gained is None:
+            return None
+        parts = {part.freedom: part.share for part in gained.parts}
+        return {"over": gained.over.name, "share": gained.share, "is_the_plan": gained.same, "without": parts}
+
     def show(self) -> None:
-        """The plan beside the known schemes, the choice per run of units, the gap, what to do next."""
+        """The plan beside the known schemes, what it gains and from what, how sure that is, what to do
+        next."""
         out = console.stdout()
         out.print(self._comparison())
         out.print(self._choices())
-        batch = self.plan.batch
-        out.print(
-            f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
-            f"prefetch {self.plan.prefetch}, gradient buffers {self.plan.gradient_buffers}; "
-            f"memory {console.size(self.plan.predicted.peak_memory_bytes)} "
-            f"of {console.size(self.request.memory_bytes)}"
-            + (f", of the host's {console.size(self.solved.best.memory.host)}" if self.plan.offloaded else "")
+        said = Table.grid(padding=(0, 2))
+        said.add_column()
+        said.add_column(overflow="fold")
+        for label, text in self._said():
+            said.add_row(label, text)
+        out.print(said)
+        for line in self._next():
+            out.print(line, soft_wrap=True)
+
+    def _said(self) -> Iterator[tuple[str, str]]:
+        yield "fits", self._memory()
+        yield "gain", self._gain()
+        if self.gained is not None and self.gained.parts:
+            yield "from", self._parts()
+        predicted = self.plan.predicted
+        worker = readable.worker(self.profile.cluster.device)
+        mfu = f", MFU {predicted.mfu:.1%}" if predicted.mfu else ""
+        yield (
+            "speed",
+            f"{console.count(predicted.tokens_per_s_per_gpu)} tokens/s per {worker}{mfu}; communication not "
+            f"hidden {console.duration(sum(predicted.exposed_comm_s.values()))} a step",
         )
-        out.print(
-            f"{self.solved.status}: at most {self.plan.proof.gap:.2%} above the best possible "
-            f"({console.duration(self.plan.proof.bound_s)} proven, "
-            f"{console.duration(self.plan.proof.objective_s)} reached, links not shared), "
-            f"in {console.duration(self.solved.seconds)}"
+        batch = self.plan.batch
+        yield (
+            "settings",
+            f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
+            f"prefetch {self.plan.prefetch}, {self.plan.gradient_buffers} gradient buffers",
+        )
+        yield "how sure", self._expected_error()
+        bound = self.plan.proof.bound_s
+        apart = f" ({predicted.step_s / bound - 1:.1%} apart)" if bound else ""
+        yield (
+            "proof",
+            f"best of what was searched in {console.duration(self.solved.seconds)}: predicted "
+            f"{console.duration(predicted.step_s)}, proven no choice below {console.duration(bound)} in this "
+            f"model{apart}",
         )
         if (beside := self._beside()) is not None:
-            out.print(beside)
-        out.print(f"expected error: {self._expected_error()}")
-        following = "run" if self.plan.parallel is None else "show"
-        out.print(f"next: hzplan {following} {self.path}", soft_wrap=True)
+            yield "beside", beside
+
+    def _memory(self) -> str:
+        peak, budget = self.plan.predicted.peak_memory_bytes, self.request.memory_bytes
+        free = console.size(budget - peak)
+        said = f"yes: {console.size(peak)} of a budget of {console.size(budget)}; headroom {free}"
+        if self.reserved is not None:
+            whole, share = self.reserved
+            kept = " for context, NCCL, fragments" if self.profile.cluster.device == "cuda" else ""
+            said += f" (budget: the device's {console.size(whole)} less {share:.0%}{kept})"
+        if self.plan.offloaded:
+            said += f"; of the host's {console.size(self.solved.best.memory.host)}"
+        return said
+
+    def _gain(self) -> str:
+        gained = self.gained
+        if gained is None:
+            return "no scheme set by hand fits, so there is none to compare with"
+        tie = tie_of(self.request.gap, self.request.tie)
+        if gained.same:
+            name = gained.over.name
+            return f"none: no faster than {name} by more than {tie:.1%}; use {name}, which is this plan"
+        return f"{gained.share:.1%} over {gained.over.name}, the best of the schemes set by hand that fit"
+
+    def _parts(self) -> str:
+        """Each freedom switched off in turn."""
+        assert self.gained is not None, "there are parts of a gain"
+        other = self.gained.over.found
+        mine = self.solved.best
+
+        def instead(freedom: str, one: object, two: object) -> str:
+            return f"{freedom} {one} not {two}" if one != two else freedom
+
+        named = {
+            "levels": "sharding",
+            "recompute": instead("recompute", self._recompute(mine), self._recompute(other)),
+            "micro-batch": instead("micro-batch", mine.micro_batch, other.micro_batch),
+            "prefetch": instead("prefetch", mine.schedule.prefetch, other.schedule.prefetch),
+        }
+        worth = [
+            (part.share is None, part.share or 0.0, f"{named[part.freedom]} ({_worth(part.share)})")
+            for part in self.gained.parts
+        ]
+        listed = ", ".join(said for *_, said in sorted(worth, key=lambda one: one[:2], reverse=True))
+        return f"{listed}; each alone as {self.gained.over.name} has it, the step is so much longer"
+
+    def _next(self) -> Iterator[str]:
+        """What to type: for a cluster that is not here, what a runtime of its own takes, or its launch
+        line."""
+        if self.plan.parallel is not None:
+            yield f"next: hzplan show {self.path}"
+            return
+        cluster = self.profile.cluster
+        if self.profile.modelled is None and cluster.device != "cuda":
+            yield f"next: hzplan run {self.path}"
+            return
+        from hzplan.launch import cluster_line
+        from hzplan.models.workload import BUILT_IN
+
+        yield f"next: hzplan export {self.path} --to fsdp2 -o sharding.py"
+        sizes = [prod(tier) for tier in self.profile.mesh.tiers]
+        model = [] if self.plan.model.name.startswith(BUILT_IN) else [self.plan.model.name]
+        line = cluster_line(["run", str(self.path), *model], nodes=prod(sizes[1:]), ranks_per_node=sizes[0])
+        yield f"  or, on the cluster: {line}"
 
     def _beside(self) -> str | None:
         """What model parallelism adds that the plan does not see."""
@@ -99,54 +206,82 @@ class Report:
         """What is known of it."""
         if self.profile.modelled is not None:
             of_links = self.profile.modelled.device is None
-            return (
-                f"not known; {'links' if of_links else 'seconds'} are modelled for "
-                f"{self.profile.modelled.cluster}, and what its files in cost_models/ assume decides them. "
-                f"Bytes and FLOPs are counted{', units were measured' if of_links else ''}"
+            what, how = (
+                ("links are", "units were measured") if of_links else ("times are", "none was measured")
             )
+            said = (
+                f"{what} modelled for {self.profile.modelled.cluster} from rates in cost_models/, {how}; "
+                "bytes and FLOPs are counted"
+            )
+            if self.profile.cluster.backend == "nccl":
+                low, high = OPTIMISTIC
+                said += f". Published runs were {low}–{high} times slower than such predictions"
+            return said
         backend = self.profile.cluster.backend
         known = published(backend)
         if known is None:
-            return f"nothing is published for {backend}; hzplan run prints predicted beside measured"
+            return (
+                f"measured; no error is published for {backend}: hzplan run prints predicted beside measured"
+            )
         where = f"{known.plans} random plans on {known.where}"
         if self.profile.calibrated is not None:
             step, when = f"{known.calibrated_mean:.1%} on average", " after calibration"
         else:
             step, when = f"{known.step_mean:.1%} on average, {known.step_worst:.0%} at most", ""
         memory = f"{known.memory_worst:.1%} at most"
-        return f"step {step}, memory {memory}, as {where} came out{when} (docs/accuracy.md)"
+        return (
+            f"measured; expected error: step {step}, memory {memory}, as {where} came out{when} "
+            "(docs/accuracy.md)"
+        )
 
     def _comparison(self) -> object:
+        profile = self.profile
+        sizes = [prod(tier) for tier in profile.mesh.tiers]
+        where = readable.cluster(sizes, profile.cluster.tier_names, profile.cluster.device)
         beside = "" if self.plan.parallel is None else f" beside {self.plan.parallel}"
-        where = f"{self.profile.mesh.world} ranks{beside}, {self.plan.batch.global_batch} sequences"
+        badge = "measured" if profile.modelled is None else "modelled"
+        unit, _ = readable.unit_of(self.solved.best.memory.peak)
         table = console.table(
-            f"{self.plan.model.name}, {where}",
-            "scheme",
-            "step",
-            "tokens/s/rank",
-            "MFU",
-            "exposed",
-            "peak",
-            "fits",
+            f"{self.plan.model.name} on {where}{beside}, {self.plan.batch.global_batch} sequences of "
+            f"{self.plan.model.seq_len}, {badge}",
+            *(
+                "scheme",
+                "micro-\nbatch",
+                "recompute",
+                "step",
+                "vs plan",
+                "peak",
+                f"vs plan\n({unit})",
+                "fits",
+            ),
         )
-        rows = {"this plan": (self.plan.predicted, True)} | {
-            name: (predict(self.profile, found), found.memory.peak <= self.request.memory_bytes)
-            for name, found in self.baselines.items()
-        }
-        for name, (predicted, fits) in rows.items():
-            table.add_row(
-                name,
-                console.duration(predicted.step_s),
-                console.count(predicted.tokens_per_s_per_gpu),
-                f"{predicted.mfu:.1%}",
-                console.duration(sum(predicted.exposed_comm_s.values())),
-                console.size(predicted.peak_memory_bytes),
-                "yes" if fits else "no",
-            )
+        self._row(table, "this plan", self.solved.best, True)
+        for row in self.solved.rows:
+            self._row(table, row.name, row.found, row.fits)
         return table
 
+    def _row(self, table: Table, name: str, found: Evaluation, fits: bool) -> None:
+        best = self.solved.best
+        _, scale = readable.unit_of(best.memory.peak)
+        slower = f"{found.step_s / best.step_s - 1:+.1%}" if best.step_s else ""
+        larger = f"{(found.memory.peak - best.memory.peak) / scale:+.1f}"
+        changes = ("", "") if name == "this plan" else (slower, larger)
+        table.add_row(
+            name,
+            str(found.micro_batch),
+            self._recompute(found),
+            console.duration(found.step_s),
+            changes[0],
+            console.size(found.memory.peak),
+            changes[1],
+            "yes" if fits else "no",
+        )
+
+    def _recompute(self, found: Evaluation) -> str:
+        return Recomputing.of(found.model).name(found.modes.recompute)
+
     def _choices(self) -> object:
-        table = console.table("shards (parameter, gradient, optimizer)", "units", "shards")
+        table = console.table("into how many shards each unit's states are cut", "units", "shards")
         table.columns[1].justify = "left"
         for names, choice in _runs(self.plan):
             table.add_row(names, choice)
@@ -157,8 +292,21 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
     """Neighbouring units with the same choice, in one line each."""
     with_tensors = [unit for unit in plan.units if unit.buckets]
     for choice, run in groupby(with_tensors, key=_choice):
-        names = [unit.name or "(root)" for unit in run]
-        yield names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}", choice
+        yield _names([unit.name or "(root)" for unit in run]), choice
+
+
+def _worth(share: float | None) -> str:
+    """By how much a step is longer without a freedom; None where nothing fits without it."""
+    return "or it does not fit" if share is None else f"{share:+.1%}"
+
+
+def _names(names: Sequence[str]) -> str:
+    """``model.layers.0 … 31``: the first and the last, of which what they begin with is said once."""
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    shared = first.rpartition(".")[0]
+    return f"{first} … {last.removeprefix(f'{shared}.') if shared else last}"
 
 
 def _choice(unit: PlanUnit) -> str:
@@ -169,7 +317,7 @@ def _choice(unit: PlanUnit) -> str:
 def _shards(unit: PlanUnit) -> str:
     parts = []
     for bucket in sorted(unit.buckets, key=lambda bucket: -len(bucket.tensors)):
-        shards = f"{bucket.shards.param}, {bucket.shards.grad}, {bucket.shards.optim}"
+        shards = readable.shards(bucket.shards.param, bucket.shards.grad, bucket.shards.optim)
         if len(unit.buckets) == 1:
             return shards
         prefix = f"{unit.name}."

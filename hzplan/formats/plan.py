@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from hzplan.formats.base import (
+    Fraction,
     Gap,
     NonNegativeInt,
     PositiveInt,
@@ -93,12 +94,15 @@ class Source(Strict):
     """The profile that the plan was solved from (path relative to the plan) and the question asked.
 
     ``host_memory_bytes``: how much of the host's a rank may take for optimizer state; None: none.
+    ``asked_tie``: the share of a step by which predictions may differ and count as equal; None: what the gap
+    says.
     """
 
     profile: str
     profile_sha256: str
     memory_budget_bytes: PositiveInt
     asked_gap: Gap
+    asked_tie: Fraction | None = None
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
     host_memory_bytes: PositiveInt | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -32,6 +34,31 @@ def count(number: float) -> str:
         if abs(number) >= scale:
             return f"{_digits(number / scale)} {unit}"
     return f"{number:.0f}"
+
+
+def difference(step_s: float, of_s: float) -> str:
+    """``+65.6 s (+30%)``: how much longer a step takes than ``of_s`` seconds."""
+    share = f" ({step_s / of_s - 1:+.1%})" if of_s else ""
+    return f"{'+' if step_s >= of_s else '-'}{duration(abs(step_s - of_s))}{share}"
+
+
+def shards(param: int, grad: int, optim: int) -> str:
+    """``params ÷2, grads ÷64, optimizer ÷64``: into how many shards each state is cut."""
+    return f"params ÷{param}, grads ÷{grad}, optimizer ÷{optim}"
+
+
+def cluster(sizes: Sequence[int], tier_names: Sequence[str], device: str) -> str:
+    """``8 GPUs × 8 nodes``: devices of a group of the fastest tier, then groups of each slower one.
+
+    A tier's name is that of the group that its links join.
+    """
+    of = [worker(device), *tier_names[:-1]]
+    return " × ".join(f"{number} {name}{'s' * (number != 1)}" for number, name in zip(sizes, of, strict=True))
+
+
+def worker(device: str) -> str:
+    """What a rank is to a reader: a GPU where it has one."""
+    return "GPU" if device == "cuda" else "rank"
 
 
 def _digits(value: float) -> str:

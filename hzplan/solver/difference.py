@@ -72,7 +72,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
 
 
 def _again(*, again: bool) -> str:
-    return "forward computed again" if again else "activations kept"
+    return "recomputed" if again else "activations kept"
 
 
 def _place(*, host: bool) -> str:

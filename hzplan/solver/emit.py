@@ -41,6 +41,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         profile_sha256=fingerprint(profile),
         memory_budget_bytes=request.memory_bytes,
         asked_gap=request.gap,
+        asked_tie=request.tie,
         pins=request.pins,
         recompute=request.recompute,
         host_memory_bytes=request.host_bytes or None,

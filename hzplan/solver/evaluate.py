@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import NamedTuple
 from hzplan.cost import CostModel, Interference, UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
-from hzplan.formats.plan import Plan, Recompute
+from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
+from hzplan.hierarchy import Levels
 from hzplan.layout import Dtype, TensorSpec, bucketise
 from hzplan.memory import Memory, Slots, assign_slots, memory
 from hzplan.schedule import Schedule
@@ -36,9 +36,9 @@ PLAIN = Modes()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``levels``: the triple of every tensor, by unit; ``durations_ns``: of the schedule's tasks.
+    """``levels``: the triple of every tensor, by unit.
 
-    The timelines are computed when they are asked for.
+    Durations and timelines are computed when they are asked for.
     """
 
     model: CostModel
@@ -47,9 +47,13 @@ class Evaluation:
     schedule: Schedule
     slots: Slots
     units: Mapping[str, UnitCost]
-    durations_ns: Sequence[int]
     memory: Memory
     modes: Modes = PLAIN
+
+    @cached_property
+    def durations_ns(self) -> list[int]:
+        """Nanoseconds of the schedule's tasks."""
+        return self.model.durations(self.schedule, self.units, self.micro_batch)
 
     @cached_property
     def floor_ns(self) -> float:
@@ -105,7 +109,7 @@ def evaluate(
 ) -> Evaluation:
     """Replay a choice of levels and modes. A unit that is not updated, or has no state, is not offloaded."""
     modes = modes._replace(offload=modes.offload & schedule.host_slots.keys())
-    slots = slots or assign_slots(schedule, tensors_of(model.profile))
+    slots = slots or assign_slots(schedule, model.tensors)
     units = unit_costs(model, levels, modes)
     modes = modes._replace(offload=frozenset(unit for unit, cost in units.items() if cost.host_bytes))
     return Evaluation(
@@ -115,7 +119,6 @@ def evaluate(
         schedule,
         slots,
         units,
-        model.durations(schedule, units, micro_batch),
         memory(units, slots, schedule, model.activation_peak_bytes(micro_batch, modes.recompute)),
         modes,
     )
@@ -124,16 +127,16 @@ def evaluate(
 def unit_costs(
     model: CostModel, levels: Mapping[str, tuple[Levels, ...]], modes: Modes = PLAIN
 ) -> dict[str, UnitCost]:
-    """What every unit costs."""
-    known: dict[object, UnitCost] = {}  # units with the same tensors and levels cost the same
+    """What every unit costs; what like units cost with the same levels is computed once."""
+    known, none = model.unit_costs, UnitCost.zero(len(model.mesh.tiers))
     units = {}
-    for unit, specs in tensors_of(model.profile).items():
-        offload = unit in modes.offload
-        key = (tuple((t.shape, t.dtype, t.trainable) for t in specs), levels.get(unit), offload)
+    for unit, specs in model.tensors.items():
+        again, offload = unit in modes.recompute, unit in modes.offload
+        key = model.like[unit], levels.get(unit), again, offload
         if key not in known:
-            made = unit_cost(specs, levels[unit], model) if specs else UnitCost.zero(len(model.mesh.tiers))
-            known[key] = model.offloaded(made) if offload else made
-        units[unit] = replace(known[key], recompute=True) if unit in modes.recompute else known[key]
+            made = unit_cost(specs, levels[unit], model) if specs else none
+            known[key] = replace(model.offloaded(made) if offload else made, recompute=again)
+        units[unit] = known[key]
     return units
 
 
@@ -262,63 +265,3 @@ def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:
         for unit, tensors in tensors_of(profile).items()
         if tensors
     }
-
-
-def schemes(mesh: Mesh) -> dict[str, Levels]:
-    """The known schemes as triples. HSDP shards inside the fastest tier, or to half of a single tier."""
-    finest = mesh.levels
-    inner = mesh.tier_bounds[0][1] if len(mesh.tiers) > 1 else finest // 2
-    found = {"ZeRO-3": Levels(finest, finest, finest)}
-    if mesh.shards[inner] not in (1, mesh.world):
-        found["HSDP"] = Levels(inner, inner, inner)
-    return found | {"ZeRO-1": Levels(0, 0, finest), "DDP": Levels(0, 0, 0)}
-
-
-def baselines(
-    model: CostModel,
-    *,
-    global_batch: int,
-    clip: bool,
-    depths: Iterable[int],
-    memory_bytes: int,
-    recompute: Recompute = "choose",
-) -> dict[str, Evaluation]:
-    """Every known scheme at its best: the fastest micro-batch size and depth that fit, else the smallest;
-    all units compute their forward again or none."""
-    agains = recomputations(model, recompute)
-    found = {}
-    for name, levels in schemes(model.mesh).items():
-        tried = [
-            evaluate(
-                model,
-                uniform(model.profile, levels),
-                model.schedule(
-                    prefetch=depth,
-                    accumulation=global_batch // (model.profile.data_ranks * micro_batch),
-                    clip=clip,
-                    gradient_buffers=buffers,
-                ),
-                micro_batch,
-                modes=Modes(again),
-            )
-            for again in agains
-            for micro_batch in model.profile.micro_batches
-            if global_batch % (model.profile.data_ranks * micro_batch) == 0
-            for depth, buffers in model.paces(depths)
-        ]
-        found[name] = _best(tried, memory_bytes)
-    return found
-
-
-def recomputations(model: CostModel, recompute: Recompute) -> list[frozenset[str]]:
-    """The plain choices of what is recomputed: nothing, everything, or what is given."""
-    everything = frozenset(model.recomputable)
-    found = {"none": [frozenset[str]()], "all": [everything]}
-    return found.get(recompute, list(dict.fromkeys([frozenset[str](), everything])))
-
-
-def _best(tried: Sequence[Evaluation], memory_bytes: int) -> Evaluation:
-    fitting = [evaluation for evaluation in tried if evaluation.memory.peak <= memory_bytes]
-    if fitting:
-        return fastest_of(fitting)
-    return min(tried, key=lambda evaluation: evaluation.memory.peak)

@@ -10,6 +10,7 @@ import numpy as np
 from hzplan.errors import UserError
 from hzplan.hierarchy import Levels
 from hzplan.schedule import Kind
+from hzplan.show import readable
 from hzplan.simulate import tier_loads_ns
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of
 from hzplan.solver.paths import Network
@@ -27,7 +28,7 @@ DOING: Mapping[Kind, str] = {
     Kind.UPDATE: "optimizer",
     Kind.FETCH: "fetching optimizer state from the host",
     Kind.STORE: "storing optimizer state on the host",
-    Kind.COMPUTE: "computing forwards again",
+    Kind.COMPUTE: "activation recomputation",
 }
 
 
@@ -118,7 +119,7 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
 
     for triple in found.model.mesh.triples():
         frozen = Levels(triple.param, triple.param, triple.param)
-        shards = ", ".join(str(found.model.mesh.shards[level]) for level in triple)
+        shards = readable.shards(*(found.model.mesh.shards[level] for level in triple))
         attempt(triple, shards, tuple(triple if t.trainable else frozen for t in tensors[unit]), found.modes)
     again, moved = found.modes
     if unit in found.model.recomputable:

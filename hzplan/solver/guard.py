@@ -88,7 +88,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
     fresh = None
     if not replay_only:
         request = replace(request_of(plan), time_limit_s=TIME_LIMIT_S)
-        outcome = solve(profile, request)
+        outcome = solve(profile, request, like=now)
         if isinstance(outcome, Solved):
             now = outcome.best
             source = profile_path(path, plan)
@@ -116,6 +116,7 @@ def request_of(plan: Plan) -> Request:
         plan.source.memory_budget_bytes,
         plan.batch.global_batch,
         gap=plan.source.asked_gap,
+        tie=plan.source.asked_tie,
         clip=plan.clip,
         reduce_dtype=plan.reduce_dtype,
         pins=plan.source.pins,

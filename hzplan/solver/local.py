@@ -1,20 +1,23 @@
 """Local search in the simulator.
 
 The ILP gives every task the whole of its link and does not slow compute; the simulator knows better. So the
-plans found are changed a little, as long as that makes the predicted step shorter. How often is tried depends
-on the size of the schedule alone, so that the outcome does not depend on the machine.
+plans found are changed a little, as long as that makes the predicted step shorter (``improve``), and the plan
+to be written plainer and leaner (``plainer``, ``leaner``) as long as its step stays within a ceiling. How
+often is tried depends on the size of the schedule alone, so that the outcome does not depend on the machine.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations, product
 
 from hzplan.hierarchy import Levels
 from hzplan.simulate import events
-from hzplan.solver.evaluate import Evaluation, Modes
+from hzplan.solver.evaluate import Evaluation, Modes, within
 from hzplan.solver.patterns import MAX_BUCKETS
+from hzplan.solver.schemes import slack_bytes
 
 MOST_EVENTS = 240_000
 """Ends of tasks that are simulated from one start; a second or two."""
@@ -23,6 +26,8 @@ WORTH = 1e-4
 
 Pattern = tuple[Levels, ...]
 Choice = Mapping[str, Pattern]
+Replay = Callable[[Choice, Modes], Evaluation]
+"""Replays levels and modes under one micro-batch size and pace."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +48,15 @@ class Surroundings:
 
 def improve(
     start: Evaluation,
-    replays: Sequence[Callable[[Choice, Modes], Evaluation]],
+    replays: Sequence[Replay],
     around: Surroundings,
     fits: Callable[[Evaluation], bool],
     late: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """The start, or a better plan that fits. ``replays``: one for every pace, the start's first; ``late``:
+    """The start, or a faster plan that fits. ``replays``: one for every pace, the start's first; ``late``:
     whether to stop."""
     best, replay = start, replays[0]
-    slowest = start.model.late_ns(start.schedule, start.micro_batch)
-    tries = max(len(replays), MOST_EVENTS // events(start.schedule, slowest))
+    tries = max(len(replays), MOST_EVENTS // events(start.schedule, _late(start)))
     for other in replays[1:]:
         if late():
             return best
@@ -60,7 +64,7 @@ def improve(
         candidate = other(best.levels, best.modes)
         if fits(candidate) and _shorter(candidate, best):
             best, replay = candidate, other
-    seen: set[tuple[tuple[tuple[str, Pattern], ...], Modes]] = set()
+    seen: set[object] = set()
     improved = True
     while improved:
         improved = False
@@ -79,9 +83,126 @@ def improve(
     return best
 
 
+def plainer(
+    start: Evaluation,
+    replay: Replay,
+    around: Surroundings,
+    fits: Callable[[Evaluation], bool],
+    ceiling: float,
+    late: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """The start with fewer different patterns among like units, as long as its step is within the ceiling.
+
+    All units of a kind take one pattern; or those with one pattern take another's; or like patterns become
+    neighbours, so that a reader sees runs of layers.
+    """
+
+    tries = MOST_EVENTS // events(start.schedule, _late(start)) // 2
+
+    def good(levels: Choice) -> Evaluation | None:
+        nonlocal tries
+        one = replay(levels, best.modes)
+        if tries <= 0 or late() or not fits(one) or one.floor_ns > ceiling:
+            return None
+        tries -= 1
+        return one if within(one, ceiling) and one.predicted.period_ns <= ceiling else None
+
+    best = start
+    for units in around.alike:
+        while len(used := _used(best.levels, units)) > 1:
+            merged = ({**best.levels, **dict.fromkeys(units, pattern)} for pattern in used)
+            pairs = ((mine, other) for mine in reversed(used) for other in used if other != mine)
+            merged_pairs = (
+                {**best.levels, **{unit: other for unit in units if best.levels[unit] == mine}}
+                for mine, other in pairs
+            )
+            choices = merged if len(used) == 2 else chain(merged, merged_pairs)
+            found = next((one for choice in choices if (one := good(choice)) is not None), None)
+            if found is None:
+                break
+            best = found
+        used = _used(best.levels, units)
+        for order in (used, used[::-1]) if len(used) > 1 else ():
+            in_runs = [pattern for pattern in order for unit in units if best.levels[unit] == pattern]
+            if (one := good({**best.levels, **dict(zip(units, in_runs, strict=True))})) is not None:
+                best = one
+                break
+    return best
+
+
+def _used(levels: Choice, units: Sequence[str]) -> list[Pattern]:
+    """The patterns of some units, the most frequent first."""
+    return [pattern for pattern, _ in Counter(levels[unit] for unit in units).most_common()]
+
+
+def leaner(
+    start: Evaluation,
+    replays: Sequence[Replay],
+    around: Surroundings,
+    fits: Callable[[Evaluation], bool],
+    ceiling: float,
+    late: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """The start, or a plan with less memory whose step is within the ceiling; like units stay alike.
+
+    ``replays``: one for every pace, the start's first. Memory is known without a replay, so the leanest
+    neighbours are tried first.
+    """
+    best, replay = start, replays[0]
+    tries = max(len(replays), MOST_EVENTS // events(start.schedule, _late(start)) // 2)
+    slow: set[object] = set()
+    while not late():
+        goal = best.memory.peak - slack_bytes(best.memory.peak)
+        found = [(other(best.levels, best.modes), other) for other in replays]
+        found += [(replay(*choice), replay) for choice in _lighter(best, around)]
+        lighter = [(one, other) for one, other in found if one.memory.peak < goal and one.floor_ns <= ceiling]
+        for one, other in sorted(lighter, key=lambda pair: pair[0].memory.peak):
+            key = _key(one)
+            if key in slow or not fits(one):
+                continue
+            if tries <= 0 or late():
+                return best
+            tries -= 1
+            if within(one, ceiling) and one.predicted.period_ns <= ceiling:
+                best, replay = one, other
+                break
+            slow.add(key)
+        else:
+            return best
+    return best
+
+
+def _lighter(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, Modes]]:
+    """What may take less memory and leaves like units alike: all of a kind recomputed, or the next one; a
+    pattern that is used takes another triple, as a whole or one of its buckets."""
+    again, moved = best.modes
+    for some in around.switched:
+        yield best.levels, Modes(again | {*some}, moved)
+        following = [unit for unit in some if unit not in again][:1]
+        yield best.levels, Modes(again | {*following}, moved)
+    for some in around.moved:
+        yield best.levels, Modes(again, moved | {*some})
+    for units in around.alike:
+        for pattern in _used(best.levels, units):
+            holders = [unit for unit in units if best.levels[unit] == pattern]
+            parts = [{*range(len(pattern))}, *(_buckets(pattern) if len(set(pattern)) > 1 else ())]
+            for part, triple in product(parts, around.triples):
+                changed = _changed(pattern, part, triple, around.trained[units[0]])
+                if changed != pattern and len(set(changed)) <= MAX_BUCKETS:
+                    yield {**best.levels, **dict.fromkeys(holders, changed)}, best.modes
+
+
 def _shorter(one: Evaluation, other: Evaluation) -> bool:
     goal = other.predicted.period_ns * (1 - WORTH)
     return one.objective_ns < goal and one.predicted.period_ns < goal  # the objective is a lower bound
+
+
+def _late(one: Evaluation) -> list[int]:
+    return one.model.late_ns(one.schedule, one.micro_batch)
+
+
+def _key(one: Evaluation) -> object:
+    return tuple(sorted(one.levels.items())), one.modes, one.schedule.prefetch, one.schedule.gradient_buffers
 
 
 def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, Modes]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor
@@ -17,11 +17,11 @@ from hzplan.cost import CostModel, UnitCost
 from hzplan.formats.plan import Recompute
 from hzplan.hierarchy import Levels
 from hzplan.layout import Dtype
-from hzplan.memory import assign_slots, memory
+from hzplan.memory import Memory, assign_slots, memory
 from hzplan.solver.candidates import Candidates
-from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
 from hzplan.solver.paths import MS
-from hzplan.solver.patterns import Family
+from hzplan.solver.patterns import SWITCHED, Family
 from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
 from hzplan.solver.relaxation import INFINITY, TOLERANCE, Limits, Relaxation
 from hzplan.solver.rounding import rounded
@@ -44,7 +44,8 @@ class Request:
 
     ``host_bytes``: of the host's memory that a rank may take for optimizer state. ``reduce_dtype``: what
     gradients travel in; None: as they are kept. ``pins``: what is decided already, and
-    ``recompute``: whether it is decided which units compute their forward again.
+    ``recompute``: whether it is decided which units compute their forward again. ``tie``: the share of a step
+    by which predictions may differ and count as equal; None: what the gap says (``prefer.tie_of``).
     """
 
     memory_bytes: int
@@ -57,20 +58,37 @@ class Request:
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
     host_bytes: int = 0
+    tie: float | None = None
 
 
-Plain = tuple[Levels, frozenset[str]]
-"""One triple for all tensors, and the units that are recomputed."""
+@dataclass(frozen=True)
+class Uniform:
+    """One triple for all tensors: ``levels`` and ``units`` (costs) by unit; ``durations`` [units, keys] in
+    milliseconds, nothing recomputed."""
+
+    triple: Levels
+    levels: Mapping[str, tuple[Levels, ...]]
+    units: Mapping[str, UnitCost]
+    durations: Coefficients
+
+    @classmethod
+    def of(cls, model: CostModel, triple: Levels, search: Search) -> Uniform:
+        """``search``: any of the question's; rows and keys are the same in all."""
+        levels = uniform(model.profile, triple)
+        units = unit_costs(model, levels)
+        return cls(triple, levels, units, search.question.network.durations(units))
 
 
-class Known(NamedTuple):
-    """A plan with one triple for all tensors, not yet replayed: what it keeps the links busy for, and what
-    its objective is at least, in nanoseconds."""
+class Bounded(NamedTuple):
+    """A plan with one triple for all tensors, not yet replayed: its peak memory, what it keeps the links busy
+    for, and what its step takes at least, in nanoseconds."""
 
+    uniform: Uniform
+    recompute: frozenset[str]
+    search: Search
+    peak_bytes: int
     communication_ns: float
     floor_ns: float
-    plain: Plain
-    search: Search
 
 
 Costs = Mapping[str, Coefficients]
@@ -123,7 +141,7 @@ class Search:
             gradient_buffers=buffers,
             offload=request.host_bytes > 0,
         )
-        slots = assign_slots(schedule, tensors_of(model.profile))
+        slots = assign_slots(schedule, model.tensors)
         self.request, self.families = request, families
         self.question = Question(
             *(model, schedule, short, slots, families, switches, micro_batch),
@@ -338,17 +356,28 @@ class Search:
             if not lp.grow(reduced) and not widened:
                 return lp.bound(reduced)
 
-    def floors(self, plain: Mapping[Plain, Mapping[str, UnitCost]]) -> list[Known]:
-        """Of plans with one triple for all tensors: those that fit, with the least that they can take."""
-        q, found = self.question, []
-        peaks = {again: q.model.activation_peak_bytes(q.micro_batch, again) for _, again in plain}
-        for one, units in plain.items():
-            room = memory(units, q.slots, q.schedule, peaks[one[1]])
-            if room.peak <= self.request.memory_bytes:
-                durations = q.network.durations(units)
-                *loads, processors = (cut.at(durations) / MS for cut in q.network.capacities)
-                found.append(Known(sum(loads), max(processors, *loads), one, self))
+    def bounded(self, plain: Uniform, agains: Iterable[frozenset[str]]) -> list[Bounded]:
+        """A triple with each choice of what is recomputed, whether it fits or not."""
+        q, none = self.question, self.lasting(plain)
+        *loads, processors = (cut.at(plain.durations) / MS for cut in q.network.capacities)
+        again_ns = self._again_ns
+        found = []
+        for again in agains:
+            peak = none.with_activations(q.model.activation_peak_bytes(q.micro_batch, again), q.schedule)
+            floor = max(processors + sum(again_ns.get(unit, 0.0) for unit in again), *loads)
+            found.append(Bounded(plain, again, self, peak.peak, sum(loads), floor))
         return found
+
+    def lasting(self, plain: Uniform) -> Memory:
+        """A triple's memory without activations."""
+        return memory(plain.units, self.question.slots, self.question.schedule, 0)
+
+    @cached_property
+    def _again_ns(self) -> dict[str, float]:
+        """By unit, nanoseconds that a step computes longer where it is recomputed."""
+        q = self.question
+        column, weights = q.network.columns[SWITCHED], q.network.capacities[-1].weights
+        return {unit: float(weights[q.network.rows[name], column]) / MS for unit, name in q.switches.items()}
 
     def run(self, found: Candidates, seconds: float) -> None:
         """Add better plans to those found, and prove what can be proven in the time."""

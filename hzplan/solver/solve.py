@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from hzplan.cost import CostModel
@@ -15,27 +14,26 @@ from hzplan.formats.plan import Recompute
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES
-from hzplan.solver.candidates import NEAR, Candidates
+from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import (
     MAX_ACCUMULATION,
     Evaluation,
-    Modes,
     evaluate,
     fastest_of,
-    recomputations,
     tensors_of,
     uniform,
-    unit_costs,
+    within,
 )
-from hzplan.solver.local import WORTH, Surroundings, improve
+from hzplan.solver.local import Surroundings, improve, leaner, plainer
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family, enumerate_patterns, switch, switch_names
 from hzplan.solver.pins import Pins
+from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
+from hzplan.solver.schemes import Baseline, Row, Settings, schemes
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
 
 __all__ = [
-    "NEAR",
     "PREFETCH_DEPTHS",
     "Failed",
     "Infeasible",
@@ -50,13 +48,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Solved:
-    """A plan was found. ``gap`` = (objective − bound) / bound, over the whole search."""
+    """A plan was found. ``gap`` = (objective − bound) / bound, over the whole search. ``rows``: the schemes
+    that users set by hand, and what they asked to see beside, each at its best."""
 
     status: Literal["optimal", "feasible"]
     best: Evaluation
     bound_ns: float
     gap: float
     seconds: float
+    rows: tuple[Row, ...] = ()
 
 
 LOCAL_S, LOCAL_SHARE = 6.0, 0.1
@@ -112,9 +112,13 @@ def solve(
     watch: Watch = lambda standing: None,
     *,
     interruptible: bool = False,
+    baseline: Baseline | None = None,
+    like: Evaluation | None = None,
 ) -> Outcome:
     """Choose levels per tensor, prefetch depth and micro-batch size: the fastest step within the memory.
 
+    The schemes that users set by hand are candidates from the start, and so is their own setting
+    (``baseline``); which of several equal plans is taken ``prefer`` says (``like``: a plan to stay near).
     Deterministic for one solver version while the time limit does not bind. ``interruptible``:
     KeyboardInterrupt ends the search with the best plan found and its gap, if there is one. UserError when no
     measured micro-batch size divides the global batch.
@@ -122,13 +126,27 @@ def solve(
     started = time.monotonic()
     deadline = started + request.time_limit_s
     searches = searches_of(profile, request)
-    found = Candidates()
+    found, rows = Candidates(), list[Row]()
+    feasible: Sequence[Search] = searches
+    settings = Settings(searches, request)
 
     def tell(doing: str) -> None:
         bound = min(found.least_ms, *(search.bound_ms for search in searches))
         watch(Standing(time.monotonic() - started, doing, found.least_ms, bound))
 
+    def bound_ns() -> float:
+        return min(found.least_ns, *(search.bound_ms / MS for search in feasible))
+
     try:
+        tell("known schemes")
+        rows = settings.rows()
+        if baseline is not None:
+            rows.append(baseline.row(settings))
+        own = _allowed(rows, profile, request)
+        found.all += [row.found for row in own]
+        _by_scheme(settings, found, profile, request)
+        if like is not None and _answers(like, profile, request):
+            found.all.append(like)
         kept = min(LOCAL_S, LOCAL_SHARE * request.time_limit_s) if request.gap > 0 else 0.0
         feasible = _explored(searches, found, request, deadline - kept, tell)
         if not found.all and not all(search.certainly_too_large for search in feasible):
@@ -137,21 +155,131 @@ def solve(
         if not found.all:
             smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
             return Infeasible(smallest, time.monotonic() - started)
-        if request.gap > 0:
-            tell("improving in the simulator")
-            found.all += _improved(found, searches, request, deadline)
+        tie = tie_of(request.gap, request.tie)
+        if not within_tie(bound_ns(), own, tie):  # else no plan is faster than a scheme by more
+            tell("one triple for all")
+            _add_plain(settings, found, bound_ns() * (1 + tie), profile, request)
+            if request.gap > 0:
+                tell("improving in the simulator")
+                found.all += _improved(found, searches, request, deadline)
     except KeyboardInterrupt:
         if not interruptible or not found.all:
             raise
-        feasible = searches
+    tell("choosing")
+    best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like)
     tell("done")
-    bound = min(found.least_ns, *(search.bound_ms / MS for search in feasible))
-    best = found.choose(bound, request.gap)
-    if request.gap > 0:
-        best = _tidied(best, searches)
+    bound = bound_ns()
     gap = (best.objective_ns - bound) / max(bound, 1.0)
     proven = gap <= request.gap + TOLERANCE  # floating point of the solver
-    return Solved("optimal" if proven else "feasible", best, bound, gap, time.monotonic() - started)
+    status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
+    return Solved(status, best, bound, gap, time.monotonic() - started, tuple(rows))
+
+
+def _allowed(rows: Sequence[Row], profile: Profile, request: Request) -> list[Row]:
+    """The rows that the question allows as its plan."""
+    return [row for row in rows if row.fits and _answers(row.found, profile, request)]
+
+
+def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
+    """Whether a plan answers the question."""
+    batch = one.micro_batch * one.schedule.accumulation * profile.data_ranks
+    everything = frozenset(one.model.recomputable)
+    again = {"none": frozenset[str](), "all": everything}.get(request.recompute, one.modes.recompute)
+    return (
+        batch == request.global_batch
+        and one.schedule.clip == request.clip
+        and one.modes.recompute == again
+        and one.model.reduce_dtype == request.reduce_dtype
+        and one.fits(request.memory_bytes, request.host_bytes)
+        and Pins(request.pins, profile).keep(profile, one.levels)
+    )
+
+
+def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request: Request) -> None:
+    """Add the schemes that are faster with as much recomputation as they need to fit, which nobody sets by
+    hand."""
+    pins = Pins(request.pins, profile)
+    for triple in schemes(settings.model.mesh).values():
+        if pins.keep(profile, uniform(profile, triple)):
+            limit = fastest_of(found.all).predicted.period_ns if found.all else INFINITY
+            one = settings.fastest(settings.chosen(triple), limit)
+            found.all += [one] if one is not None else []
+
+
+def _add_plain(
+    settings: Settings, found: Candidates, enough_ns: float, profile: Profile, request: Request
+) -> None:
+    """Plans with one triple for all tensors that are faster than what was found; until one is within
+    ``enough_ns``."""
+    pins, known = Pins(request.pins, profile), set(schemes(settings.model.mesh).values())
+    fastest = fastest_of(found.all).predicted.period_ns
+    for triple in settings.model.mesh.triples():
+        if fastest <= enough_ns:
+            return
+        if (
+            triple in known
+            or not pins.keep(profile, uniform(profile, triple))
+            or not settings.may_fit(triple)
+        ):
+            continue
+        some = [*settings.of(triple), *settings.chosen(triple)]
+        one = settings.fastest(some, fastest)
+        if one is not None:
+            found.all.append(one)
+            fastest = one.predicted.period_ns
+
+
+def _decided(
+    found: Candidates,
+    rows: Sequence[Row],
+    settings: Settings,
+    bound_ns: float,
+    request: Request,
+    deadline: float,
+    like: Evaluation | None,
+) -> tuple[Evaluation, list[Row]]:
+    """The plan, by the order of preference, and the rows beside it."""
+    profile, searches = settings.model.profile, settings.searches
+    tie = tie_of(request.gap, request.tie)
+    # Where the proven optimum is asked for, only plans that reach it count.
+    enough = max(found.least_ns, bound_ns) if request.gap == 0 else float("inf")
+    near = [one for one in found.all if one.floor_ns <= enough and one.objective_ns <= enough]
+    fastest = fastest_of(near)
+    lean, reached = list(rows), {id(one) for one in near}
+    own = [row for row in _allowed(rows, profile, request) if id(row.found) in reached]
+    limit = fastest.predicted.period_ns * (1 + tie)
+    plain = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
+    if tie:
+        lean = [settings.lean(row) for row in rows]
+    if plain:
+        return preferred([row.found for row in lean if row.name in plain], limit, like), lean
+    ceiling = ceiling_ns(fastest, own, tie)
+    best = preferred(near, ceiling, like)
+    if tie:
+        best = _settled(best, found, searches, request, ceiling, deadline)
+    return best, lean
+
+
+def _settled(
+    best: Evaluation,
+    found: Candidates,
+    searches: Sequence[Search],
+    request: Request,
+    ceiling: float,
+    deadline: float,
+) -> Evaluation:
+    """The plan made plainer, then leaner, as long as its step is within the ceiling."""
+    around, fits = _surroundings(found, searches, request)
+    paces = [search for search in searches if search.question.micro_batch == best.micro_batch]
+    paces.sort(key=lambda search: search.question.schedule != best.schedule)
+    replays = [search.replay for search in paces]
+
+    def late() -> bool:
+        return time.monotonic() > deadline
+
+    best = plainer(best, replays[0], around, fits, ceiling, late)
+    best = leaner(best, replays, around, fits, ceiling, late)
+    return _tidied(best, searches, ceiling)
 
 
 def _explored(
@@ -179,41 +307,13 @@ def _explored(
         if left > 0 and search.worth(found):
             tell(f"ILP of {search}")
             search.run(found, left / sum(other.worth(found) for other in feasible[number:]))
-    if found.all:
-        _add_plain(found, feasible, min(search.bound_ms for search in feasible) / MS)
     return feasible
 
 
-def _add_plain(found: Candidates, searches: Sequence[Search], bound_ns: float) -> None:
-    """Plans with one triple for all tensors that may be chosen: the fastest, or as fast with less
-    communication."""
-    model = searches[0].question.model
-    pins = Pins(searches[0].request.pins, model.profile)
-    uniforms = {triple: uniform(model.profile, triple) for triple in model.mesh.triples()}
-    agains = recomputations(model, searches[0].request.recompute)
-    plain = {
-        (triple, again): unit_costs(model, of, Modes(again))
-        for triple, of in uniforms.items()
-        if pins.keep(model.profile, of)
-        for again in agains
-    }
-    fastest = fastest_of(found.all).predicted.period_ns
-    for known in sorted(chain(*(search.floors(plain) for search in searches)), key=lambda one: one[:2]):
-        if known.floor_ns > fastest * (1 + NEAR):
-            continue
-        triple, again = known.plain
-        one = known.search.replay(uniforms[triple], Modes(again))
-        if one.objective_ns <= fastest * (1 + NEAR) and one.predicted.period_ns <= fastest * (1 + NEAR):
-            found.all.append(one)
-            fastest = min(fastest, one.predicted.period_ns)
-            if fastest <= bound_ns * (1 + NEAR):  # nothing is faster, and what follows communicates more
-                return
-
-
-def _improved(
-    found: Candidates, searches: Sequence[Search], request: Request, deadline: float
-) -> list[Evaluation]:
-    """The plan predicted fastest, and the one with a single triple, changed as long as that helps."""
+def _surroundings(
+    found: Candidates, searches: Sequence[Search], request: Request
+) -> tuple[Surroundings, Callable[[Evaluation], bool]]:
+    """What may be changed in a plan, and whether a plan is allowed."""
     families, profile = searches[0].families, searches[0].question.model.profile
     switches = searches[0].question.switches
     groups = _alike({unit: f for unit, f in families.items() if unit not in {*switches.values()}})
@@ -229,21 +329,25 @@ def _improved(
         _alike(free),
         [units for units in groups if families[units[0]].host.any()],
     )
+    pins = Pins(request.pins, profile)
+    return around, lambda one: searches[0].fits(one) and pins.keep(profile, one.levels)
+
+
+def _improved(
+    found: Candidates, searches: Sequence[Search], request: Request, deadline: float
+) -> list[Evaluation]:
+    """The plan predicted fastest, and the one with a single triple, changed as long as that helps."""
+    around, fits = _surroundings(found, searches, request)
 
     def triples(one: Evaluation) -> set[Levels]:
         """Of what is trained."""
         pairs = ((unit, triple, index) for unit, of in one.levels.items() for index, triple in enumerate(of))
         return {triple for unit, triple, index in pairs if around.trained[unit][index]}
 
-    pins = Pins(request.pins, profile)
-
-    def fits(one: Evaluation) -> bool:
-        return searches[0].fits(one) and pins.keep(profile, one.levels)
-
     plain = [one for one in found.all if len(triples(one)) == 1]
-    starts = [fastest_of(some) for some in (found.all, plain) if some]
+    starts = {id(one): one for one in [fastest_of(some) for some in (found.all, plain) if some]}
     improved = []
-    for start in starts:
+    for start in starts.values():
         paces = [search for search in searches if search.question.micro_batch == start.micro_batch]
         paces.sort(key=lambda search: search.question.schedule != start.schedule)
         replays = [search.replay for search in paces]
@@ -251,9 +355,9 @@ def _improved(
     return improved
 
 
-def _tidied(best: Evaluation, searches: Sequence[Search]) -> Evaluation:
-    """Of like units the first are recomputed, as many as were, where that is as good: later ones then keep
-    less while those compute again, and a reader sees one run of layers."""
+def _tidied(best: Evaluation, searches: Sequence[Search], ceiling: float) -> Evaluation:
+    """Of like units the first are recomputed, as many as were, where the step stays within the ceiling: later
+    ones then keep less while those compute again, and a reader sees one run of layers."""
     families, again = searches[0].families, set(best.modes.recompute)
     switches = searches[0].question.switches  # the same in all
     for units in _alike({unit: families[name] for unit, name in switches.items()}):
@@ -263,12 +367,7 @@ def _tidied(best: Evaluation, searches: Sequence[Search]) -> Evaluation:
         return best
     modes = best.modes._replace(recompute=frozenset(again))
     tidy = evaluate(best.model, best.levels, best.schedule, best.micro_batch, best.slots, modes)
-    worse = 1 + WORTH
-    as_good = (
-        searches[0].fits(tidy)
-        and tidy.objective_ns <= best.objective_ns * worse
-        and tidy.predicted.period_ns <= best.predicted.period_ns * worse
-    )
+    as_good = searches[0].fits(tidy) and within(tidy, ceiling) and tidy.predicted.period_ns <= ceiling
     return tidy if as_good else best
 
 

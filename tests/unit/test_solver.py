@@ -22,8 +22,9 @@ from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, replay, uniform
 from hzplan.solver.paths import MS
 from hzplan.solver.pins import Pins
+from hzplan.solver.prefer import TIE
 from hzplan.solver.rounding import rounded
-from hzplan.solver.solve import NEAR, Infeasible, Request, Solved, Standing, searches_of, solve
+from hzplan.solver.solve import Infeasible, Request, Solved, Standing, searches_of, solve
 from tests.instances import random_profile, try_everything
 
 INSTANCES = int(os.environ.get("HZPLAN_INSTANCES", "90"))  # make exhaustive asks for more
@@ -252,7 +253,7 @@ def test_beats_or_equals_every_known_scheme() -> None:
                     prefetch=depth, accumulation=4 // size, clip=True, gradient_buffers=buffers
                 )
                 known = evaluate(model, uniform(profile, levels), schedule, size)
-                assert outcome.best.predicted.period_ns <= known.predicted.period_ns * (1 + NEAR + 1e-9)
+                assert outcome.best.predicted.period_ns <= known.predicted.period_ns * (1 + TIE + 1e-9)
 
 
 def test_plan_file_replays_to_what_it_records(tmp_path: Path) -> None:

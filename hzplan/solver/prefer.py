@@ -1,0 +1,91 @@
+"""The order of preference among plans.
+
+First the predicted step. Steps within the tie of the fastest count as equal; of those the plan with the least
+memory, then with the fewest distinct triples, then the nearest to a plan that the user names. Memory is left
+free, never filled for nothing.
+
+A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what a plan of
+its own would gain is less than the model can tell. A plan of its own has to be ahead of every row by more
+than the tie, so no row is as fast as it and leaner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hzplan.hierarchy import Levels
+from hzplan.solver.evaluate import Evaluation, fastest_of, within
+from hzplan.solver.schemes import Row, slack_bytes
+
+TIE = 0.005
+"""Share of a step by which predictions may differ and count as equal, where neither --tie nor a smaller --gap
+says less. A ratio of two predictions from one profile is no more exact."""
+
+
+def tie_of(gap: float, tie: float | None) -> float:
+    """The tie that a question asks for: its own, else the gap's, at most ``TIE``."""
+    return min(gap, TIE) if tie is None else tie
+
+
+def ceiling_ns(fastest: Evaluation, rows: Sequence[Row], tie: float) -> float:
+    """The longest step that a plan of its own may have, nanoseconds.
+
+    Within the tie of the fastest, and ahead of every row that fits by more than the tie.
+    """
+    limit = fastest.predicted.period_ns * (1 + tie)
+    ahead = (row.found.predicted.period_ns / (1 + tie) for row in rows if row.fits)
+    return max(fastest.predicted.period_ns, min([limit, *ahead]))
+
+
+def within_tie(step_ns: float, rows: Sequence[Row], tie: float) -> list[Row]:
+    """The rows that fit and whose steps are within the tie of one of ``step_ns``."""
+    return [row for row in rows if row.fits and _step(row.found) <= step_ns * (1 + tie)]
+
+
+def preferred(some: Sequence[Evaluation], ceiling: float, like: Evaluation | None = None) -> Evaluation:
+    """Of the plans whose step is within the ceiling the first in the order of preference; the fastest where
+    none is."""
+    lean: list[Evaluation] = []
+    for one in sorted(some, key=lambda one: one.memory.peak):  # few are replayed: those that may be chosen
+        if lean and one.memory.peak > lean[0].memory.peak + slack_bytes(lean[0].memory.peak):
+            break
+        if within(one, ceiling) and _step(one) <= ceiling:
+            lean.append(one)
+    if not lean:
+        return fastest_of(some)
+    return min(
+        lean, key=lambda one: (*plainness(one), 0 if like is None else distance(one, like), _step(one))
+    )
+
+
+def plainness(one: Evaluation) -> tuple[int, int]:
+    """How many distinct triples a plan has, and how many sets of them its units have; fewer are plainer."""
+    trained = [
+        frozenset(
+            triple
+            for triple, tensor in zip(one.levels[unit.name], unit.tensors, strict=True)
+            if tensor.trainable
+        )
+        for unit in one.model.profile.units
+        if unit.name in one.levels
+    ]
+    return len(frozenset[Levels]().union(*trained)), len({of for of in trained if of})
+
+
+def distance(one: Evaluation, other: Evaluation) -> int:
+    """How many choices differ: of levels by tensor, of modes by unit, of micro-batch size and paces."""
+    levels = sum(
+        mine != theirs
+        for unit, triples in one.levels.items()
+        for mine, theirs in zip(triples, other.levels.get(unit, ()), strict=False)
+    )
+    modes = sum(len(mine ^ theirs) for mine, theirs in zip(one.modes, other.modes, strict=True))
+    return levels + modes + sum(mine != theirs for mine, theirs in zip(_pace(one), _pace(other), strict=True))
+
+
+def _pace(one: Evaluation) -> tuple[int, int, int]:
+    return one.micro_batch, one.schedule.prefetch, one.schedule.gradient_buffers
+
+
+def _step(one: Evaluation) -> float:
+    return one.predicted.period_ns

@@ -1,0 +1,358 @@
+"""The settings that users make by hand, at their best: candidates of the search, and the rows of its table.
+
+A scheme gives every tensor the same levels (a *triple*). What a user sets beside it by hand are the
+micro-batch size, the prefetch depth and which layers are recomputed: none, every k-th, or all. All of these
+settings are bounded (``Search.bounded``), and only those that may be the fastest, or the leanest of the fast
+ones, are replayed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hzplan.cost import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.plan import Recompute
+from hzplan.hierarchy import Levels, Mesh
+from hzplan.solver.evaluate import Evaluation, Modes
+from hzplan.solver.search import Bounded, Request, Search, Uniform
+
+EVERY = (2, 3, 4, 5, 6, 8)
+"""The distances k at which every k-th layer is recomputed, as users set them (torchtitan's selective
+option)."""
+ORDINALS = {2: "2nd", 3: "3rd"}
+MOST_LEAN = 5
+"""Replays that look for a setting of a scheme with less memory."""
+SAME = 1e-6
+"""Steps that differ by less than this share are the same."""
+SLACK_BYTES, SLACK_SHARE = 2**30, 0.05
+"""Peak memories that differ by less than either are called equal."""
+
+Pace = tuple[int, int]
+
+
+def slack_bytes(peak_bytes: int) -> float:
+    """By how much more than ``peak_bytes`` a plan may take and still be called as lean, bytes."""
+    return min(SLACK_BYTES, SLACK_SHARE * peak_bytes)
+
+
+def schemes(mesh: Mesh) -> dict[str, Levels]:
+    """The known schemes as triples.
+
+    HSDP shards inside the fastest tier, or to half of a single tier; hpZ (ZeRO++) keeps parameters there and
+    shards gradients and optimizer states over all ranks.
+    """
+    finest = mesh.levels
+    inner = mesh.tier_bounds[0][1] if len(mesh.tiers) > 1 else finest // 2
+    found = {"ZeRO-3": Levels(finest, finest, finest)}
+    if mesh.shards[inner] not in (1, mesh.world):
+        found["hpZ"] = Levels(inner, finest, finest)
+        found["HSDP"] = Levels(inner, inner, inner)
+    found["ZeRO-2"] = Levels(0, finest, finest)
+    return found | {"ZeRO-1": Levels(0, 0, finest), "DDP": Levels(0, 0, 0)}
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """What a profile's units offer for recomputation. ``blocks``: those that have like ones, the layers of a
+    model, in order; all where none has. ``all``: every unit that can be recomputed."""
+
+    blocks: tuple[str, ...]
+    all: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: CostModel) -> Recomputing:
+        """Units are alike where their tensors have the same shapes and dtypes."""
+        able = model.recomputable
+        many = Counter(model.like[unit] for unit in able)
+        repeated = tuple(unit for unit in able if many[model.like[unit]] > 1 and model.tensors[unit])
+        return cls(repeated or able, able)
+
+    def by_hand(self, asked: Recompute) -> list[frozenset[str]]:
+        """What is set by hand, the least first: nothing, every k-th block, all blocks, all units."""
+        if asked == "all":
+            return [frozenset(self.all)]
+        found = [frozenset[str](), *(self.every(k) for k in sorted(EVERY, reverse=True))]
+        found += [frozenset(self.blocks), frozenset(self.all)]
+        return list(dict.fromkeys(found)) if asked == "choose" else found[:1]
+
+    def every(self, k: int) -> frozenset[str]:
+        """Every k-th block."""
+        return frozenset(self.blocks[k - 1 :: k])
+
+    def first(self, count: int) -> frozenset[str]:
+        """The first ``count`` blocks, and beyond them all other units."""
+        return frozenset(self.blocks[:count] if count <= len(self.blocks) else self.all)
+
+    def name(self, chosen: Iterable[str]) -> str:
+        """``none``, ``all``, ``every 3rd`` or ``22 of 80``, counted in blocks."""
+        units, blocks = frozenset(chosen), frozenset(self.blocks)
+        if not units:
+            return "none"
+        if units >= blocks:
+            return "all"
+        for k in EVERY:
+            if units == self.every(k):
+                return f"every {ORDINALS.get(k, f'{k}th')}"
+        of = units & blocks
+        return f"{len(of)} of {len(blocks)}" if of else f"{len(units)} of {len(self.all)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scheme at its best. ``found``: of its settings that fit the fastest; where none fits, the one with
+    the least memory. ``settings``: all of them."""
+
+    name: str
+    found: Evaluation
+    fits: bool
+    settings: Sequence[Bounded]
+
+
+class Settings:
+    """All settings of triples by hand, bounded once and replayed when they may be better."""
+
+    def __init__(self, searches: Sequence[Search], request: Request) -> None:
+        self.searches, self.request = searches, request
+        self.model = searches[0].question.model
+        self.recomputing = Recomputing.of(self.model)
+        self._uniforms: dict[Levels, Uniform] = {}
+        self._firsts: dict[int, frozenset[str]] = {}
+        self._replayed: dict[tuple[Levels, frozenset[str], int], Evaluation] = {}
+
+    def of(self, triple: Levels, agains: Sequence[frozenset[str]] | None = None) -> list[Bounded]:
+        """All settings of a triple; ``agains``: what is recomputed, else all that is set by hand."""
+        uniform = self._uniform(triple)
+        if agains is None:
+            agains = self.recomputing.by_hand(self.request.recompute)
+        return [one for search in self.searches for one in search.bounded(uniform, agains)]
+
+    def chosen(self, triple: Levels) -> list[Bounded]:
+        """Settings of a triple with as many blocks recomputed as the budget asks for, which nobody sets by
+        hand; none where what is recomputed is given."""
+        if self.request.recompute != "choose":
+            return []
+        uniform = self._uniform(triple)
+        return [
+            one
+            for search in self.searches
+            for one in search.bounded(uniform, [self._fewest(search, uniform)])
+        ]
+
+    def _uniform(self, triple: Levels) -> Uniform:
+        if triple not in self._uniforms:
+            self._uniforms[triple] = Uniform.of(self.model, triple, self.searches[0])
+        return self._uniforms[triple]
+
+    def may_fit(self, triple: Levels) -> bool:
+        """Whether a triple is within the budget with everything recomputed, at the smallest micro-batch."""
+        again = frozenset(self.recomputing.all if self.request.recompute != "none" else ())
+        smallest = min(search.question.micro_batch for search in self.searches)
+        activations = self.model.activation_peak_bytes(smallest, again)
+        return any(
+            search.lasting(self._uniform(triple)).with_activations(activations, search.question.schedule).peak
+            <= self.request.memory_bytes
+            for search in self.searches
+        )
+
+    def replay(self, one: Bounded) -> Evaluation:
+        """Replay a setting, once."""
+        key = one.uniform.triple, one.recompute, id(one.search)
+        if key not in self._replayed:
+            self._replayed[key] = one.search.replay(one.uniform.levels, Modes(one.recompute))
+        return self._replayed[key]
+
+    def fits(self, one: Bounded) -> bool:
+        """Whether its peak is within the budget."""
+        return one.peak_bytes <= self.request.memory_bytes
+
+    def fastest(self, settings: Sequence[Bounded], limit_ns: float = float("inf")) -> Evaluation | None:
+        """The fastest setting that fits and is faster than ``limit_ns``.
+
+        Of one micro-batch size and recomputation only the deepest paces are replayed: a deeper one lets every
+        task begin no later.
+        """
+        best = None
+        fitting = [one for one in settings if self.fits(one)]
+        for one in sorted(_deepest(fitting), key=lambda one: (one.floor_ns, one.peak_bytes)):
+            if one.floor_ns >= limit_ns:
+                break
+            found = self.replay(one)
+            if found.predicted.period_ns < limit_ns:
+                best, limit_ns = found, found.predicted.period_ns
+        return best
+
+    def leanest(self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float) -> Evaluation:
+        """The start, or a setting with less memory whose step is within the ceiling."""
+        goal = start.memory.peak - slack_bytes(start.memory.peak)
+        lighter = [one for one in settings if one.peak_bytes < goal and one.floor_ns <= ceiling_ns]
+        slow: list[Bounded] = []
+        tries = 0
+        for one in sorted(lighter, key=lambda one: one.peak_bytes):
+            if any(_shallower(one, other) for other in slow):
+                continue
+            if tries == MOST_LEAN:
+                break
+            tries += 1
+            found = self.replay(one)
+            if found.predicted.period_ns <= ceiling_ns:
+                return found
+            slow.append(one)
+        return start
+
+    def row(self, name: str, settings: Sequence[Bounded]) -> Row:
+        """A scheme, or a user's own setting, at its fastest."""
+        best = self.fastest(settings)
+        if best is None:
+            least = self.replay(min(settings, key=lambda one: one.peak_bytes))
+            return Row(name, least, False, settings)
+        return Row(name, best, True, settings)
+
+    def rows(self) -> list[Row]:
+        """Every known scheme at its fastest."""
+        return [self.row(name, self.of(triple)) for name, triple in schemes(self.model.mesh).items()]
+
+    def lean(self, row: Row) -> Row:
+        """A row with the leanest of its settings that are as fast."""
+        if not row.fits:
+            return row
+        ceiling_ns = row.found.predicted.period_ns * (1 + SAME)
+        return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns))
+
+    def _fewest(self, search: Search, uniform: Uniform) -> frozenset[str]:
+        """The first blocks, as few as fit; all units where that is too much."""
+        low, high = 0, len(self.recomputing.blocks) + 1
+        question, without = search.question, search.lasting(uniform)
+        while low < high:
+            middle = (low + high) // 2
+            again = self._first(middle)
+            peak = self.model.activation_peak_bytes(question.micro_batch, again)
+            if without.with_activations(peak, question.schedule).peak <= self.request.memory_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return self._first(low)
+
+    def _first(self, count: int) -> frozenset[str]:
+        if count not in self._firsts:
+            self._firsts[count] = self.recomputing.first(count)
+        return self._firsts[count]
+
+
+def _pace(one: Bounded) -> Pace:
+    schedule = one.search.question.schedule
+    return schedule.prefetch, schedule.gradient_buffers
+
+
+def _kind(one: Bounded) -> tuple[int, frozenset[str]]:
+    return one.search.question.micro_batch, one.recompute
+
+
+def _shallower(one: Bounded, other: Bounded) -> bool:
+    """Whether the paces differ, and the first's is nowhere deeper."""
+    if _kind(one) != _kind(other):
+        return False
+    pairs = list(zip(_pace(one), _pace(other), strict=True))
+    return all(mine <= theirs for mine, theirs in pairs) and _pace(one) != _pace(other)
+
+
+def _deepest(settings: Sequence[Bounded]) -> list[Bounded]:
+    kinds: dict[object, list[Bounded]] = {}
+    for one in settings:
+        kinds.setdefault(_kind(one), []).append(one)
+    return [
+        one for some in kinds.values() for one in some if not any(_shallower(one, other) for other in some)
+    ]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A user's own setting, to be a candidate and a row. ``plan``: a whole one, as a plan file has it; else a
+    triple, and what else is decided, None where it is left open."""
+
+    name: str
+    plan: Evaluation | None = None
+    triple: Levels | None = None
+    micro_batch: int | None = None
+    prefetch: int | None = None
+    recompute: frozenset[str] | None = None
+
+    @classmethod
+    def parse(cls, text: str, model: CostModel) -> Baseline:
+        """Read ``zero3,recompute=selective,micro_batch=1,prefetch=2``; UserError of one line.
+
+        The scheme is a name or shards of parameter, gradient and optimizer state, as in ``8/64/64``.
+        """
+        name, *rest = (part.strip().lower() for part in text.split(","))
+        made = cls("yours", triple=_triple(name, text, model.mesh))
+        for part in rest:
+            key, _, value = part.partition("=")
+            if key == "micro_batch" and value.isdecimal():
+                made = replace(made, micro_batch=int(value))
+            elif key == "prefetch" and value.isdecimal():
+                made = replace(made, prefetch=int(value))
+            elif key == "recompute":
+                made = replace(made, recompute=_recompute(value, text, Recomputing.of(model)))
+            else:
+                raise UserError(f"--baseline {text}: {part} is not known; {BASELINE}")
+        return made
+
+    def row(self, settings: Settings) -> Row:
+        """The setting at its fastest. UserError where the profile or the batch has none like it."""
+        if self.plan is not None:
+            peak, request = self.plan.memory.peak, settings.request
+            return Row(self.name, self.plan, peak <= request.memory_bytes, ())
+        assert self.triple is not None, "a plan or a triple"
+        agains = None if self.recompute is None else [self.recompute]
+        some = [one for one in settings.of(self.triple, agains) if self._allows(one.search)]
+        if not some:
+            sizes = sorted({search.question.micro_batch for search in settings.searches})
+            raise UserError(
+                f"--baseline: no such setting; the profile and --global-batch allow micro_batch="
+                f"{'|'.join(map(str, sizes))} and prefetch={'|'.join(map(str, settings.request.depths))}"
+            )
+        return settings.row(self.name, some)
+
+    def _allows(self, search: Search) -> bool:
+        return self.micro_batch in (None, search.question.micro_batch) and self.prefetch in (
+            None,
+            search.question.schedule.prefetch,
+        )
+
+
+BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|all,micro_batch=1,prefetch=2"
+
+
+def _triple(name: str, text: str, mesh: Mesh) -> Levels:
+    """A scheme by its name, or by shards."""
+    by_name = {known.lower().replace("-", ""): triple for known, triple in schemes(mesh).items()}
+    by_name |= dict.fromkeys(("fsdp", "fsdp2"), by_name["zero3"])
+    if "hsdp" in by_name:
+        by_name["mics"] = by_name["hsdp"]
+    plain = name.replace("-", "").replace("_", "")
+    if plain in by_name:
+        return by_name[plain]
+    shards = name.split("/")
+    if len(shards) == 3 and all(part.isdecimal() and int(part) in mesh.shards for part in shards):
+        param, grad, optim = (mesh.level_of(int(part)) for part in shards)
+        if (triple := Levels(param, grad, optim)).legal:
+            return triple
+    raise UserError(
+        f"--baseline {text}: {name} is no plan file and no scheme ({', '.join(by_name)}); {BASELINE}"
+    )
+
+
+def _recompute(value: str, text: str, offered: Recomputing) -> frozenset[str]:
+    """What a user calls none, selective (every second layer), every-K, or all."""
+    named = {"none": frozenset[str](), "full": frozenset(offered.blocks), "all": frozenset(offered.blocks)}
+    named["selective"] = offered.every(2)
+    if not offered.all and value not in ("", "none"):
+        raise UserError(f"--baseline {text}: the profile knows no unit that can be recomputed; profile again")
+    every, _, k = value.partition("-")
+    if every == "every" and k.isdecimal() and int(k) > 0:
+        return offered.every(int(k))
+    if value not in named:
+        raise UserError(f"--baseline {text}: recompute={value} is not known; {BASELINE}")
+    return named[value]
