@@ -25,9 +25,9 @@ from hzplan.formats.profile import Profile
 from hzplan.rings import with_nodes
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
 from hzplan.solver.gain import gain
-from hzplan.solver.schemes import schemes
+from hzplan.solver.schemes import Recomputing, Settings, schemes
 from hzplan.solver.search import Request
-from hzplan.solver.solve import Solved, solve
+from hzplan.solver.solve import Solved, searches_of, solve
 from hzplan.solver.sweep import with_network
 
 PROFILES = Path(__file__).parent.parent / "plans" / "profiles"
@@ -219,6 +219,57 @@ def summary(found: Sequence[Finding]) -> Iterator[str]:
     yield f"seconds: median {statistics.median(seconds):.1f}, at most {max(seconds):.1f}"
 
 
+ELEVEN = (
+    ("hf-llama3-8b-h100", 8, 128),
+    ("hf-llama3-8b-h100", 1, 64),
+    ("hf-llama3-8b-a100", 4, 256),
+    ("hf-qwen3-8b-h100", 2, 128),
+    ("gpt-1.3b-a100", 4, 256),
+    ("gpt-7b-h100", 4, 128),
+    ("hf-mixtral-8x7b-h100", 16, 512),
+    ("hf-qwen3-32b-h100", 16, 512),
+    ("hf-llama3-70b-h100", 8, 512),
+    ("hf-llama3-70b-h100", 64, 1024),
+    ("hf-gpt3-175b-h100", 64, 1024),
+)
+"""Ordinary questions: a profile, nodes of eight devices, sequences a step; in 76 GiB."""
+
+
+def eleven(folder: Path) -> Iterator[str]:
+    """Markdown: the plan of every ordinary question beside ZeRO-3, and its gain split by cause."""
+    yield "| question | plan | ZeRO-3, none or all | ZeRO-3, every k-th | best scheme | gain | from |"
+    yield "|---|---|---|---|---|--:|---|"
+    for name, nodes, batch in ELEVEN:
+        profile = with_nodes(Profile.load(folder / f"{name}.json"), nodes)
+        request = Request(76 * GIB, batch)
+        solved = solve(profile, request)
+        assert isinstance(solved, Solved), f"{name} fits"
+        settings = Settings(searches_of(profile, request), request)
+        offered = settings.recomputing
+        zero3 = settings.of(schemes(profile.mesh)["ZeRO-3"])
+        plain = {frozenset[str](), frozenset(offered.blocks), frozenset(offered.all)}
+        by_hand = settings.fastest([one for one in zero3 if one.recompute in plain])
+        every = settings.fastest([one for one in zero3 if one.recompute not in plain])
+        won = gain(solved.best, solved.rows, request)
+        assert won is not None, f"a scheme fits {name}"
+        parts = ", ".join(
+            f"{part.freedom} {'—' if part.share is None else f'{part.share:+.1%}'}" for part in won.parts
+        )
+        yield (
+            f"| {name}, {8 * nodes}, {batch} | {_about(solved.best, offered)} | {_about(by_hand, offered)} "
+            f"| {_about(every, offered)} | {won.over.name} {_about(won.over.found, offered)} "
+            f"| {won.share:.1%} | {parts or 'it is the plan'} |"
+        )
+
+
+def _about(one: Evaluation | None, offered: Recomputing) -> str:
+    """``883 ms, 68.5 GiB, 2 × none``: step, peak, micro-batch size and what is recomputed."""
+    if one is None:
+        return "does not fit"
+    again = offered.name(one.modes.recompute)
+    return f"{1e3 * one.step_s:,.0f} ms, {one.memory.peak / GIB:.1f} GiB, {one.micro_batch} × {again}"
+
+
 def made(folder: Path) -> list[Path]:
     """Profiles of ``MODELS`` in a folder, made where they are missing."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +290,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--made", type=Path, default=Path("build/questions"), help="where profiles are kept")
     parser.add_argument("--output", type=Path, help="one JSON object a line")
+    parser.add_argument("--eleven", action="store_true", help="the table of docs/simulated.md instead")
     given = parser.parse_args()
+    if given.eleven:
+        made(given.made)
+        for line in eleven(given.made):
+            print(line, flush=True)
+        return
     profiles = [*sorted(PROFILES.glob("*.json")), *made(given.made)]
     found, began = [], time.monotonic()
     out = given.output.open("w", encoding="utf-8") if given.output else None

@@ -54,7 +54,7 @@ def command(
         typer.Option(
             metavar="PLAN|SETTING",
             help="Your own setting, to be a candidate and a row of the table: a plan file, or as in "
-            "zero3,recompute=selective,micro_batch=1,prefetch=2.",
+            "zero3,recompute=selective,micro_batch=1,prefetch=2 (selective: every 2nd layer).",
         ),
     ] = None,
     like: Annotated[

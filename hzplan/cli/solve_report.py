@@ -107,23 +107,26 @@ class Report:
         yield (
             "settings",
             f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
-            f"prefetch {self.plan.prefetch}, {self.plan.gradient_buffers} gradient buffers",
+            f"prefetch {self.plan.prefetch} unit{'s' * (self.plan.prefetch > 1)} ahead, "
+            f"{self.plan.gradient_buffers} gradient buffer{'s' * (self.plan.gradient_buffers > 1)}",
         )
         yield "how sure", self._expected_error()
         bound = self.plan.proof.bound_s
         apart = f" ({predicted.step_s / bound - 1:.1%} apart)" if bound else ""
+        step, least = console.duration(predicted.step_s), console.duration(bound)
+        searched = console.duration(self.solved.seconds)
         yield (
             "proof",
-            f"best of what was searched in {console.duration(self.solved.seconds)}: predicted "
-            f"{console.duration(predicted.step_s)}, proven no choice below {console.duration(bound)} in this "
-            f"model{apart}",
+            f"best of what was searched; predicted {step}, proven no choice below {least} in this "
+            f"model{apart}; searched for {searched}",
         )
         if (beside := self._beside()) is not None:
             yield "beside", beside
 
     def _memory(self) -> str:
         peak, budget = self.plan.predicted.peak_memory_bytes, self.request.memory_bytes
-        free = console.size(budget - peak)
+        unit, scale = readable.unit_of(budget)
+        free = f"{(budget - peak) / scale:.2f} {unit}"
         said = f"yes: {console.size(peak)} of a budget of {console.size(budget)}; headroom {free}"
         if self.reserved is not None:
             whole, share = self.reserved
@@ -138,10 +141,19 @@ class Report:
         if gained is None:
             return "no scheme set by hand fits, so there is none to compare with"
         tie = tie_of(self.request.gap, self.request.tie)
+        name = gained.over.name
         if gained.same:
-            name = gained.over.name
-            return f"none: no faster than {name} by more than {tie:.1%}; use {name}, which is this plan"
-        return f"{gained.share:.1%} over {gained.over.name}, the best of the schemes set by hand that fit"
+            return f"none: no faster than {name}; use {name}. It is this plan; no other is {tie:.1%} faster"
+        said = (
+            f"{gained.share:.1%}: {name}, the best that fits of the schemes set by hand, takes so much longer"
+        )
+        known = None if self.profile.modelled is not None else published(self.profile.cluster.backend)
+        if known is not None and gained.share < known.step_mean:
+            said += (
+                f". Predictions are wrong by more than that on average ({known.step_mean:.1%}): try both, "
+                "with hzplan run --against"
+            )
+        return said
 
     def _parts(self) -> str:
         """Each freedom switched off in turn."""
@@ -150,7 +162,7 @@ class Report:
         mine = self.solved.best
 
         def instead(freedom: str, one: object, two: object) -> str:
-            return f"{freedom} {one} not {two}" if one != two else freedom
+            return f"{freedom} {one} instead of {two}" if one != two else freedom
 
         named = {
             "levels": "sharding",
@@ -159,11 +171,14 @@ class Report:
             "prefetch": instead("prefetch", mine.schedule.prefetch, other.schedule.prefetch),
         }
         worth = [
-            (part.share is None, part.share or 0.0, f"{named[part.freedom]} ({_worth(part.share)})")
+            (part.share is None, part.share or 0.0, f"{named[part.freedom]}: {_worth(part.share)}")
             for part in self.gained.parts
         ]
-        listed = ", ".join(said for *_, said in sorted(worth, key=lambda one: one[:2], reverse=True))
-        return f"{listed}; each alone as {self.gained.over.name} has it, the step is so much longer"
+        listed = "; ".join(said for *_, said in sorted(worth, key=lambda one: one[:2], reverse=True))
+        return (
+            f"{listed}. So much longer is the step with that one choice as in {self.gained.over.name}; they "
+            "need not add up"
+        )
 
     def _next(self) -> Iterator[str]:
         """What to type: for a cluster that is not here, what a runtime of its own takes, or its launch
@@ -180,9 +195,12 @@ class Report:
 
         yield f"next: hzplan export {self.path} --to fsdp2 -o sharding.py"
         sizes = [prod(tier) for tier in self.profile.mesh.tiers]
+        inside = cluster.tier_names.index("node") + 1 if "node" in cluster.tier_names else 1
         model = [] if self.plan.model.name.startswith(BUILT_IN) else [self.plan.model.name]
-        line = cluster_line(["run", str(self.path), *model], nodes=prod(sizes[1:]), ranks_per_node=sizes[0])
-        yield f"  or, on the cluster: {line}"
+        line = cluster_line(
+            ["run", str(self.path), *model], nodes=prod(sizes[inside:]), ranks_per_node=prod(sizes[:inside])
+        )
+        yield f"  or, on each node of the cluster: {line}"
 
     def _beside(self) -> str | None:
         """What model parallelism adds that the plan does not see."""
@@ -215,7 +233,11 @@ class Report:
             )
             if self.profile.cluster.backend == "nccl":
                 low, high = OPTIMISTIC
-                said += f". Published runs were {low}–{high} times slower than such predictions"
+                expected = [console.duration(self.plan.predicted.step_s * times) for times in (low, high)]
+                said += (
+                    f". Published runs were {low}–{high} times slower than such predictions: expect "
+                    f"{expected[0]} to {expected[1]}"
+                )
             return said
         backend = self.profile.cluster.backend
         known = published(backend)
@@ -237,13 +259,15 @@ class Report:
     def _comparison(self) -> object:
         profile = self.profile
         sizes = [prod(tier) for tier in profile.mesh.tiers]
-        where = readable.cluster(sizes, profile.cluster.tier_names, profile.cluster.device)
+        tiers = readable.cluster(sizes, profile.cluster.tier_names, profile.cluster.device)
+        where = f" ({tiers})" if len(sizes) > 1 else ""
         beside = "" if self.plan.parallel is None else f" beside {self.plan.parallel}"
         badge = "measured" if profile.modelled is None else "modelled"
         unit, _ = readable.unit_of(self.solved.best.memory.peak)
+        workers = f"{profile.mesh.world} {readable.worker(profile.cluster.device)}s"
+        batch, length = self.plan.batch.global_batch, self.plan.model.seq_len
         table = console.table(
-            f"{self.plan.model.name} on {where}{beside}, {self.plan.batch.global_batch} sequences of "
-            f"{self.plan.model.seq_len}, {badge}",
+            f"{self.plan.model.name} on {workers}{where}{beside}, {batch} sequences of {length}, {badge}",
             *(
                 "scheme",
                 "micro-\nbatch",
@@ -258,6 +282,10 @@ class Report:
         self._row(table, "this plan", self.solved.best, True)
         for row in self.solved.rows:
             self._row(table, row.name, row.found, row.fits)
+        table.caption = (
+            "Schemes at their best micro-batch, recomputed layers and prefetch, in hzplan's runtime."
+        )
+        table.caption_justify = "left"
         return table
 
     def _row(self, table: Table, name: str, found: Evaluation, fits: bool) -> None:
@@ -297,7 +325,7 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _worth(share: float | None) -> str:
     """By how much a step is longer without a freedom; None where nothing fits without it."""
-    return "or it does not fit" if share is None else f"{share:+.1%}"
+    return "needed to fit" if share is None else f"{share:.1%}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -53,7 +53,13 @@ def cluster(sizes: Sequence[int], tier_names: Sequence[str], device: str) -> str
     A tier's name is that of the group that its links join.
     """
     of = [worker(device), *tier_names[:-1]]
-    return " × ".join(f"{number} {name}{'s' * (number != 1)}" for number, name in zip(sizes, of, strict=True))
+    return " × ".join(
+        f"{number} {name if number == 1 else _plural(name)}" for number, name in zip(sizes, of, strict=True)
+    )
+
+
+def _plural(name: str) -> str:
+    return name + ("es" if name.endswith(("s", "sh", "ch", "x")) else "s")
 
 
 def worker(device: str) -> str:

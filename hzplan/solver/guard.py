@@ -88,7 +88,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
     fresh = None
     if not replay_only:
         request = replace(request_of(plan), time_limit_s=TIME_LIMIT_S)
-        outcome = solve(profile, request, like=now)
+        outcome = solve(profile, request)
         if isinstance(outcome, Solved):
             now = outcome.best
             source = profile_path(path, plan)

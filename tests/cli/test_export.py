@@ -10,11 +10,11 @@ from tests.cli.command import ROOT, hzplan
 
 
 def test_export_writes_a_file_and_says_what_is_lost(tmp_path: Path) -> None:
-    plan = ROOT / "plans" / "gpt-tiny-2x2.json"
+    plan = ROOT / "plans" / "gpt-small-2x2-500mbit.json"
     done = hzplan("export", plan, "--to", "fsdp2", "-o", "sharding.py", "--json", cwd=tmp_path)
     assert done.code == 0, done.stderr
     said = json.loads(done.stdout)
-    assert [lost["where"] for lost in said["lost"]] == ["layers.3"]
+    assert {"embed", "layers.7"} <= {lost["where"] for lost in said["lost"]}
     assert all(isinstance(lost["peak_bytes"], int) for lost in said["lost"]) and "step_s" in said
     assert "def shard(model" in (tmp_path / "sharding.py").read_text()
     strict = hzplan("export", plan, "--to", "deepspeed", "-o", "zero.json", "--strict", cwd=tmp_path)
@@ -23,10 +23,10 @@ def test_export_writes_a_file_and_says_what_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_travels_alone_has_losses_without_a_price(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "plans" / "gpt-tiny-2x2.json", tmp_path / "plan.json")
+    shutil.copy(ROOT / "plans" / "gpt-small-2x2-500mbit.json", tmp_path / "plan.json")
     done = hzplan("export", "plan.json", "--to", "megatron-fsdp", cwd=tmp_path)
     assert done.code == 0 and "fully_shard_model" in done.stdout
-    assert "what gets lost has no predicted cost" in done.stderr and "lost: layers.0" in done.stderr
+    assert "what gets lost has no predicted cost" in done.stderr and "lost: layers.7" in done.stderr
     wrong = hzplan("export", "plan.json", "--to", "horovod", cwd=tmp_path)
     known = "fsdp2, deepspeed, deepspeed-mics, megatron-fsdp"
     assert wrong.code == 2 and f"--to horovod: one of {known}" in wrong.stderr
