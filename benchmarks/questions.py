@@ -100,7 +100,7 @@ def draw(rng: random.Random, profiles: Sequence[Path]) -> Question:
         budget = int(rng.uniform(1, 2.5) * _lean_bytes(profile))
     gap = rng.choice(GAPS)
     about += f", batch {batch}, {budget / GIB:.3g} GiB, gap {gap}"
-    return Question(about, profile, Request(budget, batch, gap=gap))
+    return Question(about, profile, Request(budget, batch, gap=gap, time_limit_s=20.0))
 
 
 def _lean_bytes(profile: Profile) -> int:
@@ -119,7 +119,7 @@ def find(question: Question, rng: random.Random) -> Finding:
     if not isinstance(solved, Solved):
         return Finding(question.about, type(solved).__name__, solved.seconds, 0, 0, (), 0, "", 0, "")
     best, step = solved.best, solved.best.step_s
-    rows = [row for row in solved.rows if row.fits]
+    rows = [row for row in solved.rows if row.fits and row.allowed]
     slower = max([step / row.found.step_s - 1 for row in rows], default=0.0)
     beaten = [f"{row.name} is faster" for row in rows if row.found.step_s * (1 + CLOSE) < step * (1 - 1e-9)]
     beaten += [

@@ -296,7 +296,8 @@ class CostModel:
 
     @cached_property
     def like(self) -> dict[str, str]:
-        """By unit the first one whose tensors have the same shapes and dtypes: what both cost is the same."""
+        """By unit the first one whose tensors have the same shapes and dtypes, and are trained alike: what
+        both cost is the same."""
         first: dict[object, str] = {}
         return {
             unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable) for t in tensors), unit)

@@ -226,7 +226,7 @@ def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
     from hzplan.solver.schemes import Baseline
 
     path = Path(text)
-    if path.suffix != ".json" and not path.is_file():
+    if not text.endswith(".json"):
         return Baseline.parse(text, CostModel(profile, request.reduce_dtype))
     plan = Plan.load(path)
     if plan.batch.global_batch != request.global_batch:

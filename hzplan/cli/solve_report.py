@@ -58,6 +58,7 @@ class Report:
                         "step_s": row.found.step_s,
                         "peak_memory_bytes": row.found.memory.peak,
                         "fits": row.fits,
+                        "allowed": row.allowed,
                         "micro_batch": row.found.micro_batch,
                         "recompute": self._recompute(row.found),
                     }
@@ -93,7 +94,7 @@ class Report:
     def _said(self) -> Iterator[tuple[str, str]]:
         yield "fits", self._memory()
         yield "gain", self._gain()
-        if self.gained is not None and self.gained.parts:
+        if self.gained is not None and self.gained.parts and self.gained.share > 0:
             yield "from", self._parts()
         predicted = self.plan.predicted
         worker = readable.worker(self.profile.cluster.device)
@@ -139,7 +140,7 @@ class Report:
     def _gain(self) -> str:
         gained = self.gained
         if gained is None:
-            return "no scheme set by hand fits, so there is none to compare with"
+            return "no scheme set by hand fits as asked, so there is none to compare with"
         tie = tie_of(self.request.gap, self.request.tie)
         name = gained.over.name
         if gained.same:
@@ -147,6 +148,11 @@ class Report:
         said = (
             f"{gained.share:.1%}: {name}, the best that fits of the schemes set by hand, takes so much longer"
         )
+        if gained.share < 0:
+            return (
+                f"none: {name} is predicted {-gained.share:.1%} faster. --gap 0 asks for the proven optimum "
+                "of an objective in which links are not shared; a gap above 0 would take the faster one"
+            )
         known = None if self.profile.modelled is not None else published(self.profile.cluster.backend)
         if known is not None and gained.share < known.step_mean:
             said += (
@@ -176,8 +182,8 @@ class Report:
         ]
         listed = "; ".join(said for *_, said in sorted(worth, key=lambda one: one[:2], reverse=True))
         return (
-            f"{listed}. So much longer is the step with that one choice as in {self.gained.over.name}; they "
-            "need not add up"
+            f"{listed}. So much longer is the step with that one choice as in {self.gained.over.name}, and "
+            "as many more layers recomputed as it then needs; they need not add up"
         )
 
     def _next(self) -> Iterator[str]:
@@ -281,14 +287,16 @@ class Report:
         )
         self._row(table, "this plan", self.solved.best, True)
         for row in self.solved.rows:
-            self._row(table, row.name, row.found, row.fits)
+            self._row(table, row.name, row.found, row.fits, allowed=row.allowed)
         table.caption = (
             "Schemes at their best micro-batch, recomputed layers and prefetch, in hzplan's runtime."
         )
+        if any(row.fits and not row.allowed for row in self.solved.rows):
+            table.caption += "\nbarred: fits, but is not as the options of this question say"
         table.caption_justify = "left"
         return table
 
-    def _row(self, table: Table, name: str, found: Evaluation, fits: bool) -> None:
+    def _row(self, table: Table, name: str, found: Evaluation, fits: bool, *, allowed: bool = True) -> None:
         best = self.solved.best
         _, scale = readable.unit_of(best.memory.peak)
         slower = f"{found.step_s / best.step_s - 1:+.1%}" if best.step_s else ""
@@ -302,7 +310,7 @@ class Report:
             changes[0],
             console.size(found.memory.peak),
             changes[1],
-            "yes" if fits else "no",
+            ("yes" if allowed else "barred") if fits else "no",
         )
 
     def _recompute(self, found: Evaluation) -> str:

@@ -44,7 +44,7 @@ def draw(report: Report) -> dict[str, Any]:
             [*(tier.name for tier in report.tiers), "optimizer"],
             {
                 "at work, its link not shared": [*(tier.busy_s for tier in report.tiers), 0.0],
-                "exposed: compute waits": [
+                "not hidden: compute waits": [
                     *(tier.exposed_s for tier in report.tiers),
                     report.optimizer_exposed_s,
                 ],
@@ -62,7 +62,7 @@ def draw(report: Report) -> dict[str, Any]:
             [one.name + ("" if one.fits else " (does not fit)") for one in report.contenders],
             {
                 "not waiting": [one.step_s - one.exposed_s for one in report.contenders],
-                "exposed: compute waits": [one.exposed_s for one in report.contenders],
+                "not hidden: compute waits": [one.exposed_s for one in report.contenders],
             },
             duration,
             stacked=True,

@@ -85,7 +85,7 @@ def _sections(report: Report) -> list[tuple[str, str, str]]:
         ("shards", "Shards", _shards(report)),
         ("step", "Timeline", _timeline(report)),
         ("memory", "Memory over time", _memory(report)),
-        ("traffic", "Traffic and exposed time", _traffic(report)),
+        ("traffic", "Traffic, and communication not hidden", _traffic(report)),
         ("path", "Critical path", _path(report)),
         ("alternatives", "Alternatives", _alternatives(report.contenders)),
     ]
@@ -177,11 +177,11 @@ def _traffic(report: Report) -> str:
     ]
     waits = report.optimizer_exposed_s
     rows.append(("optimizer", "", "", "", duration(waits), _share(waits, report.step_s)))
-    heads = ("tier", "sent per rank", "at work", "of the step", "exposed", "of the step")
+    heads = ("tier", "sent per rank", "at work", "of the step", "not hidden", "of the step")
     return (
         _figure("traffic", "Bytes that a rank sends in a step, by tier.")
         + _figure("exposed", "How long a tier is at work, and how long compute waits for it.")
-        + _details("Traffic and exposed time as a table", _table(heads, rows))
+        + _details("Traffic and communication not hidden, as a table", _table(heads, rows))
     )
 
 
@@ -215,7 +215,7 @@ def _alternatives(contenders: Sequence[Contender]) -> str:
         )
         for one in contenders
     ]
-    heads = ("", "step", "of this plan's", "exposed", "sent per rank", "memory at the peak", "fits")
+    heads = ("", "step", "of this plan's", "not hidden", "sent per rank", "memory at the peak", "fits")
     caption = "The known schemes at their best, on the same question; one that does not fit could not run."
     return _figure("alternatives", caption) + _details(
         "Alternatives as a table", _table(heads, rows), " open"

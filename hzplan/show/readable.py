@@ -38,7 +38,7 @@ def count(number: float) -> str:
 
 def difference(step_s: float, of_s: float) -> str:
     """``+65.6 s (+30%)``: how much longer a step takes than ``of_s`` seconds."""
-    share = f" ({step_s / of_s - 1:+.1%})" if of_s else ""
+    share = f" ({round(step_s / of_s - 1, 3) + 0.0:+.1%})" if of_s else ""
     return f"{'+' if step_s >= of_s else '-'}{duration(abs(step_s - of_s))}{share}"
 
 

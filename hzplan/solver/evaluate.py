@@ -140,9 +140,14 @@ def unit_costs(
     return units
 
 
-def within(one: Evaluation, limit_ns: float) -> bool:
+def within_objective(one: Evaluation, limit_ns: float) -> bool:
     """Whether the objective is; asked first of what it is at least."""
     return one.floor_ns <= limit_ns and one.objective_ns <= limit_ns
+
+
+def within(one: Evaluation, limit_ns: float) -> bool:
+    """Whether the predicted step is; asked first of the objective, which it is at least."""
+    return within_objective(one, limit_ns) and one.predicted.period_ns <= limit_ns
 
 
 def fastest_of(some: Sequence[Evaluation]) -> Evaluation:
@@ -151,7 +156,7 @@ def fastest_of(some: Sequence[Evaluation]) -> Evaluation:
     best = ordered[0]
     for one in ordered[1:]:
         limit = best.predicted.period_ns
-        if within(one, limit) and one.predicted.period_ns < limit:
+        if within_objective(one, limit) and one.predicted.period_ns < limit:
             best = one
     return best
 

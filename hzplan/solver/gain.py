@@ -37,8 +37,11 @@ class Gain:
 
 
 def gain(best: Evaluation, rows: Sequence[Row], request: Request) -> Gain | None:
-    """None where no scheme fits."""
-    fitting = {id(row.found): row for row in rows if row.fits}
+    """None where no scheme fits that the question allows."""
+    fitting: dict[int, Row] = {}
+    for row in rows:
+        if row.fits and row.allowed:
+            fitting.setdefault(id(row.found), row)  # a user's own setting may be a scheme's
     if not fitting:
         return None
     if id(best) in fitting:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task
 from hzplan.show.occupancy import activations
-from hzplan.show.readable import count, duration, size
+from hzplan.show.readable import cluster, count, duration, size, worker
 from hzplan.show.report import Beside, Contender, Occupancy, Part, Report, Span, Tensor, Tier
 from hzplan.simulate import critical, tier_loads_ns
 from hzplan.solver.calibrate import waits_s
@@ -33,8 +34,8 @@ def gather(
     loads = tier_loads_ns(found.schedule, found.durations_ns)
     budget = plan.source.memory_budget_bytes
     return Report(
-        title=f"{plan.model.name} on {plan.mesh.world} ranks",
-        subtitle=f"{path} · mesh {plan.cluster.mesh} · proof: {_proof(plan)}",
+        title=f"{plan.model.name} on {plan.mesh.world} {worker(profile.cluster.device)}s",
+        subtitle=f"{path} · {_tiers(plan, profile)} · proof: {_proof(plan)}",
         facts=_facts(path, plan, profile, found),
         step_s=found.step_s,
         tensors=_tensors(plan, profile),
@@ -86,10 +87,10 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
     moved = f"{len(plan.offloaded)} units, {size(found.memory.host)} a rank" if plan.offloaded else "none"
     return [
         ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
-        ("cluster", f"{plan.mesh.world} ranks, mesh {plan.cluster.mesh} ({tiers}), {plan.cluster.backend}"),
+        ("cluster", f"{_tiers(plan, profile)} ({tiers}), {plan.cluster.backend}"),
         ("profile", f"{plan.source.profile} ({origin})"),
         ("predicted step", duration(found.step_s)),
-        ("tokens/s per rank", count(tokens)),
+        (f"tokens/s per {worker(profile.cluster.device)}", count(tokens)),
         ("memory at the peak", f"{size(found.memory.peak)} of {size(budget)}"),
         (
             "batch",
@@ -102,6 +103,11 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
         ("optimizer state on the host", moved),
     ]
+
+
+def _tiers(plan: Plan, profile: Profile) -> str:
+    sizes = [prod(tier) for tier in plan.mesh.tiers]
+    return cluster(sizes, plan.cluster.tier_names, profile.cluster.device)
 
 
 def _proof(plan: Plan) -> str:

@@ -105,7 +105,7 @@ def plainer(
         if tries <= 0 or late() or not fits(one) or one.floor_ns > ceiling:
             return None
         tries -= 1
-        return one if within(one, ceiling) and one.predicted.period_ns <= ceiling else None
+        return one if within(one, ceiling) else None
 
     best = start
     for units in around.alike:
@@ -163,7 +163,7 @@ def leaner(
             if tries <= 0 or late():
                 return best
             tries -= 1
-            if within(one, ceiling) and one.predicted.period_ns <= ceiling:
+            if within(one, ceiling):
                 best, replay = one, other
                 break
             slow.add(key)

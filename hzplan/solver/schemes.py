@@ -16,17 +16,15 @@ from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Recompute
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.solver.evaluate import Evaluation, Modes
+from hzplan.solver.evaluate import Evaluation, Modes, fastest_of
 from hzplan.solver.search import Bounded, Request, Search, Uniform
 
 EVERY = (2, 3, 4, 5, 6, 8)
 """The distances k at which every k-th layer is recomputed, as users set them (torchtitan's selective
 option)."""
 ORDINALS = {2: "2nd", 3: "3rd"}
-MOST_LEAN = 5
-"""Replays that look for a setting of a scheme with less memory."""
-SAME = 1e-6
-"""Steps that differ by less than this share are the same."""
+MOST_LEAN = 3
+"""Replays that look for another micro-batch size or recomputation of a scheme with less memory."""
 SLACK_BYTES, SLACK_SHARE = 2**30, 0.05
 """Peak memories that differ by less than either are called equal."""
 
@@ -41,8 +39,8 @@ def slack_bytes(peak_bytes: int) -> float:
 def schemes(mesh: Mesh) -> dict[str, Levels]:
     """The known schemes as triples.
 
-    HSDP shards inside the fastest tier, or to half of a single tier; hpZ (ZeRO++) keeps parameters there and
-    shards gradients and optimizer states over all ranks.
+    HSDP shards inside the fastest tier, or to the middle level of a single tier; hpZ (ZeRO++) keeps
+    parameters there and shards gradients and optimizer states over all ranks.
     """
     finest = mesh.levels
     inner = mesh.tier_bounds[0][1] if len(mesh.tiers) > 1 else finest // 2
@@ -102,13 +100,15 @@ class Recomputing:
 
 @dataclass(frozen=True)
 class Row:
-    """A scheme at its best. ``found``: of its settings that fit the fastest; where none fits, the one with
-    the least memory. ``settings``: all of them."""
+    """A scheme at its best. ``found``: of its settings that fit the fastest, then of those within the tie
+    the leanest; where none fits, the one with the least memory. ``settings``: all of them. ``allowed``:
+    whether the question admits it as its plan."""
 
     name: str
     found: Evaluation
     fits: bool
     settings: Sequence[Bounded]
+    allowed: bool = True
 
 
 class Settings:
@@ -147,10 +147,15 @@ class Settings:
         return self._uniforms[triple]
 
     def may_fit(self, triple: Levels) -> bool:
-        """Whether a triple is within the budget with everything recomputed, at the smallest micro-batch."""
-        again = frozenset(self.recomputing.all if self.request.recompute != "none" else ())
+        """Whether a triple is within the budget at the smallest micro-batch, with everything recomputed or
+        nothing."""
         smallest = min(search.question.micro_batch for search in self.searches)
-        activations = self.model.activation_peak_bytes(smallest, again)
+        nothing, everything = frozenset[str](), frozenset(self.recomputing.all)
+        choices = {"none": [nothing], "all": [everything]}
+        activations = min(
+            self.model.activation_peak_bytes(smallest, again)
+            for again in choices.get(self.request.recompute, [nothing, everything])
+        )
         return any(
             search.lasting(self._uniform(triple)).with_activations(activations, search.question.schedule).peak
             <= self.request.memory_bytes
@@ -185,17 +190,34 @@ class Settings:
         return best
 
     def leanest(self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float) -> Evaluation:
-        """The start, or a setting with less memory whose step is within the ceiling."""
+        """The start, or a setting with less memory whose step is within the ceiling.
+
+        First other paces of the start's micro-batch size and recomputation, which cost least; then others.
+        """
+        kind = start.micro_batch, start.modes.recompute
+        alike = [one for one in settings if _kind(one) == kind]
+        best = self._leanest(alike, start, ceiling_ns, len(alike))
+        others = [one for one in settings if _kind(one) != kind]
+        best = self._leanest(others, best, ceiling_ns, MOST_LEAN)
+        if best is start:
+            return start
+        most = best.memory.peak + slack_bytes(best.memory.peak)  # as lean, and perhaps faster
+        kind = best.micro_batch, best.modes.recompute
+        as_lean = [one for one in settings if _kind(one) == kind and one.peak_bytes <= most]
+        return fastest_of([best, *map(self.replay, _deepest(as_lean))])
+
+    def _leanest(
+        self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float, most: int
+    ) -> Evaluation:
+        """The same, leanest first, with at most so many replays."""
         goal = start.memory.peak - slack_bytes(start.memory.peak)
         lighter = [one for one in settings if one.peak_bytes < goal and one.floor_ns <= ceiling_ns]
         slow: list[Bounded] = []
-        tries = 0
         for one in sorted(lighter, key=lambda one: one.peak_bytes):
             if any(_shallower(one, other) for other in slow):
                 continue
-            if tries == MOST_LEAN:
+            if len(slow) == most:
                 break
-            tries += 1
             found = self.replay(one)
             if found.predicted.period_ns <= ceiling_ns:
                 return found
@@ -214,11 +236,10 @@ class Settings:
         """Every known scheme at its fastest."""
         return [self.row(name, self.of(triple)) for name, triple in schemes(self.model.mesh).items()]
 
-    def lean(self, row: Row) -> Row:
-        """A row with the leanest of its settings that are as fast."""
+    def lean(self, row: Row, ceiling_ns: float) -> Row:
+        """A row with the leanest of its settings whose step is within the ceiling."""
         if not row.fits:
             return row
-        ceiling_ns = row.found.predicted.period_ns * (1 + SAME)
         return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns))
 
     def _fewest(self, search: Search, uniform: Uniform) -> frozenset[str]:
@@ -286,24 +307,25 @@ class Baseline:
         The scheme is a name or shards of parameter, gradient and optimizer state, as in ``8/64/64``.
         """
         name, *rest = (part.strip().lower() for part in text.split(","))
-        made = cls("yours", triple=_triple(name, text, model.mesh))
+        made = cls("yours", triple=_triple(name, model.mesh))
         for part in rest:
             key, _, value = part.partition("=")
-            if key == "micro_batch" and value.isdecimal():
-                made = replace(made, micro_batch=int(value))
-            elif key == "prefetch" and value.isdecimal():
-                made = replace(made, prefetch=int(value))
+            number = int(value) if value.isdecimal() and len(value) < 10 else 0
+            if key == "micro_batch" and number:
+                made = replace(made, micro_batch=number)
+            elif key == "prefetch" and number:
+                made = replace(made, prefetch=number)
             elif key == "recompute":
-                made = replace(made, recompute=_recompute(value, text, Recomputing.of(model)))
+                made = replace(made, recompute=_recompute(value, Recomputing.of(model)))
             else:
-                raise UserError(f"--baseline {text}: {part} is not known; {BASELINE}")
+                raise UserError(f"--baseline: {part[:40]} is not known; {BASELINE}")
         return made
 
     def row(self, settings: Settings) -> Row:
         """The setting at its fastest. UserError where the profile or the batch has none like it."""
         if self.plan is not None:
-            peak, request = self.plan.memory.peak, settings.request
-            return Row(self.name, self.plan, peak <= request.memory_bytes, ())
+            request = settings.request
+            return Row(self.name, self.plan, self.plan.fits(request.memory_bytes, request.host_bytes), ())
         assert self.triple is not None, "a plan or a triple"
         agains = None if self.recompute is None else [self.recompute]
         some = [one for one in settings.of(self.triple, agains) if self._allows(one.search)]
@@ -325,7 +347,7 @@ class Baseline:
 BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|all,micro_batch=1,prefetch=2"
 
 
-def _triple(name: str, text: str, mesh: Mesh) -> Levels:
+def _triple(name: str, mesh: Mesh) -> Levels:
     """A scheme by its name, or by shards."""
     by_name = {known.lower().replace("-", ""): triple for known, triple in schemes(mesh).items()}
     by_name |= dict.fromkeys(("fsdp", "fsdp2"), by_name["zero3"])
@@ -335,24 +357,32 @@ def _triple(name: str, text: str, mesh: Mesh) -> Levels:
     if plain in by_name:
         return by_name[plain]
     shards = name.split("/")
-    if len(shards) == 3 and all(part.isdecimal() and int(part) in mesh.shards for part in shards):
+    if len(shards) == 3 and all(part.isdecimal() and len(part) < 10 for part in shards):
+        if unknown := [part for part in shards if int(part) not in mesh.shards]:
+            raise UserError(
+                f"--baseline {name}: mesh {mesh} has no level with {unknown[0]} shards; it has "
+                f"{', '.join(map(str, dict.fromkeys(mesh.shards)))}"
+            )
         param, grad, optim = (mesh.level_of(int(part)) for part in shards)
         if (triple := Levels(param, grad, optim)).legal:
             return triple
-    raise UserError(
-        f"--baseline {text}: {name} is no plan file and no scheme ({', '.join(by_name)}); {BASELINE}"
-    )
+        raise UserError(
+            f"--baseline {name}: the optimizer state needs at least the shards of parameter and gradient"
+        )
+    known = ", ".join(by_name)
+    raise UserError(f"--baseline: {name[:40]} is no plan file and no scheme ({known}); {BASELINE}")
 
 
-def _recompute(value: str, text: str, offered: Recomputing) -> frozenset[str]:
+def _recompute(value: str, offered: Recomputing) -> frozenset[str]:
     """What a user calls none, selective (every second layer), every-K, or all."""
     named = {"none": frozenset[str](), "full": frozenset(offered.blocks), "all": frozenset(offered.blocks)}
     named["selective"] = offered.every(2)
-    if not offered.all and value not in ("", "none"):
-        raise UserError(f"--baseline {text}: the profile knows no unit that can be recomputed; profile again")
     every, _, k = value.partition("-")
-    if every == "every" and k.isdecimal() and int(k) > 0:
+    if every == "every" and k.isdecimal() and 0 < len(k) < 10 and 0 < int(k) <= len(offered.blocks):
         return offered.every(int(k))
+    if not offered.all and value != "none":
+        raise UserError("--baseline: the profile knows no unit that can be recomputed; profile again")
     if value not in named:
-        raise UserError(f"--baseline {text}: recompute={value} is not known; {BASELINE}")
+        most = len(offered.blocks)
+        raise UserError(f"--baseline: recompute={value[:40]} is not known, of {most} layers; {BASELINE}")
     return named[value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hzplan.cost import CostModel
@@ -18,13 +18,15 @@ from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import (
     MAX_ACCUMULATION,
     Evaluation,
+    Modes,
     evaluate,
     fastest_of,
     tensors_of,
     uniform,
     within,
+    within_objective,
 )
-from hzplan.solver.local import Surroundings, improve, leaner, plainer
+from hzplan.solver.local import Choice, Replay, Surroundings, improve, leaner, plainer
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import Family, enumerate_patterns, switch, switch_names
 from hzplan.solver.pins import Pins
@@ -141,12 +143,14 @@ def solve(
         tell("known schemes")
         rows = settings.rows()
         if baseline is not None:
-            rows.append(baseline.row(settings))
-        own = _allowed(rows, profile, request)
+            rows.append(_on_own_schedule(baseline, request).row(settings))
+        rows = [replace(row, allowed=_answers(row.found, profile, request)) for row in rows]
+        own = [row for row in rows if row.fits and row.allowed]
         found.all += [row.found for row in own]
         _by_scheme(settings, found, profile, request)
-        if like is not None and _answers(like, profile, request):
-            found.all.append(like)
+        if like is not None:
+            like = _replayed(like, request)
+            found.all += [like] if _answers(like, profile, request) else []
         kept = min(LOCAL_S, LOCAL_SHARE * request.time_limit_s) if request.gap > 0 else 0.0
         feasible = _explored(searches, found, request, deadline - kept, tell)
         if not found.all and not all(search.certainly_too_large for search in feasible):
@@ -165,6 +169,7 @@ def solve(
     except KeyboardInterrupt:
         if not interruptible or not found.all:
             raise
+        deadline = time.monotonic()
     tell("choosing")
     best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like)
     tell("done")
@@ -175,9 +180,21 @@ def solve(
     return Solved(status, best, bound, gap, time.monotonic() - started, tuple(rows))
 
 
-def _allowed(rows: Sequence[Row], profile: Profile, request: Request) -> list[Row]:
-    """The rows that the question allows as its plan."""
-    return [row for row in rows if row.fits and _answers(row.found, profile, request)]
+def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
+    return baseline if baseline.plan is None else replace(baseline, plan=_replayed(baseline.plan, request))
+
+
+def _replayed(one: Evaluation, request: Request) -> Evaluation:
+    """A plan given from outside on a schedule of this question, which may or may not foresee copies to the
+    host's memory; the same choice otherwise."""
+    schedule = one.model.schedule(
+        prefetch=one.schedule.prefetch,
+        accumulation=one.schedule.accumulation,
+        clip=one.schedule.clip,
+        gradient_buffers=one.schedule.gradient_buffers,
+        offload=request.host_bytes > 0 or bool(one.modes.offload),
+    )
+    return evaluate(one.model, one.levels, schedule, one.micro_batch, modes=one.modes)
 
 
 def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
@@ -185,11 +202,12 @@ def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
     batch = one.micro_batch * one.schedule.accumulation * profile.data_ranks
     everything = frozenset(one.model.recomputable)
     again = {"none": frozenset[str](), "all": everything}.get(request.recompute, one.modes.recompute)
+    kept = REDUCE_DTYPES[profile.model.dtype][0]  # where no other is asked for
     return (
         batch == request.global_batch
         and one.schedule.clip == request.clip
         and one.modes.recompute == again
-        and one.model.reduce_dtype == request.reduce_dtype
+        and (one.model.reduce_dtype or kept) == (request.reduce_dtype or kept)
         and one.fits(request.memory_bytes, request.host_bytes)
         and Pins(request.pins, profile).keep(profile, one.levels)
     )
@@ -239,25 +257,31 @@ def _decided(
     like: Evaluation | None,
 ) -> tuple[Evaluation, list[Row]]:
     """The plan, by the order of preference, and the rows beside it."""
-    profile, searches = settings.model.profile, settings.searches
     tie = tie_of(request.gap, request.tie)
     # Where the proven optimum is asked for, only plans that reach it count.
-    enough = max(found.least_ns, bound_ns) if request.gap == 0 else float("inf")
-    near = [one for one in found.all if one.floor_ns <= enough and one.objective_ns <= enough]
+    enough = max(found.least_ns, bound_ns) if request.gap == 0 else INFINITY
+    near = [one for one in found.all if within_objective(one, enough)]
     fastest = fastest_of(near)
-    lean, reached = list(rows), {id(one) for one in near}
-    own = [row for row in _allowed(rows, profile, request) if id(row.found) in reached]
+    reached = {id(one) for one in near}
+    own = [row for row in rows if row.fits and row.allowed and id(row.found) in reached]
     limit = fastest.predicted.period_ns * (1 + tie)
-    plain = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
+    tied = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
     if tie:
-        lean = [settings.lean(row) for row in rows]
-    if plain:
-        return preferred([row.found for row in lean if row.name in plain], limit, like), lean
+        rows = [settings.lean(row, limit if row.name in tied else _same(row, tie)) for row in rows]
+    if tied:
+        return preferred([row.found for row in rows if row.name in tied], limit, like), list(rows)
     ceiling = ceiling_ns(fastest, own, tie)
     best = preferred(near, ceiling, like)
     if tie:
-        best = _settled(best, found, searches, request, ceiling, deadline)
-    return best, lean
+        proven = bound_ns * (1 + request.gap)  # what is proven stays so
+        most = proven if within_objective(best, proven) else INFINITY
+        best = _settled(best, found, settings.searches, request, (ceiling, most), deadline)
+    return best, list(rows)
+
+
+def _same(row: Row, tie: float) -> float:
+    """The longest step of a row that is not within the tie of the plan: its own, and the tie."""
+    return row.found.predicted.period_ns * (1 + tie)
 
 
 def _settled(
@@ -265,21 +289,39 @@ def _settled(
     found: Candidates,
     searches: Sequence[Search],
     request: Request,
-    ceiling: float,
+    limits: tuple[float, float],
     deadline: float,
 ) -> Evaluation:
-    """The plan made plainer, then leaner, as long as its step is within the ceiling."""
-    around, fits = _surroundings(found, searches, request)
-    paces = [search for search in searches if search.question.micro_batch == best.micro_batch]
-    paces.sort(key=lambda search: search.question.schedule != best.schedule)
-    replays = [search.replay for search in paces]
+    """The plan made plainer, then leaner, as long as its step, and its objective, are within the limits."""
+    around, allowed = _surroundings(found, searches, request)
+    ceiling, most = limits
+
+    def fits(one: Evaluation) -> bool:
+        return allowed(one) and (most == INFINITY or within_objective(one, most))
 
     def late() -> bool:
         return time.monotonic() > deadline
 
+    replays = _replays(best, searches)
     best = plainer(best, replays[0], around, fits, ceiling, late)
     best = leaner(best, replays, around, fits, ceiling, late)
-    return _tidied(best, searches, ceiling)
+    return _tidied(best, searches, fits, ceiling)
+
+
+def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
+    """Replays under every pace of the start's micro-batch size, the start's own first."""
+
+    def own(levels: Choice, modes: Modes) -> Evaluation:
+        return evaluate(start.model, levels, start.schedule, start.micro_batch, start.slots, modes)
+
+    pace = start.schedule.prefetch, start.schedule.gradient_buffers
+    others = [
+        search
+        for search in searches
+        if search.question.micro_batch == start.micro_batch
+        and (search.question.schedule.prefetch, search.question.schedule.gradient_buffers) != pace
+    ]
+    return [own, *(search.replay for search in others)]
 
 
 def _explored(
@@ -348,14 +390,14 @@ def _improved(
     starts = {id(one): one for one in [fastest_of(some) for some in (found.all, plain) if some]}
     improved = []
     for start in starts.values():
-        paces = [search for search in searches if search.question.micro_batch == start.micro_batch]
-        paces.sort(key=lambda search: search.question.schedule != start.schedule)
-        replays = [search.replay for search in paces]
+        replays = _replays(start, searches)
         improved.append(improve(start, replays, around, fits, lambda: time.monotonic() > deadline))
     return improved
 
 
-def _tidied(best: Evaluation, searches: Sequence[Search], ceiling: float) -> Evaluation:
+def _tidied(
+    best: Evaluation, searches: Sequence[Search], fits: Callable[[Evaluation], bool], ceiling: float
+) -> Evaluation:
     """Of like units the first are recomputed, as many as were, where the step stays within the ceiling: later
     ones then keep less while those compute again, and a reader sees one run of layers."""
     families, again = searches[0].families, set(best.modes.recompute)
@@ -367,8 +409,7 @@ def _tidied(best: Evaluation, searches: Sequence[Search], ceiling: float) -> Eva
         return best
     modes = best.modes._replace(recompute=frozenset(again))
     tidy = evaluate(best.model, best.levels, best.schedule, best.micro_batch, best.slots, modes)
-    as_good = searches[0].fits(tidy) and within(tidy, ceiling) and tidy.predicted.period_ns <= ceiling
-    return tidy if as_good else best
+    return tidy if fits(tidy) and within(tidy, ceiling) else best
 
 
 def _alike(families: Mapping[str, Family]) -> list[list[str]]:

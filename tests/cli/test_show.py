@@ -83,7 +83,7 @@ def test_shown_in_80_columns(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["--unit", "nobody"], "--unit nobody: the plan has no such unit with tensors; one is 'embed'"),
-        (["--against", "fsdp"], "--against fsdp: choose one of zero3, hsdp, zero1, ddp"),
+        (["--against", "fsdp"], "--against fsdp: choose one of zero3, hpz, hsdp, zero2, zero1, ddp"),
     ],
 )
 def test_what_is_not_there_is_one_line(options: list[str], said: str) -> None:

@@ -50,7 +50,7 @@ def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Pr
     assert {"ZeRO-3", "ZeRO-1", "DDP"} <= {baseline["name"] for baseline in answer["baselines"]}
     assert answer["gap"] == pytest.approx(answer["objective_s"] / answer["bound_s"] - 1, abs=1e-5)
     for baseline in answer["baselines"]:
-        known = {"name", "step_s", "peak_memory_bytes", "fits", "micro_batch", "recompute"}
+        known = {"name", "step_s", "peak_memory_bytes", "fits", "allowed", "micro_batch", "recompute"}
         assert set(baseline) == known
         if baseline["fits"]:
             assert answer["predicted"]["step_s"] <= baseline["step_s"] * (1 + 1e-6)

@@ -11,7 +11,7 @@ import pytest
 
 from hzplan.export import deepspeed, fsdp2, megatron_fsdp
 from hzplan.export.shape import groups_of
-from hzplan.formats.plan import Plan
+from hzplan.formats.plan import Plan, Shards
 from hzplan.hierarchy import Levels
 from hzplan.models.workload import load
 from tests.configs import LIKE_LLAMA
@@ -100,12 +100,16 @@ def test_a_root_without_tensors_is_wrapped_over_all_ranks(tmp_path: Path) -> Non
 
 
 def test_tensors_with_other_levels_than_their_unit_are_named() -> None:
-    plan = Plan.load(next(path for path in GOLDEN if path.name == "gpt-tiny-2x2.json"))
-    groups, lost = groups_of(plan, lambda name: 99 if "up.weight" in name else 1)
-    unit = next(group for group in groups if group.module == "layers.3")
-    assert plan.mesh.shards[unit.levels.grad] == 2  # of the heavier bucket
-    assert [entry.where for entry in lost] == ["layers.3"]
-    assert "layers.3 is one group, with 1/2/4" in lost[0].what
+    plan = plan_of(0, 2, 2, accumulation=1, clip=True)
+    unit = plan.units[0]
+    light = unit.buckets[0].model_copy(update={"tensors": ("light",)})
+    other = light.model_copy(update={"tensors": ("heavy",), "shards": Shards(param=1, grad=1, optim=4)})
+    plan = plan.model_copy(update={"units": (unit.model_copy(update={"buckets": (light, other)}),)})
+    groups, lost = groups_of(plan, lambda name: 99 if name == "heavy" else 1)
+    (group,) = (group for group in groups if group.module == unit.name)
+    assert plan.mesh.shards[group.levels.grad] == 1  # of the heavier bucket
+    assert [entry.where for entry in lost] == [unit.name]
+    assert f"{unit.name or 'the root'} is one group, with 1/1/4" in lost[0].what
 
 
 @pytest.mark.parametrize(
