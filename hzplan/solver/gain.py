@@ -91,13 +91,22 @@ def _without(
     )
     recomputing = Recomputing.of(model)
     start = recompute.modes.recompute
-    choices = [start]
-    if given is None and request.recompute == "choose":
-        count = len(start.intersection(recomputing.blocks))
-        choices += [recomputing.first(n) for n in range(count + 1, len(recomputing.blocks) + 2)]
-    for again in choices:
-        modes = Modes(again, levels.modes.offload)
-        one = evaluate(model, levels.levels, schedule, size.micro_batch, modes=modes)
-        if one.fits(request.memory_bytes, request.host_bytes):
-            return one
-    return None
+    modes = Modes(start, levels.modes.offload)
+
+    def made(again: frozenset[str]) -> Evaluation:
+        chosen = modes._replace(recompute=again)
+        return evaluate(model, levels.levels, schedule, size.micro_batch, modes=chosen)
+
+    def fits(one: Evaluation) -> bool:
+        return one.fits(request.memory_bytes, request.host_bytes)
+
+    if fits(one := made(start)):
+        return one
+    if given is not None or request.recompute != "choose":
+        return None
+    low, high = len(start.intersection(recomputing.blocks)) + 1, len(recomputing.blocks) + 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(made(recomputing.first(middle))) else (middle + 1, high)
+    one = made(recomputing.first(low))
+    return one if fits(one) else None

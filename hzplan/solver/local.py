@@ -149,7 +149,7 @@ def leaner(
     neighbours are tried first.
     """
     best, replay = start, replays[0]
-    tries = max(len(replays), MOST_EVENTS // events(start.schedule, _late(start)) // 2)
+    tries = max(len(replays), MOST_EVENTS // events(start.schedule, _late(start)) // 4)
     slow: set[object] = set()
     while not late():
         goal = best.memory.peak - slack_bytes(best.memory.peak)

@@ -16,7 +16,7 @@ from hzplan.cost import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Recompute
 from hzplan.hierarchy import Levels, Mesh
-from hzplan.solver.evaluate import Evaluation, Modes, fastest_of
+from hzplan.solver.evaluate import Evaluation, Modes, fastest_of, within, within_objective
 from hzplan.solver.search import Bounded, Request, Search, Uniform
 
 EVERY = (2, 3, 4, 5, 6, 8)
@@ -143,7 +143,7 @@ class Settings:
 
     def _uniform(self, triple: Levels) -> Uniform:
         if triple not in self._uniforms:
-            self._uniforms[triple] = Uniform.of(self.model, triple, self.searches[0])
+            self._uniforms[triple] = Uniform.of(self.model, triple, self.searches[0].question.network)
         return self._uniforms[triple]
 
     def may_fit(self, triple: Levels) -> bool:
@@ -185,25 +185,28 @@ class Settings:
             if one.floor_ns >= limit_ns:
                 break
             found = self.replay(one)
-            if found.predicted.period_ns < limit_ns:
+            if within_objective(found, limit_ns) and found.predicted.period_ns < limit_ns:
                 best, limit_ns = found, found.predicted.period_ns
         return best
 
-    def leanest(self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float) -> Evaluation:
+    def leanest(
+        self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float, most: int = MOST_LEAN
+    ) -> Evaluation:
         """The start, or a setting with less memory whose step is within the ceiling.
 
-        First other paces of the start's micro-batch size and recomputation, which cost least; then others.
+        First other paces of the start's micro-batch size and recomputation, which cost least; then others,
+        until ``most`` were too slow.
         """
         kind = start.micro_batch, start.modes.recompute
         alike = [one for one in settings if _kind(one) == kind]
         best = self._leanest(alike, start, ceiling_ns, len(alike))
         others = [one for one in settings if _kind(one) != kind]
-        best = self._leanest(others, best, ceiling_ns, MOST_LEAN)
+        best = self._leanest(others, best, ceiling_ns, most)
         if best is start:
             return start
-        most = best.memory.peak + slack_bytes(best.memory.peak)  # as lean, and perhaps faster
+        limit = best.memory.peak + slack_bytes(best.memory.peak)  # as lean, and perhaps faster
         kind = best.micro_batch, best.modes.recompute
-        as_lean = [one for one in settings if _kind(one) == kind and one.peak_bytes <= most]
+        as_lean = [one for one in settings if _kind(one) == kind and one.peak_bytes <= limit]
         return fastest_of([best, *map(self.replay, _deepest(as_lean))])
 
     def _leanest(
@@ -219,7 +222,7 @@ class Settings:
             if len(slow) == most:
                 break
             found = self.replay(one)
-            if found.predicted.period_ns <= ceiling_ns:
+            if within(found, ceiling_ns):
                 return found
             slow.append(one)
         return start
@@ -236,11 +239,11 @@ class Settings:
         """Every known scheme at its fastest."""
         return [self.row(name, self.of(triple)) for name, triple in schemes(self.model.mesh).items()]
 
-    def lean(self, row: Row, ceiling_ns: float) -> Row:
-        """A row with the leanest of its settings whose step is within the ceiling."""
+    def lean(self, row: Row, ceiling_ns: float, most: int = MOST_LEAN) -> Row:
+        """A row with the leanest of its settings whose step is within the ceiling; see ``leanest``."""
         if not row.fits:
             return row
-        return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns))
+        return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns, most))
 
     def _fewest(self, search: Search, uniform: Uniform) -> frozenset[str]:
         """The first blocks, as few as fit; all units where that is too much."""

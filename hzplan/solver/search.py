@@ -20,7 +20,7 @@ from hzplan.layout import Dtype
 from hzplan.memory import Memory, assign_slots, memory
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
-from hzplan.solver.paths import MS
+from hzplan.solver.paths import MS, Network
 from hzplan.solver.patterns import SWITCHED, Family
 from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
 from hzplan.solver.relaxation import INFINITY, TOLERANCE, Limits, Relaxation
@@ -63,20 +63,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Uniform:
-    """One triple for all tensors: ``levels`` and ``units`` (costs) by unit; ``durations`` [units, keys] in
-    milliseconds, nothing recomputed."""
+    """One triple for all tensors: ``levels`` and ``units`` (costs) by unit. ``network``: any of the
+    question's; rows and keys are the same in all."""
 
     triple: Levels
     levels: Mapping[str, tuple[Levels, ...]]
     units: Mapping[str, UnitCost]
-    durations: Coefficients
+    network: Network
 
     @classmethod
-    def of(cls, model: CostModel, triple: Levels, search: Search) -> Uniform:
-        """``search``: any of the question's; rows and keys are the same in all."""
+    def of(cls, model: CostModel, triple: Levels, network: Network) -> Uniform:
+        """With the costs of a model."""
         levels = uniform(model.profile, triple)
-        units = unit_costs(model, levels)
-        return cls(triple, levels, units, search.question.network.durations(units))
+        return cls(triple, levels, unit_costs(model, levels), network)
+
+    @cached_property
+    def durations(self) -> Coefficients:
+        """Milliseconds [units, keys], nothing recomputed."""
+        return self.network.durations(self.units)
+
+    @cached_property
+    def lasting(self) -> dict[int, Memory]:
+        """Memory without activations, by the search's id, as far as it was asked for."""
+        return {}
 
 
 class Bounded(NamedTuple):
@@ -370,7 +379,10 @@ class Search:
 
     def lasting(self, plain: Uniform) -> Memory:
         """A triple's memory without activations."""
-        return memory(plain.units, self.question.slots, self.question.schedule, 0)
+        if id(self) not in plain.lasting:
+            q = self.question
+            plain.lasting[id(self)] = memory(plain.units, q.slots, q.schedule, 0)
+        return plain.lasting[id(self)]
 
     @cached_property
     def _again_ns(self) -> dict[str, float]:

@@ -227,9 +227,10 @@ def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request:
 def _add_plain(
     settings: Settings, found: Candidates, enough_ns: float, profile: Profile, request: Request
 ) -> None:
-    """Plans with one triple for all tensors that are faster than what was found; until one is within
-    ``enough_ns``."""
+    """Plans with one triple for all tensors that are faster than what was found by more than the tie; until
+    one is within ``enough_ns``."""
     pins, known = Pins(request.pins, profile), set(schemes(settings.model.mesh).values())
+    tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all).predicted.period_ns
     for triple in settings.model.mesh.triples():
         if fastest <= enough_ns:
@@ -241,7 +242,7 @@ def _add_plain(
         ):
             continue
         some = [*settings.of(triple), *settings.chosen(triple)]
-        one = settings.fastest(some, fastest)
+        one = settings.fastest(some, fastest / (1 + tie))
         if one is not None:
             found.all.append(one)
             fastest = one.predicted.period_ns
@@ -267,7 +268,10 @@ def _decided(
     limit = fastest.predicted.period_ns * (1 + tie)
     tied = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
     if tie:
-        rows = [settings.lean(row, limit if row.name in tied else _same(row, tie)) for row in rows]
+        rows = [
+            settings.lean(row, limit) if row.name in tied else settings.lean(row, _own_limit(row, tie), 0)
+            for row in rows
+        ]
     if tied:
         return preferred([row.found for row in rows if row.name in tied], limit, like), list(rows)
     ceiling = ceiling_ns(fastest, own, tie)
@@ -279,7 +283,7 @@ def _decided(
     return best, list(rows)
 
 
-def _same(row: Row, tie: float) -> float:
+def _own_limit(row: Row, tie: float) -> float:
     """The longest step of a row that is not within the tie of the plan: its own, and the tie."""
     return row.found.predicted.period_ns * (1 + tie)
 
