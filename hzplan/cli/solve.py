@@ -14,7 +14,7 @@ from hzplan.errors import Infeasible, JobFailed, UserError
 if TYPE_CHECKING:
     from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.profile import Profile
-    from hzplan.solver.schemes import Baseline
+    from hzplan.solver.baseline import Baseline
     from hzplan.solver.solve import Infeasible as NothingFits
     from hzplan.solver.solve import Request, Solved
 
@@ -222,8 +222,8 @@ def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
     """The user's own setting: a plan file's, or what is written."""
     from hzplan.cost import CostModel
     from hzplan.formats.plan import Plan
+    from hzplan.solver.baseline import Baseline
     from hzplan.solver.evaluate import replay
-    from hzplan.solver.schemes import Baseline
 
     path = Path(text)
     if not text.endswith(".json"):

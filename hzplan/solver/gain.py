@@ -8,13 +8,15 @@ to the gain: one freedom may only pay with another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of
 from hzplan.solver.prefer import preferred, tie_of
 from hzplan.solver.schemes import Recomputing, Row
 from hzplan.solver.search import Request
+
+FREEDOMS = ("levels", "recompute", "micro-batch", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -54,59 +56,42 @@ def gain(best: Evaluation, rows: Sequence[Row], request: Request) -> Gain | None
 
 
 def _parts(best: Evaluation, other: Evaluation, request: Request) -> tuple[Part, ...]:
-    mine = {"levels": best, "recompute": best, "micro-batch": best, "prefetch": best}
     found = []
-    for freedom in mine:
-        without = {**mine, freedom: other}
-        again = None if freedom != "recompute" else other.modes.recompute
-        one = _without(
-            without["levels"],
-            without["recompute"],
-            without["micro-batch"],
-            without["prefetch"],
-            request,
-            again,
-        )
+    for freedom in FREEDOMS:
+        one = _mixed({name: other if name == freedom else best for name in FREEDOMS}, request, freedom)
         share = None if one is None else one.predicted.period_ns / best.predicted.period_ns - 1
         found.append(Part(freedom, share))
     return tuple(found)
 
 
-def _without(
-    levels: Evaluation,
-    recompute: Evaluation,
-    size: Evaluation,
-    pace: Evaluation,
-    request: Request,
-    given: frozenset[str] | None,
-) -> Evaluation | None:
-    """A plan put together of parts of two. ``given``: what is recomputed; None: more where it has to fit."""
-    model = levels.model
-    schedule = model.schedule(
-        prefetch=pace.schedule.prefetch,
+def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evaluation | None:
+    """A plan that takes each freedom ``of`` another one; None where it does not fit. Unless what is
+    recomputed is the ``given`` one, more is where it has to fit."""
+    levels, size, pace = of["levels"], of["micro-batch"], of["prefetch"].schedule
+    schedule = levels.model.schedule(
+        prefetch=pace.prefetch,
         accumulation=size.schedule.accumulation,
         clip=request.clip,
-        gradient_buffers=pace.schedule.gradient_buffers,
+        gradient_buffers=pace.gradient_buffers,
         offload=request.host_bytes > 0,
     )
-    recomputing = Recomputing.of(model)
-    start = recompute.modes.recompute
-    modes = Modes(start, levels.modes.offload)
+    start = of["recompute"].modes.recompute
 
     def made(again: frozenset[str]) -> Evaluation:
-        chosen = modes._replace(recompute=again)
-        return evaluate(model, levels.levels, schedule, size.micro_batch, modes=chosen)
+        modes = Modes(again, levels.modes.offload)
+        return evaluate(levels.model, levels.levels, schedule, size.micro_batch, modes=modes)
 
     def fits(one: Evaluation) -> bool:
         return one.fits(request.memory_bytes, request.host_bytes)
 
     if fits(one := made(start)):
         return one
-    if given is not None or request.recompute != "choose":
+    if given == "recompute" or request.recompute != "choose":
         return None
-    low, high = len(start.intersection(recomputing.blocks)) + 1, len(recomputing.blocks) + 1
+    offered = Recomputing.of(levels.model)
+    low, high = len(start.intersection(offered.blocks)) + 1, len(offered.blocks) + 1
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(made(recomputing.first(middle))) else (middle + 1, high)
-    one = made(recomputing.first(low))
+        low, high = (low, middle) if fits(made(offered.first(middle))) else (middle + 1, high)
+    one = made(offered.first(low))
     return one if fits(one) else None

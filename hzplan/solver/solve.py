@@ -14,6 +14,7 @@ from hzplan.formats.plan import Recompute
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.layout import REDUCE_DTYPES
+from hzplan.solver.baseline import Baseline
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import (
     MAX_ACCUMULATION,
@@ -32,7 +33,7 @@ from hzplan.solver.patterns import Family, enumerate_patterns, switch, switch_na
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
-from hzplan.solver.schemes import Baseline, Row, Settings, schemes
+from hzplan.solver.schemes import Row, Settings, schemes
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
 
 __all__ = [

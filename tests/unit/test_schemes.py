@@ -14,11 +14,12 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
+from hzplan.solver.baseline import Baseline
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay, uniform
 from hzplan.solver.gain import gain
 from hzplan.solver.prefer import TIE, ceiling_ns, distance, plainness, preferred, tie_of
-from hzplan.solver.schemes import Baseline, Recomputing, Settings, schemes, slack_bytes
+from hzplan.solver.schemes import Recomputing, Settings, schemes, slack_bytes
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Solved, searches_of, solve
 from tests.instances import random_profile
