@@ -193,15 +193,12 @@ def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
 def _known(plan: Plan, profile: Profile) -> dict[str, Evaluation]:
     """The known schemes at their best, on the plan's question."""
     from hzplan.solver.guard import request_of
-    from hzplan.solver.prefer import tie_of
     from hzplan.solver.schemes import Settings
     from hzplan.solver.solve import searches_of
 
     request = request_of(plan)
     settings = Settings(searches_of(profile, replace(request, host_bytes=0)), request)
-    limit = 1 + tie_of(request.gap, request.tie)
-    rows = [settings.lean(row, row.found.predicted.period_ns * limit) for row in settings.rows()]
-    return {row.name: row.found for row in rows}
+    return {row.name: row.found for row in map(settings.as_fast, settings.rows())}
 
 
 def _what_if(plan: Plan, profile: Profile) -> list[Point]:

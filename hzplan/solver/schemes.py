@@ -24,6 +24,8 @@ option)."""
 ORDINALS = {2: "2nd", 3: "3rd"}
 MOST_LEAN = 3
 """Replays that look for another micro-batch size or recomputation of a scheme with less memory."""
+SAME = 1e-6
+"""Steps that differ by less than this share are the same."""
 SLACK_BYTES, SLACK_SHARE = 2**30, 0.05
 """Peak memories that differ by less than either are called equal."""
 
@@ -99,9 +101,9 @@ class Recomputing:
 
 @dataclass(frozen=True)
 class Row:
-    """A scheme at its best. ``found``: of its settings that fit the fastest, then of those within the tie
-    the leanest; where none fits, the one with the least memory. ``settings``: all of them. ``allowed``:
-    whether the question admits it as its plan."""
+    """A scheme at its best. ``found``: of its settings that fit the fastest, of those as fast the leanest,
+    and where that may be the plan, of those within the tie; where none fits, the one with the least memory.
+    ``settings``: all of them. ``allowed``: whether the question admits it as its plan."""
 
     name: str
     found: Evaluation
@@ -243,6 +245,10 @@ class Settings:
         if not row.fits:
             return row
         return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns, most))
+
+    def as_fast(self, row: Row) -> Row:
+        """A row with the leanest of its settings that cost no time: a gain over it is none of the tie's."""
+        return self.lean(row, row.found.predicted.period_ns * (1 + SAME), 0)
 
     def _fewest(self, search: Search, uniform: Uniform) -> frozenset[str]:
         """The first blocks, as few as fit; all units where that is too much."""

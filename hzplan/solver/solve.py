@@ -269,10 +269,7 @@ def _decided(
     limit = fastest.predicted.period_ns * (1 + tie)
     tied = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
     if tie:
-        rows = [
-            settings.lean(row, limit) if row.name in tied else settings.lean(row, _own_limit(row, tie), 0)
-            for row in rows
-        ]
+        rows = [settings.lean(row, limit) if row.name in tied else settings.as_fast(row) for row in rows]
     if tied:
         return preferred([row.found for row in rows if row.name in tied], limit, like), list(rows)
     ceiling = ceiling_ns(fastest, own, tie)
@@ -282,11 +279,6 @@ def _decided(
         most = proven if within_objective(best, proven) else INFINITY
         best = _settled(best, found, settings.searches, request, (ceiling, most), deadline)
     return best, list(rows)
-
-
-def _own_limit(row: Row, tie: float) -> float:
-    """The longest step of a row that is not within the tie of the plan: its own, and the tie."""
-    return row.found.predicted.period_ns * (1 + tie)
 
 
 def _settled(
