@@ -123,7 +123,7 @@ def _units(profile: Profile, micro_batch: int) -> Table:
     """Neighbours of the same kind in one row, with the mean of their times."""
     table = console.table(
         f"Units of {profile.model.name}, micro-batch {micro_batch}, {profile.model.seq_len} tokens",
-        *("unit", "parameters", "calls", "forward", "backward", "FLOPs", "activa-\ntions\nkept"),
+        *("unit", "params", "calls", "forward", "backward", "FLOPs", "activa-\ntions\nkept"),
     )
     at = profile.micro_batches.index(micro_batch)
     for group in _alike(profile.units):
