@@ -146,7 +146,7 @@ class Report:
         if gained.same:
             return f"none: no faster than {name}; use {name}. It is this plan; no other is {tie:.1%} faster"
         said = (
-            f"{gained.share:.1%}: {name}, the best that fits of the schemes set by hand, takes so much longer"
+            f"{gained.share:.1%}: so much longer takes {name}, the best that fits of the schemes set by hand"
         )
         if gained.share < 0:
             return (
@@ -157,7 +157,7 @@ class Report:
         if known is not None and gained.share < known.step_mean:
             said += (
                 f". Predictions are wrong by more than that on average ({known.step_mean:.1%}): try both, "
-                "with hzplan run --against"
+                f"with hzplan run {self.path} --against fsdp2,hsdp,ddp"
             )
         return said
 
@@ -182,8 +182,8 @@ class Report:
         ]
         listed = "; ".join(said for *_, said in sorted(worth, key=lambda one: one[:2], reverse=True))
         return (
-            f"{listed}. So much longer is the step with that one choice as in {self.gained.over.name}, and "
-            "as many more layers recomputed as it then needs; they need not add up"
+            f"{listed}. Each is how much longer the step is with that choice alone as in "
+            f"{self.gained.over.name} (and as many more layers recomputed as it then needs); they need not add up"
         )
 
     def _next(self) -> Iterator[str]:
@@ -248,9 +248,8 @@ class Report:
         backend = self.profile.cluster.backend
         known = published(backend)
         if known is None:
-            return (
-                f"measured; no error is published for {backend}: hzplan run prints predicted beside measured"
-            )
+            said = f"units and links were measured; no error is published for {backend}"
+            return f"{said}: hzplan run prints predicted beside measured"
         where = f"{known.plans} random plans on {known.where}"
         if self.profile.calibrated is not None:
             step, when = f"{known.calibrated_mean:.1%} on average", " after calibration"
@@ -258,8 +257,8 @@ class Report:
             step, when = f"{known.step_mean:.1%} on average, {known.step_worst:.0%} at most", ""
         memory = f"{known.memory_worst:.1%} at most"
         return (
-            f"measured; expected error: step {step}, memory {memory}, as {where} came out{when} "
-            "(docs/accuracy.md)"
+            f"units and links were measured; expected error: step {step}, memory {memory}, as {where} came "
+            f"out{when} (docs/accuracy.md)"
         )
 
     def _comparison(self) -> object:
