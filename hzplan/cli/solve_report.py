@@ -145,9 +145,7 @@ class Report:
         name = gained.over.name
         if gained.same:
             return f"none: no faster than {name}; use {name}. It is this plan; no other is {tie:.1%} faster"
-        said = (
-            f"{gained.share:.1%}: so much longer takes {name}, the best that fits of the schemes set by hand"
-        )
+        said = f"{gained.share:.1%} faster than {name}, the best that fits of the schemes set by hand"
         if gained.share < 0:
             return (
                 f"none: {name} is predicted {-gained.share:.1%} faster. --gap 0 asks for the proven optimum "
@@ -183,7 +181,8 @@ class Report:
         listed = "; ".join(said for *_, said in sorted(worth, key=lambda one: one[:2], reverse=True))
         return (
             f"{listed}. Each is how much longer the step is with that choice alone as in "
-            f"{self.gained.over.name} (and as many more layers recomputed as it then needs); they need not add up"
+            f"{self.gained.over.name} (and as many more layers recomputed as it then needs); they need not "
+            "add up"
         )
 
     def _next(self) -> Iterator[str]:
