@@ -20,7 +20,7 @@ from benchmarks.measure import MICRO_BATCH, NoResult, beside, profiled
 from benchmarks.plans import given
 from benchmarks.plot import scatter
 from benchmarks.regimes import Regime
-from hzplan.cost import CostModel
+from hzplan.cost import CostModel, tensors_of
 from hzplan.formats.accuracy import Accuracy, AccuracyEntry
 from hzplan.formats.base import write_text
 from hzplan.formats.metrics import Measured
@@ -29,7 +29,7 @@ from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.peers import OURS
 from hzplan.solver.calibrate import calibrate
-from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay, tensors_of
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request
 
 FILE = Path(__file__).parent / "accuracy.json"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.models import role
-from hzplan.cost import CostModel
+from hzplan.cost import CostModel, tensors_of
 from hzplan.formats.base import fingerprint
 from hzplan.formats.plan import Plan, Proof, Source
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
 from hzplan.solver.emit import as_plan, emit
-from hzplan.solver.evaluate import Evaluation, evaluate, tensors_of
+from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request, Solved, solve
 
 VARIANTS = SINGLE, ROLES, PREFETCH_1 = "single", "roles", "prefetch-1"

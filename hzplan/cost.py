@@ -192,6 +192,11 @@ class Interference:
         return tuple(found)
 
 
+def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
+    """The tensors of every unit."""
+    return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in profile.units}
+
+
 @dataclass(frozen=True)
 class CostModel:
     """A profile, made ready for questions.
@@ -287,7 +292,7 @@ class CostModel:
     @cached_property
     def tensors(self) -> dict[str, tuple[TensorSpec, ...]]:
         """The tensors of every unit."""
-        return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in self.profile.units}
+        return tensors_of(self.profile)
 
     @cached_property
     def unit_costs(self) -> dict[object, UnitCost]:

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hzplan.cost import CostModel, UnitCost
+from hzplan.cost import CostModel, UnitCost, tensors_of
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import TensorSpec, bucketise
 from hzplan.memory import assign_slots, memory
 from hzplan.simulate import floor_ns, objective_ns
-from hzplan.solver.evaluate import tensors_of
 from hzplan.solver.solve import Request
 
 MESHES = ("2", "2", "3", "4", "2|2", "2,2")

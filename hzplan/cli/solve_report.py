@@ -144,7 +144,8 @@ class Report:
         tie = tie_of(self.request.gap, self.request.tie)
         name = gained.over.name
         if gained.same:
-            return f"none: no faster than {name}; use {name}. It is this plan; no other is {tie:.1%} faster"
+            more = f"by more than {tie:.1%}" if tie else "at all"
+            return f"none: no faster than {name}; use {name}, which is this plan. None found is faster {more}"
         said = f"{gained.share:.1%} faster than {name}, the best that fits of the schemes set by hand"
         if gained.share < 0:
             return (

@@ -6,6 +6,7 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+from hzplan.cost import tensors_of
 from hzplan.formats.base import fingerprint
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import (
@@ -23,7 +24,7 @@ from hzplan.formats.plan import (
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels, Mesh
 from hzplan.layout import REDUCE_DTYPES, bucketise
-from hzplan.solver.evaluate import Evaluation, tensors_of
+from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.solve import Request, Solved
 
 

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from hzplan.cost import CostModel, Interference, UnitCost
+from hzplan.cost import CostModel, Interference, UnitCost, tensors_of
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.hierarchy import Levels
-from hzplan.layout import Dtype, TensorSpec, bucketise
+from hzplan.layout import Dtype, bucketise
 from hzplan.memory import Memory, Slots, assign_slots, memory
 from hzplan.schedule import Schedule
 from hzplan.simulate import Timeline, floor_ns, objective_ns, replay_shared, tier_loads_ns
@@ -92,11 +92,6 @@ class Evaluation:
     def fits(self, memory_bytes: int, host_bytes: int) -> bool:
         """Whether it needs no more of the device's memory, and of the host's."""
         return self.memory.peak <= memory_bytes and self.memory.host <= host_bytes
-
-
-def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
-    """The tensors of every unit."""
-    return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in profile.units}
 
 
 def evaluate(

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hzplan.cost import tensors_of
 from hzplan.errors import UserError
 from hzplan.hierarchy import Levels
 from hzplan.schedule import Kind
 from hzplan.show import readable
 from hzplan.simulate import tier_loads_ns
-from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate
 from hzplan.solver.paths import Network
 from hzplan.solver.patterns import switch_names
 

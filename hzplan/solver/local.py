@@ -183,13 +183,8 @@ def _lighter(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, M
     for some in around.moved:
         yield best.levels, Modes(again, moved | {*some})
     for units in around.alike:
-        for pattern in _used(best.levels, units):
-            holders = [unit for unit in units if best.levels[unit] == pattern]
-            parts = [{*range(len(pattern))}, *(_buckets(pattern) if len(set(pattern)) > 1 else ())]
-            for part, triple in product(parts, around.triples):
-                changed = _changed(pattern, part, triple, around.trained[units[0]])
-                if changed != pattern and len(set(changed)) <= MAX_BUCKETS:
-                    yield {**best.levels, **dict.fromkeys(holders, changed)}, best.modes
+        for choice in _retripled(best.levels, units, _whole_and_buckets, around):
+            yield choice, best.modes
 
 
 def _shorter(one: Evaluation, other: Evaluation) -> bool:
@@ -241,13 +236,7 @@ def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
             yield {**levels, **dict.fromkeys(units, pattern)}
     for parts in (_buckets, _tensors):
         for units in around.alike:
-            for pattern in dict.fromkeys(levels[unit] for unit in units):
-                holders = [unit for unit in units if levels[unit] == pattern]
-                for part in parts(pattern):
-                    for triple in around.triples:
-                        changed = _changed(pattern, part, triple, around.trained[units[0]])
-                        if len(set(changed)) <= MAX_BUCKETS:
-                            yield {**levels, **dict.fromkeys(holders, changed)}
+            yield from _retripled(levels, units, parts, around)
     for units in around.alike:
         for unit in units:
             for pattern in around.known[units[0]]:
@@ -257,6 +246,26 @@ def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
             for triple in around.triples:
                 plain = _changed(levels[unit], {*range(len(levels[unit]))}, triple, around.trained[units[0]])
                 yield {**levels, unit: plain}
+
+
+def _retripled(
+    levels: Choice,
+    units: Sequence[str],
+    parts: Callable[[Pattern], list[set[int]]],
+    around: Surroundings,
+) -> Iterator[Choice]:
+    """Another triple for a part of a pattern, in all of the like units that have it."""
+    for pattern in dict.fromkeys(levels[unit] for unit in units):
+        holders = [unit for unit in units if levels[unit] == pattern]
+        for part, triple in product(parts(pattern), around.triples):
+            changed = _changed(pattern, part, triple, around.trained[units[0]])
+            if len(set(changed)) <= MAX_BUCKETS:
+                yield {**levels, **dict.fromkeys(holders, changed)}
+
+
+def _whole_and_buckets(pattern: Pattern) -> list[set[int]]:
+    buckets = _buckets(pattern)
+    return buckets if len(buckets) == 1 else [{*range(len(pattern))}, *buckets]
 
 
 def _buckets(pattern: Pattern) -> list[set[int]]:

@@ -31,15 +31,27 @@ ANALYTIC = ("--analytic", "--cluster", "h100-8x400g", "--dtype", "bf16", "--micr
 def test_a_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     done = hzplan("profile", "hf:llama3-8b", *ANALYTIC, "--nodes", 2, "--json", cwd=tmp_path)
     assert done.code == 0, done.stderr
+    assert "sequences of 4096 tokens; --seq-len takes another length" in done.stderr
     said = json.loads(done.stdout)
     assert said["parameters"] == 8_030_261_248
     assert said["units"] == 35
     assert prod(int(size) for size in said["mesh"].replace("|", ",").split(",")) == 16
     done = hzplan("solve", "profile.json", "--global-batch", 64, "--gap", 0.05, cwd=tmp_path)
     assert done.code == 0, done.stderr
-    assert "modelled for h100-8x400g" in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    assert "modelled for h100-8x400g" in said and "on 16 GPUs (8 GPUs × 2 nodes)" in said
+    assert "Published runs were 1.04–1.49 times slower" in said and "headroom" in said
+    assert "next: hzplan export plan.json --to fsdp2" in said
+    assert "torchrun --nnodes 2" in said and "--nproc-per-node 8 -m hzplan run plan.json" in said
+    asked = ("--global-batch", 64, "--gap", 0.05, "-o", "again.json", "--like", "plan.json")
+    again = hzplan("solve", "profile.json", *asked, "--baseline", "plan.json", "--json", cwd=tmp_path)
+    assert again.code == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert told["baselines"][-1]["name"] == "yours" and told["baselines"][-1]["allowed"]
+    other = hzplan("solve", "profile.json", "--global-batch", 128, "--baseline", "plan.json", cwd=tmp_path)
+    assert other.code == 2 and "--baseline plan.json: field batch.global_batch is 64" in other.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["predicted"]["peak_memory_bytes"] <= 0.95 * 80 * 2**30
+    assert plan["predicted"]["peak_memory_bytes"] <= 0.95 * 79.1 * 2**30
 
 
 def test_a_model_measured_on_one_device_is_planned_for_a_cluster_of_them(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ def test_export_writes_a_file_and_says_what_is_lost(tmp_path: Path) -> None:
     assert {"embed", "layers.7"} <= {lost["where"] for lost in said["lost"]}
     assert all(isinstance(lost["peak_bytes"], int) for lost in said["lost"]) and "step_s" in said
     assert "def shard(model" in (tmp_path / "sharding.py").read_text()
+    free = ROOT / "plans" / "gpt-1.3b-a100-4.json"
+    shown = hzplan("export", free, "--to", "fsdp2", "-o", "sharding.py", cwd=tmp_path).stderr
+    assert "lost at no cost: " in shown
     strict = hzplan("export", plan, "--to", "deepspeed", "-o", "zero.json", "--strict", cwd=tmp_path)
     assert strict.code == 1 and "deepspeed cannot say" in strict.stderr and len(strict.lines) == 1
     assert not (tmp_path / "zero.json").exists()

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from hzplan.cost import tensors_of
 from hzplan.formats.profile import Profile
-from hzplan.solver.evaluate import tensors_of
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.solver.sweep import with_network
 from tests.cli.command import ROOT

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from hzplan.cost import CostModel
+from hzplan.cost import CostModel, tensors_of
 from hzplan.hierarchy import Levels
-from hzplan.solver.evaluate import Evaluation, Modes, evaluate, tensors_of, uniform
+from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
 from hzplan.solver.local import WORTH, Choice, Surroundings, improve
 from tests.instances import random_profile
 

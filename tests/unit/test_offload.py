@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hzplan.cost import CostModel, UnitCost
+from hzplan.cost import CostModel, UnitCost, tensors_of
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
 from hzplan.memory import assign_slots, memory
@@ -19,7 +19,7 @@ from hzplan.runtime.offload import state_keys
 from hzplan.runtime.optimizer import ELEMENTWISE
 from hzplan.schedule import HOST_SLOTS
 from hzplan.solver.conflict import moved_to_host
-from hzplan.solver.evaluate import Modes, evaluate, tensors_of, unit_costs
+from hzplan.solver.evaluate import Modes, evaluate, unit_costs
 from hzplan.solver.explain import alternatives
 from hzplan.solver.solve import Infeasible, Request, Solved, solve
 from tests.instances import random_profile
