@@ -20,13 +20,13 @@ from benchmarks.measure import MICRO_BATCH, NoResult, beside, profiled
 from benchmarks.plans import given
 from benchmarks.plot import scatter
 from benchmarks.regimes import Regime
-from hzplan.cost import CostModel, tensors_of
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel, tensors_of
 from hzplan.formats.accuracy import Accuracy, AccuracyEntry
 from hzplan.formats.base import write_text
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from hzplan.peers import OURS
 from hzplan.solver.calibrate import calibrate
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay

@@ -76,9 +76,9 @@ def _make_plan(name: str, folder: Path) -> Path:
     words = [sys.executable, "-m", "hzplan"]
     shape = ["--nproc", RANKS, "--micro-batch", MICRO_BATCH, "--dtype", "bf16", "-o", profile]
     output_of([*words, "profile", name, *map(str, shape)])
-    from hzplan.cost import CostModel
+    from hzplan.core.hierarchy import Levels
+    from hzplan.cost.model import CostModel
     from hzplan.formats.profile import Profile
-    from hzplan.hierarchy import Levels
     from hzplan.solver.evaluate import evaluate, uniform
 
     measured = Profile.load(profile)

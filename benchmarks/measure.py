@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks.plans import VARIANTS, given, make
 from benchmarks.regimes import Regime, bits_per_s
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from hzplan.peers import POORER
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.models import role
-from hzplan.cost import CostModel, tensors_of
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel, tensors_of
 from hzplan.formats.base import fingerprint
 from hzplan.formats.plan import Plan, Proof, Source
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from hzplan.solver.emit import as_plan, emit
 from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request, Solved, solve

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hzplan.cost import CostModel
+from hzplan.cost.collectives import with_nodes
+from hzplan.cost.model import CostModel
 from hzplan.formats.profile import Profile
-from hzplan.rings import with_nodes
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
 from hzplan.solver.gain import gain
 from hzplan.solver.schemes import Recomputing, Settings, schemes

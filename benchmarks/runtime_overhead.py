@@ -17,10 +17,10 @@ import typer
 from benchmarks.measure import MICRO_BATCH, beside, profiled
 from benchmarks.plans import given
 from benchmarks.regimes import Regime
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel
 from hzplan.formats.base import write_text
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from hzplan.peers import LOCAL
 from hzplan.peers.paired import paired_ratio
 from hzplan.solver.evaluate import evaluate, uniform

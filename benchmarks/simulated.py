@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.plans import best_by_role, best_single
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Mesh
+from hzplan.cost.model import CostModel
 from hzplan.formats.profile import Profile, signature
-from hzplan.hierarchy import Mesh
 from hzplan.models.gpt import GPT, PRESETS
 from hzplan.models.units import Unit, find_units
 from hzplan.solver.evaluate import Evaluation, evaluate, uniform
@@ -62,7 +62,7 @@ def profile(network: float) -> Profile:
                 "device": "cuda",
                 "memory_bytes": 80 << 30,
                 "peak_flops": 989e12,
-                "scattered_by_exchange": False,
+                "reduce_scatter_by_exchange": False,
             },
             "optimizer": {
                 "name": "adamw",

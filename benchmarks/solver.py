@@ -22,12 +22,12 @@ import pulp
 import typer
 
 from benchmarks.__main__ import about
-from hzplan.cost import CostModel
+from hzplan.cost.model import CostModel
+from hzplan.cost.parallel import share
 from hzplan.formats.base import write_text
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
 from hzplan.models.hf import CONFIGS
-from hzplan.parallel import share
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.problem import build_fastest

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hzplan.cost import CostModel, UnitCost, tensors_of
+from hzplan.core.buffers import assign_slots
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import TensorSpec, bucketise
+from hzplan.cost.memory import memory
+from hzplan.cost.model import CostModel, tensors_of
+from hzplan.cost.simulate import floor_ns, objective_ns
+from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import TensorSpec, bucketise
-from hzplan.memory import assign_slots, memory
-from hzplan.simulate import floor_ns, objective_ns
 from hzplan.solver.solve import Request
 
 MESHES = ("2", "2", "3", "4", "2|2", "2,2")
@@ -63,7 +65,7 @@ def random_profile(
                 "device": "cpu",
                 "memory_bytes": 2**30,
                 "peak_flops": 1e9,
-                "scattered_by_exchange": rng.random() < 0.5,
+                "reduce_scatter_by_exchange": rng.random() < 0.5,
                 "norm_seconds": own.choice([None, own.uniform(1, 100) * 1e-6]),
             },
             "optimizer": {
@@ -84,7 +86,8 @@ def random_profile(
                 for operation in ("all_gather", "reduce_scatter", "all_reduce")
             ],
             "interference": [
-                {"compute_lost": rng.uniform(0, 0.7), "slowdown": rng.uniform(1, 3)} for _ in mesh.tiers
+                {"compute_loss": rng.uniform(0, 0.7), "communication_slowdown": rng.uniform(1, 3)}
+                for _ in mesh.tiers
             ]
             * rng.randint(0, 1),
             "host": _host(own),
@@ -109,7 +112,7 @@ def _add_recomputation(uses: list[dict[str, Any]]) -> None:
             for use in uses:
                 for cost in use["costs"] if use["unit"] == unit else ():
                     longer = rng.uniform(0, 200) * 1e-6 if use["phase"] == "backward" else 0.0
-                    cost["recomputed"] = {
+                    cost["recompute"] = {
                         "seconds": longer,
                         "retained_bytes": cost["retained_bytes"] - rng.randint(-500, 4000),
                         "peak_bytes": cost["peak_bytes"] + rng.randint(0, 500),

@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import REDUCE_DTYPES, Dtype
+from hzplan.core.schedule import Use
 from hzplan.formats.plan import (
     Batch,
     BucketEntry,
@@ -21,12 +24,9 @@ from hzplan.formats.plan import (
     Source,
 )
 from hzplan.formats.profile import signature
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import REDUCE_DTYPES, Dtype
 from hzplan.models.hooks import attach
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
-from hzplan.schedule import Use
 
 
 def recorded_uses(workload: Workload, model: nn.Module) -> tuple[Use, ...]:

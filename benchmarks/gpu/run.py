@@ -29,7 +29,7 @@ import typer
 
 from benchmarks.__main__ import about
 from benchmarks.measure import ROOT, NoResult, output_of
-from hzplan.cost import CostModel
+from hzplan.cost.model import CostModel
 from hzplan.formats.base import to_text, write_text
 from hzplan.formats.cluster import find_cluster
 from hzplan.formats.plan import Plan

@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from hzplan.core.layout import boxes
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL, RNG, STATE
-from hzplan.layout import boxes
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.optimizer import ShardedOptimizer

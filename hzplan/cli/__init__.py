@@ -11,8 +11,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hzplan import __version__, job
+from hzplan import __version__
 from hzplan.errors import JobFailed, OutOfMemory, StreamError, UserError, is_lost_peer, last_cause, one_line
+from hzplan.launch import job
 
 COMMANDS = (
     "profile",

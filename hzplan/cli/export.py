@@ -11,10 +11,10 @@ import typer
 from hzplan.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
+    from hzplan.core.schedule import Schedule
     from hzplan.export.shape import Exported, Lost
     from hzplan.formats.plan import Plan
     from hzplan.formats.profile import Profile
-    from hzplan.schedule import Schedule
     from hzplan.solver.evaluate import Modes
 
 TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")

@@ -13,10 +13,10 @@ from hzplan.errors import UserError
 
 if TYPE_CHECKING:
     from hzplan.cli.console import Bar
+    from hzplan.core.hierarchy import Mesh
+    from hzplan.core.layout import Dtype
     from hzplan.formats.cluster import ClusterModel, Device
     from hzplan.formats.profile import Profile
-    from hzplan.hierarchy import Mesh
-    from hzplan.layout import Dtype
     from hzplan.models.workload import Workload
 
 Progress = Callable[[str, float], None]
@@ -139,8 +139,8 @@ def _in_this_process(work: Callable[[Bar], Profile], request: _Model, *, as_json
 
 def _in_job(request: _Model | _Links, nproc: int | None, *, as_json: bool) -> None:
     """Measure on every rank of this job, or of one that is started here."""
-    from hzplan import job
     from hzplan.cli import console, ranks
+    from hzplan.launch import job
 
     here = ranks.this_rank(nproc)
     world = here.world if here else nproc or 1
@@ -221,7 +221,7 @@ class _Model:
         """The model; UserError when it cannot be had or measured, or the profile not be written."""
         from hzplan.cli.paths import check_writable
         from hzplan.models.workload import load
-        from hzplan.profiler.optimizer import OPTIMIZERS
+        from hzplan.profiler.model.optimizer import OPTIMIZERS
 
         if writes:
             check_writable(self.output)
@@ -316,8 +316,8 @@ class _Model:
 
     def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, Device, Mesh]:
         """A cluster that is known by name or file, with so many nodes."""
+        from hzplan.core.hierarchy import Mesh
         from hzplan.formats.cluster import find_cluster
-        from hzplan.hierarchy import Mesh
 
         cluster, device = find_cluster(name)
         if nodes is not None and nodes < 1:
@@ -368,7 +368,7 @@ def _tiers(text: str | None) -> tuple[Mesh, tuple[str, ...]]:
 
 
 def _parsed(text: str) -> Mesh:
-    from hzplan.hierarchy import Mesh
+    from hzplan.core.hierarchy import Mesh
 
     try:
         return Mesh.parse(text)

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.table import Table
 
 from hzplan.cli import console
+from hzplan.core.hierarchy import Mesh
 from hzplan.formats.links import Links
 from hzplan.formats.profile import Profile, UnitEntry, UseCost
-from hzplan.hierarchy import Mesh
 
 SCATTERED = 0.25
 """Half the distance between quartiles, over the median, from which on a figure is marked."""
@@ -196,8 +196,9 @@ def _links(profile: Profile | Links) -> Table:
     if profile.interference:
         pairs = zip(names, profile.interference, strict=True)
         table.caption = "while both run: " + "; ".join(
-            f"{name} costs compute {entry.compute_lost:.0%}, its collectives take {entry.slowdown:.2f} "
-            f"times, two at once {entry.collision:.2f}"
+            f"{name} costs compute {entry.compute_loss:.0%}, "
+            f"its collectives take {entry.communication_slowdown:.2f} times, "
+            f"two at once {entry.contention:.2f}"
             for name, entry in pairs
         )
         table.caption_justify = "left"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from hzplan.core.layout import Dtype
 from hzplan.errors import UserError
-from hzplan.layout import Dtype
 
 MAX_BYTES = 2**52  # what a plan can record
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from hzplan.errors import UserError
-from hzplan.job import Place, place
+from hzplan.launch.job import Place, place
 
 RANKS_PER_CPU = 16
 
@@ -25,7 +25,7 @@ def this_rank(nproc: int | None) -> Place | None:
 
 def start_here(world: int) -> None:
     """Run this command line as ``world`` ranks here; UserError where the machine is plainly too small."""
-    from hzplan.launch import start
+    from hzplan.launch.local import start
 
     most = RANKS_PER_CPU * (os.cpu_count() or 1)
     if world > most:
@@ -40,7 +40,7 @@ def start_here(world: int) -> None:
 def say_how_on_a_cluster(here: Place, *, nodes: int | None = None) -> None:
     """Print the launch line for a cluster to who started ranks on one machine; ``nodes``: if known."""
     from hzplan.cli.console import remark
-    from hzplan.launch import cluster_line
+    from hzplan.launch.local import cluster_line
 
     if here.launched_here:
         line = cluster_line(sys.argv[1:], nodes=nodes, ranks_per_node=here.world // (nodes or 1))

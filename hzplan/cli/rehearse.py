@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from hzplan.cost.simulate import Timeline
     from hzplan.formats.plan import Plan
     from hzplan.formats.profile import Profile
-    from hzplan.simulate import Timeline
     from hzplan.solver.evaluate import Evaluation
     from hzplan.training.rehearse import Rehearsed
 
@@ -80,8 +80,8 @@ def _as_measured(profile: Profile) -> None:
     import torch
 
     from hzplan.cli import console
-    from hzplan.job import share_processors
-    from hzplan.profiler.ranks import Ranks
+    from hzplan.launch.job import share_processors
+    from hzplan.profiler.session.ranks import Ranks
 
     shared = profile.provenance.ranks_per_host
     if shared is not None:

@@ -40,8 +40,8 @@ def solved(path: Path, world: int) -> Path:
     taken to be as fast as they were. UserError when the plan's profile is not there or cannot be resized,
     Infeasible when nothing fits.
     """
+    from hzplan.cost.collectives import with_ranks
     from hzplan.formats.source import profile_of
-    from hzplan.rings import with_ranks
     from hzplan.solver.emit import emit
     from hzplan.solver.guard import request_of
     from hzplan.solver.solve import Infeasible as NothingFits

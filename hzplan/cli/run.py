@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hzplan.cli.run_request import TRACED_STEPS, Request
-from hzplan.job import TIMEOUT_S
+from hzplan.launch.job import TIMEOUT_S
 
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
@@ -129,7 +129,7 @@ def command(
         ranks.start_here(request.prepare(nproc).plan.mesh.world)
         return
 
-    from hzplan import job
+    from hzplan.launch import job
 
     with job.join(here, timeout_s=timeout) as joined:
         if replan:  # the first rank solves, if it must be, and the others find what it wrote

@@ -154,7 +154,7 @@ class Request:
 
         from hzplan.cli import console
         from hzplan.formats.source import profile_of
-        from hzplan.profiler.ranks import Ranks
+        from hzplan.profiler.session.ranks import Ranks
 
         pairs = []
         backend = Ranks.here().backend

@@ -258,7 +258,7 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
             f"These are {console.duration(chain.seconds)} in all; {chain.binding.what} is longer: "
             f"{console.duration(chain.binding.seconds)}."
         )
-    handed = " and tasks handed over" if found.model.interference.handoff_ns else ""
+    handed = " and tasks handed over" if found.model.interference.wakeup_ns else ""
     out.print(
         f"predicted {console.duration(found.step_s)}, of which {console.duration(sharing_s(found))} because "
         f"links and processors are shared{handed}"

@@ -149,7 +149,7 @@ def command(
         tie=None if tie is None else parse_share(tie, "--tie"),
         host_bytes=parse_bytes(host_memory, "--host-memory") if host_memory else 0,
     )
-    if recompute == "all" and not any(cost.recomputed for use in loaded.uses for cost in use.costs):
+    if recompute == "all" and not any(cost.recompute for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
     if sweep is not None and (baseline is not None or like is not None):
         raise UserError("--baseline and --like are for one question; leave them or --sweep out")
@@ -171,8 +171,8 @@ def _derived(
 ) -> tuple[Profile, Path]:
     """The profile on so many nodes, or of a rank's share, and where it is written for the plan to name."""
     from hzplan.cli.paths import check_writable
-    from hzplan.parallel import share
-    from hzplan.rings import with_nodes
+    from hzplan.cost.collectives import with_nodes
+    from hzplan.cost.parallel import share
 
     check_writable(output, keep=[profile])
     moved = loaded if nodes is None else with_nodes(loaded, nodes)
@@ -220,7 +220,7 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
 
 def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
     """The user's own setting: a plan file's, or what is written."""
-    from hzplan.cost import CostModel
+    from hzplan.cost.model import CostModel
     from hzplan.formats.plan import Plan
     from hzplan.solver.baseline import Baseline
     from hzplan.solver.evaluate import replay

@@ -196,7 +196,7 @@ class Report:
         if self.profile.modelled is None and cluster.device != "cuda":
             yield f"next: hzplan run {self.path}"
             return
-        from hzplan.launch import cluster_line
+        from hzplan.launch.local import cluster_line
         from hzplan.models.workload import BUILT_IN
 
         yield f"next: hzplan export {self.path} --to fsdp2 -o sharding.py"

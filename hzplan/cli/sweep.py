@@ -10,11 +10,11 @@ from pathlib import Path
 from hzplan.cli import console
 from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
+from hzplan.cost.collectives import MOST_NODES, nodes_of, with_nodes
+from hzplan.cost.parallel import share
 from hzplan.errors import Infeasible, JobFailed, UserError
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
-from hzplan.parallel import share
-from hzplan.rings import MOST_NODES, nodes_of, with_nodes
 from hzplan.show import front
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hzplan.core.hierarchy import Levels
 from hzplan.export.shape import GRADIENTS, Exported, Lost, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels
 
 LAST_WITH_MICS = "0.19.6"
 """Its release; later ones refuse a file with ``mics_shard_size``."""

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from hzplan.core.hierarchy import Levels
 from hzplan.export.shape import GRADIENTS, Exported, Group, Lost, about, groups_of, kept_on_device
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels
 
 LEAST_BUFFERS = 2
 """Of gradients: the ones that are reduced, and the next module's beside them."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hzplan.core.hierarchy import Levels
 from hzplan.export.shape import Exported, about, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels
 
 TEMPLATE = '''"""Megatron-FSDP as a plan of hzplan says: {about}.
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hzplan.core.hierarchy import Levels
+from hzplan.core.layout import TensorSpec
 from hzplan.formats.plan import Plan, PlanUnit
-from hzplan.hierarchy import Levels
-from hzplan.layout import TensorSpec
 
 GRADIENTS = "the gradients"
 """Where a loss is that no unit has for itself."""

@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hzplan.errors import UserError
+from hzplan.formats.migrations import MIGRATIONS
 
 # The limits keep every product that is formed of them inside 64 bits; nothing real comes near them.
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**52)]
@@ -49,12 +49,6 @@ def read(path: Path, kind: type[Document], *, form: str, version: int) -> Docume
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "(the whole file)"
         raise UserError(f"{path}: field {field}: {_one_line(first['msg'])}") from None
-
-
-Migration = Callable[[dict[str, Any]], dict[str, Any]]
-
-MIGRATIONS: Mapping[str, Mapping[int, Migration]] = {}
-"""By format and version: what makes a file's data that of the version after it."""
 
 
 def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hzplan.core.layout import boxes
 from hzplan.errors import UserError
 from hzplan.formats.base import NonNegativeInt, PositiveInt, Strict, fingerprint, read, to_text, write_text
-from hzplan.layout import boxes
 
 FORM, VERSION = "hzplan-checkpoint", 1
 FILE = "checkpoint.json"

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hzplan.core.layout import Dtype
 from hzplan.errors import UserError
 from hzplan.formats.base import PositiveInt, Strict, read
-from hzplan.layout import Dtype
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (_PACKAGE / "_cost_models", _PACKAGE.parent / "cost_models")

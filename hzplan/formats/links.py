@@ -23,7 +23,7 @@ class Links(Strict):
     """What ``hzplan profile --only links`` measured; the parts of a profile that are not a model's."""
 
     format: Literal["hzplan.links"] = "hzplan.links"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     provenance: ProvenanceEntry
     cluster: ClusterEntry
     collectives: tuple[CollectiveCurve, ...]
@@ -40,7 +40,7 @@ class Links(Strict):
     @classmethod
     def load(cls, path: str | Path) -> Links:
         """Read links; UserError of one line when it is not that."""
-        return read(Path(path), cls, form="hzplan.links", version=1)
+        return read(Path(path), cls, form="hzplan.links", version=2)
 
     def save(self, path: str | Path) -> None:
         """Write the canonical text, whole or not at all."""

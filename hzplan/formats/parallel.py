@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.base import PositiveInt, Strict
-from hzplan.hierarchy import Mesh
 
 NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 MOST = 1 << 14

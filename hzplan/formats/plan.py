@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.formats.base import (
     Fraction,
     Gap,
@@ -21,8 +23,6 @@ from hzplan.formats.base import (
     write_text,
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import REDUCE_DTYPES, Dtype
 
 
 class Shards(Strict):

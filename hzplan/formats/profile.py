@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hzplan.core.hierarchy import Mesh
+from hzplan.core.layout import Dtype, TensorSpec
+from hzplan.core.schedule import Use
 from hzplan.formats.base import (
     Fraction,
     Measured,
@@ -22,9 +25,6 @@ from hzplan.formats.base import (
     write_text,
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
-from hzplan.hierarchy import Mesh
-from hzplan.layout import Dtype, TensorSpec
-from hzplan.schedule import Use
 
 MAX_TENSOR_BYTES = 2**44
 
@@ -59,7 +59,7 @@ class UnitEntry(Strict):
     requires: tuple[str, ...]
 
 
-class RecomputedCost(Strict):
+class RecomputeCost(Strict):
     """The same use where its unit keeps only what went into its forward, and computes that again in its
     backward. ``seconds``: how much longer the use then takes; bytes as in ``UseCost``."""
 
@@ -73,35 +73,35 @@ class UseCost(Strict):
 
     ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
     ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
-    between the quartiles of repeats, over their median. ``late_seconds``: by how much the slowest rank takes
-    longer. ``recomputed``: None where the unit's forward cannot be computed again, or nothing is gained.
+    between the quartiles of repeats, over their median. ``straggler_seconds``: by how much the slowest rank
+    takes longer. ``recompute``: None where the unit's forward cannot be computed again, or nothing is gained.
     """
 
     micro_batch: PositiveInt
     seconds: Measured
     spread: Fraction
-    late_seconds: Measured = 0.0
+    straggler_seconds: Measured = 0.0
     flops: NonNegativeInt
     retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
     peak_bytes: NonNegativeInt
-    recomputed: RecomputedCost | None = None
+    recompute: RecomputeCost | None = None
 
 
 class UseEntry(Strict):
     """A unit's turn in one forward and backward pass, in the order recorded.
 
-    ``reads``: whether it reads parameters; an embedding's backward does not.
+    ``reads_parameters``: whether it reads parameters; an embedding's backward does not.
     """
 
     unit: str
     phase: Phase
-    reads: bool = True
+    reads_parameters: bool = True
     costs: tuple[UseCost, ...]
 
     @property
     def use(self) -> Use:
         """As the schedule sees it."""
-        return Use(self.unit, self.phase, self.reads)
+        return Use(self.unit, self.phase, self.reads_parameters)
 
 
 class CollectivePoint(Strict):
@@ -124,31 +124,31 @@ class CollectiveCurve(Strict):
 class InterferenceEntry(Strict):
     """What a tier's communication and compute cost each other while both run, on all ranks at once.
 
-    ``compute_lost``: the share of compute's speed that is lost; ``slowdown``: how many times as long a
+    ``compute_loss``: the share of compute's speed that is lost; ``slowdown``: how many times as long a
     collective takes. ``collision``: how many times as long two collectives at once take as one after the
     other.
     """
 
-    compute_lost: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-    slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
-    collision: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
+    compute_loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+    communication_slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+    contention: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
 
 
 class StragglerEntry(Strict):
     """Ranks of a host that held the others up when the profile was made: their compute, or messages to and
-    from them, took ``times`` as long."""
+    from them, took ``slowdown`` times as long."""
 
     what: Literal["compute", "links"]
     host: str
     ranks: tuple[NonNegativeInt, ...]
-    times: Rate
+    slowdown: Rate
 
     def describe(self) -> str:
         """For people, in one line."""
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} ({self.host})"
         if self.what == "compute":
-            return f"{who}: compute takes {self.times:.1f} times as long as on the other ranks"
-        return f"{who}: messages to and from there take {self.times:.1f} times as long as others"
+            return f"{who}: compute takes {self.slowdown:.1f} times as long as on the other ranks"
+        return f"{who}: messages to and from there take {self.slowdown:.1f} times as long as others"
 
 
 class OptimizerPoint(Strict):
@@ -204,7 +204,7 @@ class ModelEntry(Strict):
 class ClusterEntry(Strict):
     """Where it was measured. ``memory_bytes`` is what one rank may use, before any reserve;
     ``norm_seconds``: how long all ranks take to add up one number, which clipping waits for;
-    ``handoff_seconds``: how long a stream's thread takes to hear of what it waited for, None where a device
+    ``wakeup_seconds``: how long a stream's thread takes to hear of what it waited for, None where a device
     has the streams."""
 
     mesh: str
@@ -213,9 +213,9 @@ class ClusterEntry(Strict):
     device: str
     memory_bytes: PositiveInt
     peak_flops: Rate
-    scattered_by_exchange: bool
+    reduce_scatter_by_exchange: bool
     norm_seconds: Measured | None = None
-    handoff_seconds: Measured | None = None
+    wakeup_seconds: Measured | None = None
 
 
 class ProvenanceEntry(Strict):
@@ -267,7 +267,7 @@ class Profile(Strict):
     """
 
     format: Literal["hzplan.profile"] = "hzplan.profile"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     provenance: ProvenanceEntry
     modelled: ModelledEntry | None = None
     calibrated: CalibratedEntry | None = None
@@ -301,8 +301,10 @@ class Profile(Strict):
                 raise ValueError(f"units: {unit.name} requires a unit that is not listed")
         whole: set[str] = set()
         for index, entry in enumerate(self.uses):
-            if not entry.reads and (entry.phase == "forward" or entry.unit not in whole):
-                raise ValueError(f"uses.{index}: reads must be true in forward and at a unit's first use")
+            if not entry.reads_parameters and (entry.phase == "forward" or entry.unit not in whole):
+                raise ValueError(
+                    f"uses.{index}: reads_parameters is true in forward and at a unit's first use"
+                )
             whole.add(entry.unit)
         sizes = [cost.micro_batch for cost in self.uses[0].costs]
         if not sizes or sorted(set(sizes)) != sizes:
@@ -337,7 +339,7 @@ class Profile(Strict):
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; UserError of one line when it is not one."""
-        return read(Path(path), cls, form="hzplan.profile", version=1)
+        return read(Path(path), cls, form="hzplan.profile", version=2)
 
     def save(self, path: str | Path) -> None:
         """Write the canonical text, whole or not at all."""

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, TensorSpec
 from hzplan.errors import UserError
-from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, TensorSpec
 from hzplan.models.local import local
 
 

@@ -124,8 +124,8 @@ def no_room(plan: Plan, peers: int, device_bytes: int | None) -> str | None:
 
 def _device_bytes(setting: Setting) -> int | None:
     """Of the smallest GPU, the same on all ranks; a host's memory is not asked."""
-    from hzplan.profiler.machine import rank_memory_bytes
-    from hzplan.profiler.ranks import Ranks
+    from hzplan.profiler.session.machine import rank_memory_bytes
+    from hzplan.profiler.session.ranks import Ranks
 
     ranks = Ranks.here()
     return min(ranks.gather(rank_memory_bytes(ranks))) if setting.device.type == "cuda" else None

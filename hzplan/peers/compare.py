@@ -12,7 +12,7 @@ from hzplan.errors import is_out_of_memory, one_line
 from hzplan.peers.contender import WARM_UP_STEPS, Contender, NotHere
 from hzplan.peers.paired import Ratio, paired_ratio
 from hzplan.peers.traffic import sent_bytes
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.session.ranks import Ranks
 
 TRAINED = WARM_UP_STEPS + 1
 """Steps that a contender has behind it when the first round begins."""

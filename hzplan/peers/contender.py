@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
-from hzplan.profiler.optimizer import OPTIMIZERS
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.session.ranks import Ranks
 from hzplan.training.batches import Batches
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
 from hzplan.training.step import forward_backward

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from hzplan.errors import JobFailed
-from hzplan.job import TIMEOUT_S, end_with_parent, meeting_point, place
+from hzplan.launch.job import TIMEOUT_S, end_with_parent, meeting_point, place
 from hzplan.models.workload import load
 from hzplan.peers.contender import NotHere, Setting, Trainer, Turn
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.session.ranks import Ranks
 from hzplan.training.batches import batches, reads_bytes
 from hzplan.training.data import load_corpus
 from hzplan.training.step import on_device

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.session.ranks import Ranks
 
 
 class MegatronFSDP(Trainer):

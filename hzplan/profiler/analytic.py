@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from hzplan.core.hierarchy import Mesh
+from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
+from hzplan.cost.collectives import collectives, travelling_bytes
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, Device
 from hzplan.formats.links import Links
@@ -20,20 +23,17 @@ from hzplan.formats.profile import (
     UseCost,
     UseEntry,
 )
-from hzplan.hierarchy import Mesh
-from hzplan.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 from hzplan.models.workload import Workload
-from hzplan.profiler.again import differences, with_again
-from hzplan.profiler.entries import joined_units, model_entry
-from hzplan.profiler.fake import FakeTurn, Rates
-from hzplan.profiler.links import LAST_BYTES
-from hzplan.profiler.machine import provenance, rank_memory_bytes
 from hzplan.profiler.measure import measure_with
-from hzplan.profiler.optimizer import footprint
-from hzplan.profiler.ranks import Ranks
-from hzplan.profiler.samples import nanoseconds
-from hzplan.profiler.shapes import Shapes, in_shapes
-from hzplan.rings import collectives, travelling_bytes
+from hzplan.profiler.model.entries import joined_units, model_entry
+from hzplan.profiler.model.fake import FakeTurn, Rates
+from hzplan.profiler.model.optimizer import footprint
+from hzplan.profiler.model.recompute import differences, with_again
+from hzplan.profiler.model.shapes import Shapes, in_shapes
+from hzplan.profiler.network.links import LAST_BYTES
+from hzplan.profiler.session.machine import provenance, rank_memory_bytes
+from hzplan.profiler.session.ranks import Ranks
+from hzplan.profiler.session.statistics import nanoseconds
 
 LEAST_ELEMENTS = 1 << 10
 LEAST_COPIED_BYTES, MOST_COPIED_BYTES = 1 << 16, 1 << 30
@@ -146,7 +146,7 @@ def _cluster(cluster: ClusterModel, mesh: Mesh, memory_bytes: int, peak_flops: f
         device=_kind(cluster),
         memory_bytes=memory_bytes,
         peak_flops=peak_flops,
-        scattered_by_exchange=cluster.backend == "gloo",
+        reduce_scatter_by_exchange=cluster.backend == "gloo",
     )
 
 
@@ -162,7 +162,7 @@ def _uses(shapes: Shapes) -> tuple[UseEntry, ...]:
         UseEntry(
             unit=use.unit,
             phase=use.phase,
-            reads=shapes.reads(use),
+            reads_parameters=shapes.reads(use),
             costs=tuple(of[index] for of in costs.values()),
         )
         for index, use in enumerate(shapes.uses)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict, fingerprint
 from hzplan.formats.links import Links
@@ -26,26 +27,25 @@ from hzplan.formats.profile import (
     UseEntry,
     signature,
 )
-from hzplan.hierarchy import Mesh
 from hzplan.models.units import Unit, master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.entries import as_dtype, joined_units, model_entry, unit_entry
-from hzplan.profiler.fake import Rates
-from hzplan.profiler.folded import fold, is_too_large
-from hzplan.profiler.handoff import measure_handoff
-from hzplan.profiler.host import measure_host
-from hzplan.profiler.interference import measure_interference
-from hzplan.profiler.kept import Kept
-from hzplan.profiler.known import Known, merged
-from hzplan.profiler.links import LAST_BYTES, measure_links, measure_norm
-from hzplan.profiler.machine import peak_flops, provenance, rank_memory_bytes
-from hzplan.profiler.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
-from hzplan.profiler.progress import Progress
-from hzplan.profiler.ranks import Ranks, local_ranks
-from hzplan.profiler.shapes import Shapes, in_shapes
-from hzplan.profiler.stragglers import slow_compute, slow_links
-from hzplan.profiler.turns import Turns
-from hzplan.profiler.uses import measure_uses
+from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.entries import as_dtype, joined_units, model_entry, unit_entry
+from hzplan.profiler.model.fake import Rates
+from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
+from hzplan.profiler.model.shapes import Shapes, in_shapes
+from hzplan.profiler.model.shared_weights import fold, is_too_large
+from hzplan.profiler.model.time import measure_uses
+from hzplan.profiler.network.host import measure_host
+from hzplan.profiler.network.interference import measure_interference
+from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm
+from hzplan.profiler.network.stragglers import slow_compute, slow_links
+from hzplan.profiler.network.wakeup import measure_wakeup
+from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes
+from hzplan.profiler.session.progress import Progress
+from hzplan.profiler.session.ranks import Ranks, local_ranks
+from hzplan.profiler.session.resume import Kept
+from hzplan.profiler.session.reuse import Known, merged
 from hzplan.runtime.collectives import exchanges
 
 # About how many seconds each part takes at most, for the progress shown.
@@ -184,9 +184,9 @@ def measure_with(
     model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
-    handoff = measure_handoff(ranks) if links.cluster.device == ranks.device.type == "cpu" else None
+    wakeup = measure_wakeup(ranks) if links.cluster.device == ranks.device.type == "cpu" else None
     parts.finish("measured")
-    cluster = links.cluster.model_copy(update={"peak_flops": peak, "handoff_seconds": handoff})
+    cluster = links.cluster.model_copy(update={"peak_flops": peak, "wakeup_seconds": wakeup})
     return model.profile(links.model_copy(update={"cluster": cluster}))
 
 
@@ -360,9 +360,9 @@ def _measure_links(
             device=ranks.device.type,
             memory_bytes=memory_bytes,
             peak_flops=peak,
-            scattered_by_exchange=ranks.size > 1 and exchanges(ranks.device),
+            reduce_scatter_by_exchange=ranks.size > 1 and exchanges(ranks.device),
             norm_seconds=measure_norm(ranks),
-            handoff_seconds=None if apart else measure_handoff(ranks),
+            wakeup_seconds=None if apart else measure_wakeup(ranks),
         ),
         collectives=collectives,
         interference=interference,

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hzplan.core.buffers import assign_slots
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import MASTER_DTYPE, TensorSpec, bucketise
+from hzplan.core.schedule import Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import MASTER_DTYPE, TensorSpec, bucketise
-from hzplan.memory import assign_slots
 from hzplan.models.deferred import Waiting, become, stand_in
 from hzplan.models.hooks import attach
 from hzplan.models.local import split_over
@@ -32,7 +33,6 @@ from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.world import Job, World
-from hzplan.schedule import Schedule, Use, build
 
 NOTE = "while allocating what lasts of unit "
 """How an error is marked with the unit that ``apply`` was busy with."""
@@ -221,7 +221,7 @@ def apply(
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
     engine = Engine(
-        *(states, schedule, slots.unshard, slots.staging, choice.mesh, device, world, streams),
+        *(states, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
     )
     optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)

@@ -7,9 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from hzplan.cost import reduce_spans
-from hzplan.hierarchy import Mesh, Stage
-from hzplan.layout import BucketLayout
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.layout import BucketLayout
 from hzplan.models.local import cast, local, put
 from hzplan.runtime.collectives import Gather, Reduction
 from hzplan.runtime.world import Groups, World
@@ -173,16 +172,16 @@ class Bucket:
         """The parts of 0 → ℓg and, on the last micro-batch, ℓg → L in a tier."""
         if not self.layout.trainable:
             return []
-        spans = reduce_spans(self.mesh, tier, self.layout.levels.grad, final=final)
+        spans = self.mesh.reduce_stages(tier, self.layout.levels.grad, final=final)
         return [stage for stage in spans if stage is not None]
 
-    def regather_stage(self, tier: int) -> Stage | None:
+    def grad_gather_stage(self, tier: int) -> Stage | None:
         """The part of L → ℓo in a tier: the sum goes back to the replicas."""
         if not self.layout.trainable:
             return None
         return self.mesh.stage_in_tier(tier, self.layout.levels.optim, self.mesh.levels)
 
-    def sync_stage(self, tier: int) -> Stage | None:
+    def param_gather_stage(self, tier: int) -> Stage | None:
         """The part of ℓo → ℓp in a tier: updated parameters."""
         if not self.layout.trainable:
             return None
@@ -224,15 +223,15 @@ class Bucket:
             found.append((made, arrives))
         return found
 
-    def regather(self, tier: int, groups: Groups) -> Gather | None:
+    def grad_gather(self, tier: int, groups: Groups) -> Gather | None:
         """Of the reduced gradient back to ℓo, in place."""
-        if self.grad is None or (stage := self.regather_stage(tier)) is None:
+        if self.grad is None or (stage := self.grad_gather_stage(tier)) is None:
             return None
         return self._in_place(self.grad, self.layout.levels.grad, stage, groups, self._wire)
 
-    def sync(self, tier: int, groups: Groups) -> Gather | None:
+    def param_gather(self, tier: int, groups: Groups) -> Gather | None:
         """Of updated parameters from ℓo to ℓp, in place."""
-        if (stage := self.sync_stage(tier)) is None:
+        if (stage := self.param_gather_stage(tier)) is None:
             return None
         return self._in_place(self.param, self.layout.levels.param, stage, groups)
 
@@ -272,7 +271,7 @@ class Bucket:
         levels, tiers = self.layout.levels, range(len(self.mesh.tiers))
         whole = self.param.new_empty(self.layout.numel, dtype=self.master.dtype)
         self.within(whole, 0, levels.optim).copy_(self.master)
-        stages = [("sync", self.sync_stage(tier)) for tier in reversed(tiers)]
+        stages = [("sync", self.param_gather_stage(tier)) for tier in reversed(tiers)]
         stages += [("unshard", self.unshard_stage(tier)) for tier in reversed(tiers)]
         for kind, stage in stages:
             if stage is not None:

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hzplan.cost import LANES, scratch_bytes
+from hzplan.core.buffers import LANES, scratch_bytes, slot_sizes
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
-from hzplan.hierarchy import Mesh, Stage
-from hzplan.layout import slot_sizes
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.cuda import Device
@@ -24,7 +24,6 @@ from hzplan.runtime.launcher import Launcher
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
 from hzplan.runtime.world import World
-from hzplan.schedule import Kind, Schedule, Task, Use
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 MOST_GATHERS = 1 << 8
@@ -117,7 +116,9 @@ class Engine:
             ]
 
         unshard = slots(unshard_slots, {name: unit.unshard_bytes for name, unit in self.units.items()})
-        staging = slots(staging_slots, {name: unit.staging_bytes for name, unit in self.units.items()})
+        staging = slots(
+            staging_slots, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
+        )
         for name, unit in self.units.items():
             unit.place(
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
@@ -167,18 +168,18 @@ class Engine:
             if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
                 final = task.kind is Kind.FINAL_REDUCE
                 found += [(bucket, stage) for stage in bucket.reduce_stages(task.tier, final=final)]
-            elif task.kind in (Kind.UNSHARD, Kind.REGATHER, Kind.SYNC):
+            elif task.kind in (Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER):
                 stage = {
                     Kind.UNSHARD: bucket.unshard_stage,
-                    Kind.REGATHER: bucket.regather_stage,
-                    Kind.SYNC: bucket.sync_stage,
+                    Kind.GRAD_GATHER: bucket.grad_gather_stage,
+                    Kind.PARAM_GATHER: bucket.param_gather_stage,
                 }[task.kind](task.tier)
                 found += [(bucket, stage)] if stage is not None else []
         return found
 
     def nbytes(self, task: Task) -> int:
         """The bytes of a communication task's whole buffers, as they travel: of the coarser slice."""
-        gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER)
+        gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
         return sum(
             (bucket.gradient_wire_nbytes if gradients else bucket.layout.nbytes)
             // self.mesh.shards[stage.low]
@@ -218,7 +219,11 @@ class Engine:
             return _Prepared([reduction for found in listed for reduction in found], [])
         gathers = []
         for bucket in buckets:
-            gather = {Kind.UNSHARD: bucket.unshard, Kind.REGATHER: bucket.regather, Kind.SYNC: bucket.sync}
+            gather = {
+                Kind.UNSHARD: bucket.unshard,
+                Kind.GRAD_GATHER: bucket.grad_gather,
+                Kind.PARAM_GATHER: bucket.param_gather,
+            }
             gathers.append(gather[task.kind](task.tier, self.groups))
         return _Prepared([], [found for found in gathers if found is not None])
 
@@ -439,7 +444,7 @@ class Engine:
                 self.run(Task(-1, kind, "", (name,), tier, position))
             if final:
                 for tier in reversed(range(len(self.mesh.tiers))):
-                    self.run(Task(-1, Kind.REGATHER, "", (name,), tier, position))
+                    self.run(Task(-1, Kind.GRAD_GATHER, "", (name,), tier, position))
 
     def _update_on_demand(self) -> None:
         self._make_whole(())  # what an evaluation left whole has old values from here on
@@ -454,7 +459,7 @@ class Engine:
 
     def _sync(self, name: str) -> None:
         for tier in reversed(range(len(self.mesh.tiers))):
-            self.run(Task(-1, Kind.SYNC, "", (name,), tier))
+            self.run(Task(-1, Kind.PARAM_GATHER, "", (name,), tier))
 
     def settle(self) -> None:
         """Between two steps: return when all that the last one launched is done."""
@@ -492,8 +497,8 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         for tier in range(tiers):
             found.add(("unshard", bucket.unshard_stage(tier)))
-            found.add(("sync", bucket.regather_stage(tier)))
-            found.add(("sync", bucket.sync_stage(tier)))
+            found.add(("sync", bucket.grad_gather_stage(tier)))
+            found.add(("sync", bucket.param_gather_stage(tier)))
             for final in (False, True):
                 found |= {("reduce", stage) for stage in bucket.reduce_stages(tier, final=final)}
     return {(kind, stage) for kind, stage in found if stage is not None}

@@ -26,9 +26,9 @@ from enum import Enum
 
 from torch.autograd import profiler
 
+from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
 from hzplan.errors import StreamError
 from hzplan.runtime.faults import named
-from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
 POLL_S = 1.0
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from hzplan.hierarchy import Mesh, Stage
+from hzplan.core.hierarchy import Mesh, Stage
 
 
 class Communicators:

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
 from hzplan.runtime.executor import StepRecord, Streams, booking, launches, needs, span
 from hzplan.runtime.faults import named
-from hzplan.schedule import COMPUTE_STREAM, Schedule, Task
 
 
 class Event(Protocol):

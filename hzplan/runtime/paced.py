@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hzplan.hierarchy import Mesh, Stage
+from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.runtime.paced_cuda import DeviceWire
 
 DONE_S = 1e-6
@@ -45,11 +45,11 @@ def _lateness_s() -> float:
 class Wire:
     """A tier's link: the streams that have something under way share it equally, each of them in order.
 
-    ``collision``: how many times as long several streams take together as one after the other.
+    ``contention``: how many times as long several streams take together as one after the other.
     """
 
-    def __init__(self, collision: float = 1.0) -> None:
-        self._collision = collision
+    def __init__(self, contention: float = 1.0) -> None:
+        self._contention = contention
         self._on_device: DeviceWire | None = None
         self._changed = threading.Condition()
         # By stream, in order: seconds that what is under way would still need alone.
@@ -69,7 +69,7 @@ class Wire:
     def start_on(self, device: torch.device, seconds: float, stream: str = "") -> torch.cuda.Event:
         """The same on a GPU, in its own time."""
         if self._on_device is None:
-            self._on_device = DeviceWire(device, self._collision)
+            self._on_device = DeviceWire(device, self._contention)
         return self._on_device.start(stream, seconds)
 
     def wait(self, key: object) -> None:
@@ -95,7 +95,7 @@ class Wire:
 
     def _slowdown(self) -> float:
         many = len(self._left)
-        return many * self._collision if many > 1 else 1.0
+        return many * self._contention if many > 1 else 1.0
 
     def _settle(self) -> None:
         """What has passed since the last time, in turn to the next end. Lock held."""
@@ -199,13 +199,13 @@ class PacedWorld:
         seconds: Seconds,
         *,
         exchanges: bool,
-        collision: Sequence[float] = (),
+        contention: Sequence[float] = (),
         norm_s: float = 0.0,
     ) -> None:
         self.rank, self.size = rank, mesh.world
         self._seconds, self._exchanges, self._norm_s = seconds, exchanges, norm_s
         _lateness_s()  # which takes a while, the first time
-        self._wires = [Wire(factor) for factor in collision or [1.0] * len(mesh.tiers)]
+        self._wires = [Wire(factor) for factor in contention or [1.0] * len(mesh.tiers)]
         self._meeting = Wire()
         self._under_way: list[dict[int, dict[Stage, int]]] = [defaultdict(dict) for _ in self._wires]
 

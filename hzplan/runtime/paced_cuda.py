@@ -18,7 +18,7 @@ MOST_STREAMS = 8
 """Kinds of collectives that a tier has a stream each for."""
 
 SOURCE = """
-extern "C" __global__ void hold(volatile int* under_way, int stream, double alone_ns, double collision) {
+extern "C" __global__ void hold(volatile int* under_way, int stream, double alone_ns, double contention) {
     under_way[stream] = 1;
     double left = alone_ns;
     unsigned long long last = NOW();
@@ -26,7 +26,7 @@ extern "C" __global__ void hold(volatile int* under_way, int stream, double alon
         int many = 0;
         for (int other = 0; other < MOST_STREAMS; ++other) many += under_way[other];
         unsigned long long now = NOW();
-        left -= (double)(now - last) / (many > 1 ? many * collision : 1.0);
+        left -= (double)(now - last) / (many > 1 ? many * contention : 1.0);
         last = now;
     }
     under_way[stream] = 0;
@@ -62,10 +62,10 @@ def _a_place_for_headers() -> Iterator[None]:
 
 
 class DeviceWire:
-    """``collision``: how many times as long several streams take together as one after the other."""
+    """``contention``: how many times as long several streams take together as one after the other."""
 
-    def __init__(self, device: torch.device, collision: float = 1.0) -> None:
-        self._device, self._collision = device, collision
+    def __init__(self, device: torch.device, contention: float = 1.0) -> None:
+        self._device, self._contention = device, contention
         self._under_way = torch.zeros(MOST_STREAMS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # or streams would look at it before it is zero
         self._queues: dict[str, torch.cuda.Stream] = {}
@@ -82,7 +82,7 @@ class DeviceWire:
         queue.wait_stream(torch.cuda.current_stream(self._device))
         place = list(self._queues).index(stream)
         with torch.cuda.stream(queue):
-            arguments = [self._under_way, place, seconds * 1e9, float(self._collision)]
+            arguments = [self._under_way, place, seconds * 1e9, float(self._contention)]
             _kernel(self._device)((1, 1, 1), (1, 1, 1), arguments)
         over = torch.cuda.Event()
         over.record(queue)

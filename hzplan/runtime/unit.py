@@ -46,7 +46,7 @@ class UnitState:
         return sum(bucket.layout.nbytes for bucket in self.buckets if bucket.sharded)
 
     @property
-    def staging_bytes(self) -> int:
+    def gradient_buffer_bytes(self) -> int:
         """Bytes of the slot that the unit needs for unreduced gradients."""
         return sum(bucket.layout.master_nbytes for bucket in self.buckets if bucket.staged)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.hierarchy import Mesh, Stage
+from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.runtime.groups import Communicators
 
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hzplan.schedule import Kind, Schedule
-from hzplan.simulate import Timeline
+from hzplan.core.schedule import Kind, Schedule
+from hzplan.cost.simulate import Timeline
 
 
 def activations(

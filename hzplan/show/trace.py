@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Schedule, Task
-from hzplan.simulate import Timeline
+from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Schedule, Task
+from hzplan.cost.simulate import Timeline
 
 WAITS = "waiting"
 """The row below ``compute`` that says what compute waits for."""

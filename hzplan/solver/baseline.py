@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.schemes import Recomputing, Row, Settings, schemes
 from hzplan.solver.search import Search

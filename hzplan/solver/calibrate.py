@@ -20,7 +20,7 @@ from hzplan.formats.profile import (
     CollectivePoint,
     OptimizerPoint,
     Profile,
-    RecomputedCost,
+    RecomputeCost,
     UseCost,
 )
 from hzplan.solver.evaluate import Evaluation, replay
@@ -82,15 +82,15 @@ class Factors:
         )
 
 
-Point = TypeVar("Point", UseCost, RecomputedCost, CollectivePoint, OptimizerPoint)
+Point = TypeVar("Point", UseCost, RecomputeCost, CollectivePoint, OptimizerPoint)
 
 
 def _times(point: Point, factor: float) -> Point:
     update: dict[str, object] = {"seconds": round(point.seconds * factor, 9)}
     if isinstance(point, UseCost):
-        update["late_seconds"] = round(point.late_seconds * factor, 9)
-        if point.recomputed is not None:
-            update["recomputed"] = _times(point.recomputed, factor)
+        update["straggler_seconds"] = round(point.straggler_seconds * factor, 9)
+        if point.recompute is not None:
+            update["recompute"] = _times(point.recompute, factor)
     return point.model_copy(update=update)
 
 

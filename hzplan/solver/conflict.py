@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hzplan.cost.collectives import nodes_of, with_nodes
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
-from hzplan.rings import nodes_of, with_nodes
 from hzplan.solver.search import Request
 from hzplan.solver.solve import searches_of
 
@@ -27,7 +27,7 @@ class Conflict:
 def decided(profile: Profile, request: Request) -> dict[str, Request]:
     """What a question says beforehand, as it is written on the command line, and the question without it."""
     found = {f"--pin {pin!r}": _without(request, pin) for pin in request.pins}
-    if request.recompute == "none" and any(cost.recomputed for use in profile.uses for cost in use.costs):
+    if request.recompute == "none" and any(cost.recompute for use in profile.uses for cost in use.costs):
         found[BAN] = replace(request, recompute="choose")
     return found
 

@@ -6,7 +6,9 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-from hzplan.cost import tensors_of
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import REDUCE_DTYPES, bucketise
+from hzplan.cost.model import tensors_of
 from hzplan.formats.base import fingerprint
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import (
@@ -22,8 +24,6 @@ from hzplan.formats.plan import (
     Source,
 )
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import REDUCE_DTYPES, bucketise
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.solve import Request, Solved
 

@@ -8,16 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from hzplan.cost import CostModel, Interference, UnitCost, tensors_of
+from hzplan.core.buffers import Slots, assign_slots
+from hzplan.core.hierarchy import Levels
+from hzplan.core.layout import Dtype, bucketise
+from hzplan.core.schedule import Schedule
+from hzplan.cost.interference import Interference
+from hzplan.cost.memory import Memory, memory
+from hzplan.cost.model import CostModel, tensors_of
+from hzplan.cost.simulate import Timeline, floor_ns, objective_ns, replay_shared, tier_loads_ns
+from hzplan.cost.unit import UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
-from hzplan.layout import Dtype, bucketise
-from hzplan.memory import Memory, Slots, assign_slots, memory
-from hzplan.schedule import Schedule
-from hzplan.simulate import Timeline, floor_ns, objective_ns, replay_shared, tier_loads_ns
 from hzplan.solver.patterns import unit_cost
 
 MAX_ACCUMULATION = 1024  # forward passes in a step
@@ -73,15 +76,15 @@ class Evaluation:
     @cached_property
     def predicted(self) -> Timeline:
         """The simulator's answer, links shared."""
-        late = self.model.late_ns(self.schedule, self.micro_batch)
+        late = self.model.straggler_ns(self.schedule, self.micro_batch)
         return replay_shared(self.schedule, self.durations_ns, self.model.interference, late)
 
     @cached_property
     def undisturbed(self) -> Timeline:
         """The same for a rank whose links cost its compute nothing, and that waits for no late one."""
         measured = self.model.interference
-        none = Interference.none(self.schedule.tiers, measured.handoff_ns)
-        cost = replace(none, collision=measured.collision)
+        none = Interference.none(self.schedule.tiers, measured.wakeup_ns)
+        cost = replace(none, contention=measured.contention)
         return replay_shared(self.schedule, self.durations_ns, cost)
 
     @property

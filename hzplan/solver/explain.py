@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hzplan.cost import tensors_of
+from hzplan.core.hierarchy import Levels
+from hzplan.core.schedule import Kind
+from hzplan.cost.model import tensors_of
+from hzplan.cost.simulate import tier_loads_ns
 from hzplan.errors import UserError
-from hzplan.hierarchy import Levels
-from hzplan.schedule import Kind
 from hzplan.show import readable
-from hzplan.simulate import tier_loads_ns
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate
 from hzplan.solver.paths import Network
 from hzplan.solver.patterns import switch_names
@@ -24,8 +24,8 @@ DOING: Mapping[Kind, str] = {
     Kind.UNSHARD: "gathering parameters",
     Kind.REDUCE: "reducing gradients",
     Kind.FINAL_REDUCE: "reducing gradients",
-    Kind.REGATHER: "gathering gradients to replicas",
-    Kind.SYNC: "gathering updated parameters",
+    Kind.GRAD_GATHER: "gathering gradients to replicas",
+    Kind.PARAM_GATHER: "gathering updated parameters",
     Kind.UPDATE: "optimizer",
     Kind.FETCH: "fetching optimizer state from the host",
     Kind.STORE: "storing optimizer state on the host",

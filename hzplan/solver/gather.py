@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task
+from hzplan.cost.simulate import critical, tier_loads_ns
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task
 from hzplan.show.occupancy import activations
 from hzplan.show.readable import cluster, count, duration, size, worker
 from hzplan.show.report import Beside, Contender, Occupancy, Part, Report, Span, Tensor, Tier
-from hzplan.simulate import critical, tier_loads_ns
 from hzplan.solver.calibrate import waits_s
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 
-from hzplan.hierarchy import Levels
-from hzplan.simulate import events
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.simulate import events
 from hzplan.solver.evaluate import Evaluation, Modes, within
 from hzplan.solver.patterns import MAX_BUCKETS
 from hzplan.solver.schemes import slack_bytes
@@ -193,7 +193,7 @@ def _shorter(one: Evaluation, other: Evaluation) -> bool:
 
 
 def _late(one: Evaluation) -> list[int]:
-    return one.model.late_ns(one.schedule, one.micro_batch)
+    return one.model.straggler_ns(one.schedule, one.micro_batch)
 
 
 def _key(one: Evaluation) -> object:

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hzplan.cost import CostModel, UnitCost
-from hzplan.schedule import Kind, Schedule, Task
+from hzplan.core.schedule import Kind, Schedule, Task
+from hzplan.cost.model import CostModel
+from hzplan.cost.unit import UnitCost
 from hzplan.solver.patterns import SWITCHED, duration_keys
 
 MS = 1e-6  # nanoseconds to milliseconds

@@ -20,11 +20,12 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from hzplan.cost import CostModel, Part, UnitCost
+from hzplan.core.hierarchy import Levels
+from hzplan.core.layout import TensorSpec, bucketise
+from hzplan.core.schedule import Kind
+from hzplan.cost.model import CostModel
+from hzplan.cost.unit import Part, UnitCost
 from hzplan.errors import UserError
-from hzplan.hierarchy import Levels
-from hzplan.layout import TensorSpec, bucketise
-from hzplan.schedule import Kind
 
 MAX_BUCKETS = 3
 MAX_PATTERNS = 6_000
@@ -33,7 +34,7 @@ MAX_NS = 24 * 3600 * 10**9
 
 def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
     """The (kind, tier) of every task that a pattern gives a duration, in the order of ``durations_ns``."""
-    kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER, Kind.SYNC)
+    kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
     once = [(kind, -1) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE)]
     return [(kind, tier) for kind in kinds for tier in range(tiers)] + once + [SWITCHED]
 
@@ -165,7 +166,7 @@ def switch(tiers: int, states: Sequence[bool]) -> Family:
 
 
 def _sizes(cost: UnitCost) -> list[int]:
-    fixed = [cost.resident_bytes, cost.unshard_bytes, cost.staging_bytes, cost.update_temporary_bytes]
+    fixed = [cost.resident_bytes, cost.unshard_bytes, cost.gradient_buffer_bytes, cost.update_temporary_bytes]
     return [*fixed, cost.host_bytes, *cost.scratch_bytes]
 
 

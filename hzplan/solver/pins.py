@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
 
 ANY = "*"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hzplan.hierarchy import Levels
+from hzplan.core.hierarchy import Levels
 from hzplan.solver.evaluate import Evaluation, fastest_of, within
 from hzplan.solver.schemes import Row, slack_bytes
 

@@ -21,9 +21,9 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
-from hzplan.cost import CostModel
-from hzplan.memory import Slots
-from hzplan.schedule import Schedule
+from hzplan.core.buffers import Slots
+from hzplan.core.schedule import Schedule
+from hzplan.cost.model import CostModel
 from hzplan.solver.paths import MS, Cut, Network
 from hzplan.solver.patterns import Family
 
@@ -167,8 +167,8 @@ class Question:
         for slot in sorted(set(slots.unshard.values())):
             users = {u: f.unshard for u, f in families.items() if slots.unshard.get(u) == slot}
             share(f"unshard_slot_{slot}", users)
-        for slot in sorted(set(slots.staging.values())):
-            users = {u: f.staging for u, f in families.items() if slots.staging.get(u) == slot}
+        for slot in sorted(set(slots.gradient.values())):
+            users = {u: f.staging for u, f in families.items() if slots.gradient.get(u) == slot}
             share(f"gradient_slot_{slot}", users)
         for slot in sorted(set(self.short.host_slots.values())):
             users = {u: f.host for u, f in families.items() if self.short.host_slots.get(u) == slot}

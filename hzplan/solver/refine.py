@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hzplan.cost import tensors_of
+from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
 from hzplan.solver.local import Choice, Replay, Surroundings, improve, leaner, plainer

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Recompute
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.solver.evaluate import Evaluation, Modes, fastest_of, within, within_objective
 from hzplan.solver.search import Bounded, Request, Search, Uniform
 

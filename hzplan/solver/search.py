@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hzplan.cost import CostModel, UnitCost
+from hzplan.core.buffers import assign_slots
+from hzplan.core.hierarchy import Levels
+from hzplan.core.layout import Dtype
+from hzplan.cost.memory import Memory, memory
+from hzplan.cost.model import CostModel
+from hzplan.cost.unit import UnitCost
 from hzplan.formats.plan import Recompute
-from hzplan.hierarchy import Levels
-from hzplan.layout import Dtype
-from hzplan.memory import Memory, assign_slots, memory
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
 from hzplan.solver.paths import MS, Network

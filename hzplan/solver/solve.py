@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hzplan.cost import CostModel, tensors_of
+from hzplan.core.layout import REDUCE_DTYPES
+from hzplan.cost.model import CostModel, tensors_of
 from hzplan.errors import UserError
 from hzplan.formats.plan import Recompute
 from hzplan.formats.profile import Profile
-from hzplan.layout import REDUCE_DTYPES
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import (

@@ -20,8 +20,8 @@ from hzplan.errors import JobFailed, UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.optimizer import OPTIMIZERS
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named

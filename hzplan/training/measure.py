@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hzplan.profiler.memory import memory_trace
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.model.memory import memory_trace
+from hzplan.profiler.session.ranks import Ranks
 
 
 def peak_memory_bytes(

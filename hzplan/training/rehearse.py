@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from hzplan.cost import CostModel
+from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.optimizer import OPTIMIZERS
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import Choice, apply, check_model
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.paced import PacedWorld
@@ -86,8 +86,8 @@ def rehearse(
         plan.mesh,
         rank,
         lambda operation, stage, nbytes: costs.collective_ns(operation, stage, nbytes) / 1e9,
-        exchanges=cluster.scattered_by_exchange,
-        collision=costs.interference.collision,
+        exchanges=cluster.reduce_scatter_by_exchange,
+        contention=costs.interference.contention,
         norm_s=cluster.norm_seconds or 0.0,
     )
     made: list[ShardedOptimizer] = []

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Mesh
 from hzplan.models.thin import thin
 from hzplan.models.units import blocks_of, find_units
 from hzplan.models.workload import BUILT_IN, Workload, load, narrow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hzplan.hierarchy import Levels
+from hzplan.core.hierarchy import Levels
 from hzplan.peers import PEERS, POORER
 from tests.cli.command import hzplan
 from tests.plans import make_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hzplan.cost import interpolate
+from hzplan.cost.curves import interpolate
 from hzplan.formats.base import to_text
 from hzplan.formats.cluster import FOLDERS, ClusterModel
 from hzplan.formats.profile import ModelledEntry, Profile
@@ -131,7 +131,7 @@ def test_links_are_measured_once_and_models_on_one_device(tmp_path: Path) -> Non
     assert done.code == 0, done.stderr
     links, profile = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("links", "profile"))
     for found in (links, profile):  # of the machine that measures the model, the peak in the model's dtype
-        assert all(found["cluster"].pop(name) > 0 for name in ("peak_flops", "handoff_seconds"))
+        assert all(found["cluster"].pop(name) > 0 for name in ("peak_flops", "wakeup_seconds"))
     assert all(profile[key] == links[key] for key in ("cluster", "collectives", "interference"))
     done = hzplan("solve", "profile.json", "--memory", "1GiB", "--global-batch", 8, cwd=tmp_path)
     assert done.code == 0, done.stderr

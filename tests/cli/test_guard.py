@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from hzplan.solver import guard as guarding
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, sent_bytes, uniform

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hzplan.cli import COMMANDS
+from hzplan.core.hierarchy import Levels
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels
 from tests.cli.command import environment, hzplan, started
 from tests.plans import make_plan
 

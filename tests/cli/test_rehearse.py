@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hzplan.cost.simulate import tier_loads_ns
 from hzplan.formats.plan import Plan
 from hzplan.formats.source import profile_of
-from hzplan.simulate import tier_loads_ns
 from hzplan.solver.evaluate import replay
 from tests.cli.command import ROOT, hzplan
 

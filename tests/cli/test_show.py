@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hzplan.cost.simulate import floor_ns
+from hzplan.cost.simulate import replay as longest
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.simulate import floor_ns
-from hzplan.simulate import replay as longest
 from hzplan.solver.evaluate import replay
 from hzplan.solver.explain import longest_chain, tier_shares
 from tests.cli.command import ROOT, hzplan

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hzplan.hierarchy import Levels, Mesh
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
 from hzplan.runtime.engine import Engine, Mode
-from hzplan.schedule import Kind, Schedule, Task, Use
 from tests.distributed.oracle import Case, batch, loss_of, reference, sharded, train, worst
 
 SHARDED = Case("2|2", (2, 2, 2), accumulation=2, prefetch=1, steps=4)
@@ -227,14 +227,14 @@ def mutations(_: Any) -> dict[str, tuple[float, float]]:
         return delays(lambda task: 0.01 if task.kind in kinds else 0.0)
 
     found = {}
-    with slow(Kind.SYNC, Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE):
+    with slow(Kind.PARAM_GATHER, Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE):
         for case in (SHARDED, FREE, SYNCED, ZERO1):
             found[f"unmutated {case.name}"] = errors(case)
     with shuffled_buffers():
         found["shuffled unshard buffers"] = errors(SHARDED)
     # Slower reductions than syncs: a step's syncs are over before the next one's are launched.
-    late = delays(lambda task: {Kind.SYNC: 0.01, Kind.FINAL_REDUCE: 0.03}.get(task.kind, 0.0))
-    with late, without_edges(lambda s, u, v: u.kind is Kind.SYNC and v.kind is Kind.UNSHARD):
+    late = delays(lambda task: {Kind.PARAM_GATHER: 0.01, Kind.FINAL_REDUCE: 0.03}.get(task.kind, 0.0))
+    with late, without_edges(lambda s, u, v: u.kind is Kind.PARAM_GATHER and v.kind is Kind.UNSHARD):
         found["slice gathered before its param sync"] = errors(SYNCED)
         found["parameter read before its param sync"] = errors(ZERO1)
 

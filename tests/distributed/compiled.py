@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hzplan.hierarchy import Levels
+from hzplan.core.hierarchy import Levels
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply
 from tests.plans import make_plan

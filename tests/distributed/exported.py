@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.export.fsdp2 import export
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import parallelize
 from hzplan.training.measure import peak_memory_bytes

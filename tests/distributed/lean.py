@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
+from hzplan.core.schedule import Use
 from hzplan.models.units import find_units
-from hzplan.profiler import joined
-from hzplan.profiler.reads import unread_uses
-from hzplan.profiler.turns import Turns
-from hzplan.schedule import Use
+from hzplan.profiler.model import entries
+from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.reads import unread_uses
 
 SMALL = 2
 """Test models are small: their norms are no sixteenth of anything."""
@@ -24,8 +24,8 @@ def lean(model: nn.Module, step: Callable[[], Tensor]) -> tuple[tuple[Use, ...],
     turns = Turns(units, 1)
     uses, unread = turns.run(step), unread_uses(turns, units, step)
     turns.detach()
-    with patch.object(joined, "SMALL", SMALL):
-        requires = joined.joined(
+    with patch.object(entries, "SMALL", SMALL):
+        requires = entries.joined(
             {unit.name: unit.requires for unit in units},
             {unit.name: sum(tensor.nbytes for tensor in unit.tensors) for unit in units},
             uses,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hzplan.hierarchy import Mesh
+from hzplan.core.hierarchy import Mesh
 from hzplan.runtime.apply import apply, full_parameters
 from tests.distributed import shapes
 from tests.distributed.oracle import (

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hzplan.core.schedule import Kind
 from hzplan.runtime.apply import full_parameters
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.schedule import Kind
 from tests.distributed.behaviour import delays
 from tests.distributed.oracle import Case, batch, loss_of, sharded
 

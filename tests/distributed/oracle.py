@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hzplan.hierarchy import Levels, Mesh
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Use
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.hooks import attach
 from hzplan.models.units import find_units, master_dtype_of
 from hzplan.models.workload import next_token_loss
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.schedule import Use
 from tests.distributed.lean import lean
 
 VOCAB, LENGTH, ROWS = 32, 8, 2

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from hzplan import Checkpoints, full_parameters, parallelize
+from hzplan.core.hierarchy import Mesh
 from hzplan.formats.checkpoint import Checkpoint
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Mesh
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.plans import make_plan

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Task, Use
 from hzplan.errors import UserError
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.engine import Engine, Mode
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.schedule import Task, Use
 from tests.distributed.lean import lean
 
 STEPS, ACCUMULATION, WIDTH = 4, 3, 6

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from hzplan import Checkpoints, full_parameters, parallelize
+from hzplan.core.hierarchy import Levels
 from hzplan.errors import UserError
 from hzplan.formats.parallel import ModelParallel
-from hzplan.hierarchy import Levels
 from hzplan.models.local import is_distributed, local
 from hzplan.models.workload import Workload
 from tests.plans import make_plan

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Kind, Task, Use
 from hzplan.errors import StreamError
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.engine import Engine
-from hzplan.schedule import Kind, Task, Use
 from tests.distributed.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hzplan.hierarchy import Mesh
+from hzplan.core.hierarchy import Mesh
 from tests.distributed.oracle import Case, as_payload, on_device
 from tests.distributed.ranks import on_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzplan.hierarchy import Mesh
+from hzplan.core.hierarchy import Mesh
 from tests.distributed.mixed import by_hand, cases, in_shards, narrow_cases
 from tests.distributed.oracle import Case
 from tests.distributed.ranks import on_ranks

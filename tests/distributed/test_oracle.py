@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hzplan.hierarchy import Mesh
+from hzplan.core.hierarchy import Mesh
 from tests.distributed.oracle import Case, as_payload, every_legal_case, random_cases
 from tests.distributed.ranks import on_ranks
 from tests.distributed.soak import as_exact

@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hzplan.formats.base import fingerprint
-from hzplan.hierarchy import Mesh, Stage
+from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.models.workload import load
-from hzplan.profiler import default_mesh, links, measure, optimizer, uses
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler import default_mesh, measure
+from hzplan.profiler.model import optimizer, time as uses
+from hzplan.profiler.network import links
+from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.groups import Communicators
 
 links.MAX_REPEATS = links.MAX_CALLS = optimizer.MAX_REPEATS = uses.MAX_BLOCKS = 3
@@ -74,7 +76,7 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     profile = Profile.load(path)
     assert str(profile.mesh) == "2|2"
-    assert profile.cluster.backend == "gloo" and profile.cluster.scattered_by_exchange
+    assert profile.cluster.backend == "gloo" and profile.cluster.reduce_scatter_by_exchange
     curves = {(curve.operation, curve.low, curve.high): curve for curve in profile.collectives}
     assert set(curves) == {
         (operation, *stage)
@@ -94,4 +96,6 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
     ]
     assert len(forwards) > 1 and len({costs[0].seconds for costs in forwards}) == 1
     assert len(profile.interference) == 2
-    assert all(entry.slowdown >= 1 and 0 <= entry.compute_lost < 1 for entry in profile.interference)
+    assert all(
+        entry.communication_slowdown >= 1 and 0 <= entry.compute_loss < 1 for entry in profile.interference
+    )

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan, Proof, Source
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
 from hzplan.profiler import measure
 from hzplan.runtime.apply import parallelize
@@ -30,11 +30,11 @@ LEVELS = [(1, 1, 1), (0, 0, 1), (1, 0, 1)]
 def quick_profile(dtype: str) -> Profile:
     """Measured with as few repeats as can be: only its memory is looked at."""
     with (
-        patch("hzplan.profiler.links.MAX_REPEATS", 3),
-        patch("hzplan.profiler.links.MAX_CALLS", 1),
-        patch("hzplan.profiler.optimizer.MAX_REPEATS", 3),
-        patch("hzplan.profiler.uses.MAX_BLOCKS", 2),
-        patch("hzplan.profiler.machine.PEAK_SIZES", (64,)),
+        patch("hzplan.profiler.network.links.MAX_REPEATS", 3),
+        patch("hzplan.profiler.network.links.MAX_CALLS", 1),
+        patch("hzplan.profiler.model.optimizer.MAX_REPEATS", 3),
+        patch("hzplan.profiler.model.time.MAX_BLOCKS", 2),
+        patch("hzplan.profiler.session.machine.PEAK_SIZES", (64,)),
     ):
         return measure(
             load("gpt:nano"),

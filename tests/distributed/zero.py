@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hzplan.core.hierarchy import Levels
 from hzplan.export.deepspeed import export
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import parallelize
 from tests.plans import make_plan

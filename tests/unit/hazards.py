@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from hzplan.layout import Interval
-from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule, Task
+from hzplan.core.schedule import COMPUTE_STREAM, Interval, Kind, Schedule, Task
 
 STEPS = 2
 
@@ -84,7 +83,7 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 for unit in task.units:
                     it.writes |= {("staging", unit), ("grad", unit), ("phantom staging", unit)}
                 it.reads |= {("phantom staging", unit) for unit in phantom_of_staging.get(task.position, ())}
-            case Kind.REGATHER:
+            case Kind.GRAD_GATHER:
                 it.writes |= {("grad", unit) for unit in task.units}
             case Kind.STEP if schedule.clip:
                 it.writes |= {("grad", unit) for unit in everywhere}
@@ -101,7 +100,7 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 for unit in task.units:
                     it.reads |= {("host slot", str(schedule.host_slots[unit]))}
                     it.writes |= {("host", unit)}
-            case Kind.SYNC:
+            case Kind.PARAM_GATHER:
                 it.writes |= {("param", unit) for unit in task.units}
         if task.index == schedule.options_read:
             it.writes |= {("options", "")}
@@ -115,7 +114,7 @@ def other_tenants(schedule: Schedule) -> dict[int, list[str]]:
         return {}  # lives are written down for three micro-batches
     found: dict[int, list[str]] = {}
     for position in range(len(schedule.uses) * schedule.accumulation):
-        for unit, lives in schedule.unshard_lives.items():
+        for unit, lives in schedule.unshard_live_ranges.items():
             if all(position < start or position - schedule.prefetch > end for start, end in lives):
                 found.setdefault(position, []).append(unit)
     return found
@@ -132,7 +131,7 @@ def other_gradients(schedule: Schedule, reduced: Mapping[int, Sequence[str]]) ->
     ]
     found: dict[int, list[str]] = {}
     for ordinal, position in enumerate(ordinals):
-        for unit, lives in schedule.staging_lives.items():
+        for unit, lives in schedule.gradient_live_ranges.items():
             if all(ordinal + schedule.gradient_buffers - 1 < start or ordinal > end for start, end in lives):
                 found.setdefault(position, []).append(unit)
     return found
@@ -148,7 +147,7 @@ def disjoint(first: Sequence[Interval], second: Sequence[Interval]) -> bool:
 def _aliases(schedule: Schedule, resource: Resource) -> list[Resource]:
     """The resources that may be the same memory."""
     kind, unit = resource
-    lives = {"slot": schedule.unshard_lives, "staging": schedule.staging_lives}.get(kind)
+    lives = {"slot": schedule.unshard_live_ranges, "staging": schedule.gradient_live_ranges}.get(kind)
     if lives is None:
         return [resource]
     return [(kind, other) for other in lives if other == unit or disjoint(lives[unit], lives[other])]

@@ -7,7 +7,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from hzplan.hierarchy import MAX_LEVELS, Levels, Mesh
+from hzplan.core.hierarchy import MAX_LEVELS, Levels, Mesh
 
 
 @st.composite

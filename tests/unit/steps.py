@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from hzplan.schedule import Schedule, Use, build
+from hzplan.core.schedule import Schedule, Use, build
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import Dtype
+from hzplan.cost.collectives import nodes_of, with_nodes
+from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.cluster import FOLDERS, Device, find_cluster, known_clusters
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import Dtype
 from hzplan.models.gpt import GPTConfig
 from hzplan.models.hf import known_configs
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
 from hzplan.profiler.analytic import analyse
-from hzplan.rings import nodes_of, with_nodes
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request, Solved, solve
 from tests.unit.memory_tracker import MICRO_BATCH
@@ -46,7 +46,11 @@ def test_counts_are_those_of_a_measured_profile(
         kind = model.removeprefix("hf:")
         (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": kind}))
         model = f"hf:{tmp_path}"
-    for name, value in (("uses.MAX_BLOCKS", 2), ("links.MAX_REPEATS", 3), ("optimizer.MAX_REPEATS", 3)):
+    for name, value in (
+        ("model.time.MAX_BLOCKS", 2),
+        ("network.links.MAX_REPEATS", 3),
+        ("model.optimizer.MAX_REPEATS", 3),
+    ):
         monkeypatch.setattr(f"hzplan.profiler.{name}", value)
     measured = measure(
         load(model),

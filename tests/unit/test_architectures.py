@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.formats.cluster import find_cluster
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
 from hzplan.profiler.analytic import analyse
 from hzplan.solver.solve import Request, Solved, solve

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzplan.layout import boxes
+from hzplan.core.layout import boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

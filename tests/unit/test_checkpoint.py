@@ -20,14 +20,14 @@ from torch.distributed import checkpoint as dcp
 
 from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.folder import listed, newest_whole
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Use
 from hzplan.errors import Preempted, UserError
 from hzplan.formats.base import fingerprint
 from hzplan.formats.checkpoint import FILE, Checkpoint
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
-from hzplan.schedule import Use
 from hzplan.training.keeper import Saving
 from hzplan.training.loop import train
 from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels, Stage
+from hzplan.core.layout import TensorSpec, bucketise
+from hzplan.core.schedule import Kind
+from hzplan.cost.model import CostModel
 from hzplan.formats.profile import OptimizerPoint, Profile
-from hzplan.hierarchy import Levels, Stage
-from hzplan.layout import TensorSpec, bucketise
-from hzplan.profiler.costs import use_costs
-from hzplan.profiler.memory import Segment
-from hzplan.schedule import Kind
+from hzplan.profiler.model.costs import use_costs
+from hzplan.profiler.model.memory import Segment
 
 MEASURED = "plans/profiles/gpt-small-2x2-500mbit.json"
 MEMORY = (Segment(1, 1),) * 3
@@ -27,7 +27,7 @@ def test_uses_of_a_kind_share_their_samples_and_add_up_to_whole_passes() -> None
     assert costs[0].seconds / costs[2].seconds == pytest.approx(14 / 6 / 4.0)  # without the 1.0 and the 5.0
     whole = statistics.median(sum(row) for by_rank in repeats for row in by_rank)
     assert sum(cost.seconds for cost in costs) == pytest.approx(whole)
-    assert costs[0].late_seconds == pytest.approx((1.0 + 2.0 + 0.0 + 1.0) / 4)
+    assert costs[0].straggler_seconds == pytest.approx((1.0 + 2.0 + 0.0 + 1.0) / 4)
 
 
 def test_a_pause_now_and_then_is_no_property() -> None:
@@ -42,7 +42,7 @@ def test_neither_one_pause_makes_a_rank_late(many: int) -> None:
     repeats = [[[1.0, 1.0]] * 4 for _ in range(many)]
     repeats[3] = [[1.0, 1.0], [1.0, 500.0], [1.0, 1.0], [1.0, 1.0]]
     first, second = use_costs(1, ["a", "b"], [1, 1], MEMORY[:2], repeats)
-    assert first.late_seconds == second.late_seconds == 0.0
+    assert first.straggler_seconds == second.straggler_seconds == 0.0
 
 
 def _with(profile: Profile, **changes: Any) -> Profile:
@@ -78,7 +78,7 @@ def test_gathers_at_once_wait_for_one_latency(exchange: bool) -> None:
         for operation in ("all_gather", "reduce_scatter")
     ]
     data = known.model_dump(mode="json", exclude_none=True) | {"collectives": curves, "interference": []}
-    data["cluster"] |= {"mesh": "2,2", "tier_names": ["node"], "scattered_by_exchange": exchange}
+    data["cluster"] |= {"mesh": "2,2", "tier_names": ["node"], "reduce_scatter_by_exchange": exchange}
     model = CostModel(Profile.model_validate(data))
     tensors = [TensorSpec(name, (2048,), "float32", True) for name in "ab"]
     levels = [Levels(1, 1, 1), Levels(2, 2, 2)]

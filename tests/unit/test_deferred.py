@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import hzplan
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Use
 from hzplan.errors import UserError
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.deferred import deferred_if_possible, deferred_init, stand_in
 from hzplan.models.units import find_units
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.paced import PacedWorld
-from hzplan.schedule import Use
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
 from tests.unit.test_architectures import ARCHITECTURES
 

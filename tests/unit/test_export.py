@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hzplan.core.hierarchy import Levels
 from hzplan.export import deepspeed, fsdp2, megatron_fsdp
 from hzplan.export.shape import groups_of
 from hzplan.formats.plan import Plan, Shards
-from hzplan.hierarchy import Levels
 from hzplan.models.workload import load
 from tests.configs import LIKE_LLAMA
 from tests.plans import make_plan

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Mesh
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.units import blocks_like, blocks_of, find_units
 from hzplan.models.workload import Workload, load
-from hzplan.profiler.folded import fold, is_too_large
 from hzplan.profiler.measure import measure
-from hzplan.profiler.memory import memory_trace
-from hzplan.profiler.turns import Turns
+from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.memory import memory_trace
+from hzplan.profiler.model.shared_weights import fold, is_too_large
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.training.batches import SyntheticBatches

@@ -172,3 +172,27 @@ def test_good_files_are_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(SAMPLES[kind])
     assert READERS[kind](path)
+
+
+def test_a_profile_of_version_1_is_read_with_the_same_values(tmp_path: Path) -> None:
+    """Measured profiles cannot be measured again: every renamed field keeps its value."""
+    measured = Profile.load(GOLDEN / "profiles" / "gpt-small-4.json")
+    cluster = measured.cluster.model_copy(update={"wakeup_seconds": 1e-5})
+    now = json.loads(to_text(measured.model_copy(update={"cluster": cluster})))
+    old: dict[str, Any] = json.loads(json.dumps(now)) | {"version": 1}
+    old["cluster"]["handoff_seconds"] = old["cluster"].pop("wakeup_seconds")
+    old["cluster"]["scattered_by_exchange"] = old["cluster"].pop("reduce_scatter_by_exchange")
+    for entry in old["interference"]:
+        entry["compute_lost"], entry["slowdown"] = (
+            entry.pop("compute_loss"),
+            entry.pop("communication_slowdown"),
+        )
+        entry["collision"] = entry.pop("contention")
+    for use in old["uses"]:
+        use["reads"] = use.pop("reads_parameters")
+        for cost in use["costs"]:
+            cost["late_seconds"] = cost.pop("straggler_seconds")
+            if "recompute" in cost:
+                cost["recomputed"] = cost.pop("recompute")
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert json.loads(to_text(Profile.load(tmp_path / "old.json"))) == now

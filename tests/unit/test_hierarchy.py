@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hzplan.hierarchy import SPLIT_LEVELS, Levels, Mesh, Stage
+from hzplan.core.hierarchy import SPLIT_LEVELS, Levels, Mesh, Stage
 from tests.unit.meshes import meshes
 
 Buffer = NDArray[np.int64]

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hzplan.errors import CheckFailed, Infeasible, JobFailed, UserError
-from hzplan.job import Place, first_host, meeting_point, place, record_failure, with_exit_code
-from hzplan.launch import _explain, cluster_line
+from hzplan.launch.job import Place, first_host, meeting_point, place, record_failure, with_exit_code
+from hzplan.launch.local import _explain, cluster_line
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
 

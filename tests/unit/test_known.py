@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Mesh
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.workload import Workload, load
-from hzplan.profiler.known import Known
 from hzplan.profiler.measure import measure
+from hzplan.profiler.session.reuse import Known
 
 measuring = importlib.import_module("hzplan.profiler.measure")  # the package has a function of that name
 

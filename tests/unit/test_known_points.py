@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hzplan.cost import tensors_of
+from hzplan.cost.model import tensors_of
 from hzplan.formats.profile import Profile
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.solver.sweep import with_network

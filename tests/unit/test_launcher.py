@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Task
+from hzplan.cost.simulate import replay
 from hzplan.errors import UserError
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import StepRecord, Streams
 from hzplan.runtime.launcher import Event, Launcher
-from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule, Task
-from hzplan.simulate import replay
 from tests.unit.steps import Step, chain, steps
 
 STEPS = 7

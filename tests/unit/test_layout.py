@@ -8,18 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzplan.hierarchy import Levels, Mesh
-from hzplan.layout import (
-    ALIGNMENT_BYTES,
-    ITEM_BYTES,
-    BucketLayout,
-    Interval,
-    TensorSpec,
-    bucketise,
-    colour,
-    lay_out,
-    slot_sizes,
-)
+from hzplan.core.buffers import colour, slot_sizes
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import ALIGNMENT_BYTES, ITEM_BYTES, BucketLayout, TensorSpec, bucketise, lay_out
+from hzplan.core.schedule import Interval
 from tests.unit.meshes import levels_of, meshes
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)

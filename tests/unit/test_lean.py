@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hzplan.core.schedule import Use
 from hzplan.models.units import find_units
-from hzplan.profiler.joined import joined
-from hzplan.profiler.reads import unread_uses
-from hzplan.profiler.turns import Turns
-from hzplan.schedule import Use
+from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.entries import joined
+from hzplan.profiler.model.reads import unread_uses
 
 
 class Keeps(torch.autograd.Function):

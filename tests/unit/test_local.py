@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hzplan.cost import CostModel, tensors_of
-from hzplan.hierarchy import Levels
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel, tensors_of
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
 from hzplan.solver.local import WORTH, Choice, Surroundings, improve
 from tests.instances import random_profile

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.formats.cluster import find_cluster
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.moe import PRESETS, Experts, MoE, MoEConfig, closed_form_parameters, evenly_routed
 from hzplan.models.workload import load
 from hzplan.profiler.analytic import analyse

@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hzplan.cost import CostModel, UnitCost, tensors_of
+from hzplan.core.buffers import assign_slots
+from hzplan.core.schedule import HOST_SLOTS
+from hzplan.cost.memory import memory
+from hzplan.cost.model import CostModel, tensors_of
+from hzplan.cost.unit import UnitCost
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
-from hzplan.memory import assign_slots, memory
-from hzplan.profiler.host import measure_host
-from hzplan.profiler.ranks import Ranks
+from hzplan.profiler.network.host import measure_host
+from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.offload import state_keys
 from hzplan.runtime.optimizer import ELEMENTWISE
-from hzplan.schedule import HOST_SLOTS
 from hzplan.solver.conflict import moved_to_host
 from hzplan.solver.evaluate import Modes, evaluate, unit_costs
 from hzplan.solver.explain import alternatives

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hzplan.hierarchy import Mesh, Stage
+from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.runtime import paced
 from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.paced import PacedGroup, PacedWorld, Wire
@@ -55,7 +55,7 @@ def test_a_wait_ends_neither_early_nor_late(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
-    wire = Wire(collision=1.5)
+    wire = Wire(contention=1.5)
     first, second = wire.start(1.0, "unshard"), wire.start(3.0, "reduce")
     wire.wait(first)
     assert clock[0] == pytest.approx(1.0 * 2 * 1.5)
@@ -64,7 +64,7 @@ def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
 
 
 def test_what_a_stream_has_under_way_goes_in_order(clock: list[float]) -> None:
-    wire = Wire(collision=1.5)
+    wire = Wire(contention=1.5)
     first, second = wire.start(1.0, "reduce"), wire.start(3.0, "reduce")
     wire.wait(first)
     assert clock[0] == pytest.approx(1.0)
@@ -86,7 +86,7 @@ def _world(rank: int = 1, *, exchanged: bool = True) -> PacedWorld:
     def seconds(operation: str, stage: Stage, nbytes: int) -> float:
         return 1.0 + nbytes / 1000
 
-    return PacedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged, collision=[1.5])
+    return PacedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged, contention=[1.5])
 
 
 def _group(world: PacedWorld, stage: Stage) -> PacedGroup:

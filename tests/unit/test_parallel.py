@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Mesh
+from hzplan.cost.collectives import with_nodes
+from hzplan.cost.model import CostModel
+from hzplan.cost.parallel import _parts, share
 from hzplan.errors import UserError
 from hzplan.formats.cluster import TierModel, find_cluster
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import CalibratedEntry, Profile
-from hzplan.hierarchy import Mesh
-from hzplan.parallel import _parts, share
-from hzplan.rings import with_nodes
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Request, Solved, solve
 

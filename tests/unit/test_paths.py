@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
+from hzplan.cost.simulate import replay
 from hzplan.formats.profile import Profile
-from hzplan.simulate import replay
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.paths import MS
 from hzplan.solver.relaxation import Relaxation

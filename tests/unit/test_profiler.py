@@ -18,23 +18,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Mesh
+from hzplan.core.schedule import Use, build
+from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile, signature
-from hzplan.hierarchy import Mesh
 from hzplan.models.gpt import PRESETS, closed_form_forward_flops, closed_form_parameters
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
-from hzplan.profiler import default_mesh, measure, optimizer, uses
-from hzplan.profiler.flops import FlopProbe
-from hzplan.profiler.handoff import handoffs, measure_handoff
-from hzplan.profiler.machine import peak_flops, rank_memory_bytes
-from hzplan.profiler.memory import HostMemory, Segment
-from hzplan.profiler.optimizer import measure_optimizer
-from hzplan.profiler.ranks import Ranks
-from hzplan.profiler.samples import rising, sizes, spread
-from hzplan.profiler.turns import Turns
-from hzplan.schedule import Use, build
+from hzplan.profiler import default_mesh, measure
+from hzplan.profiler.model import optimizer
+from hzplan.profiler.model import time as uses
+from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.flops import FlopProbe
+from hzplan.profiler.model.memory import HostMemory, Segment
+from hzplan.profiler.model.optimizer import measure_optimizer
+from hzplan.profiler.network.wakeup import measure_wakeup, wakeups
+from hzplan.profiler.session.machine import peak_flops, rank_memory_bytes
+from hzplan.profiler.session.ranks import Ranks
+from hzplan.profiler.session.statistics import rising, sizes, spread
 
 ALONE = Ranks(0, 1, "none", torch.device("cpu"))
 
@@ -190,7 +192,7 @@ def test_a_profile_of_one_process(tmp_path: Path) -> None:
     assert profile.mesh == Mesh.of_tiers(1) and profile.cluster.tier_names == ("node",)
     assert profile.cluster.backend == "none" and not profile.collectives
     assert 1e8 < profile.cluster.peak_flops < 1e14
-    assert profile.cluster.handoff_seconds is not None and 1e-6 < profile.cluster.handoff_seconds < 0.1
+    assert profile.cluster.wakeup_seconds is not None and 1e-6 < profile.cluster.wakeup_seconds < 0.1
     assert profile.model.parameters == closed_form_parameters(PRESETS["nano"])
     tensors = [tensor for unit in find_units(load("gpt:nano").build()) for tensor in unit.tensors]
     assert profile.model.signature == signature(tensors)
@@ -275,7 +277,7 @@ def test_optimizers(name: str, dtype: torch.dtype) -> None:
     assert seconds == sorted(seconds) and seconds[0] > 0
 
 
-def test_handoffs_are_from_the_end_of_another_stream() -> None:
+def test_wakeups_are_from_the_end_of_another_stream() -> None:
     schedule = build(
         [Use("u", "forward"), Use("u", "backward")],
         {"u": ("u",)},
@@ -292,14 +294,14 @@ def test_handoffs_are_from_the_end_of_another_stream() -> None:
         (t, b) for t, b in zip(schedule.tasks[1:], last, strict=True) if schedule.tasks[b].stream != t.stream
     ]
     assert 2 < len(handed) < len(last)
-    assert [*handoffs(schedule, begins, ends)] == [
+    assert [*wakeups(schedule, begins, ends)] == [
         begins[task.index] - ends[before] for task, before in handed
     ]
 
 
-def test_handoffs_leave_no_thread() -> None:
+def test_wakeups_leave_no_thread() -> None:
     before = {thread.name for thread in threading.enumerate()}
-    assert 1e-6 < measure_handoff(ALONE) < 0.1
+    assert 1e-6 < measure_wakeup(ALONE) < 0.1
     assert {thread.name for thread in threading.enumerate()} <= before
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hzplan.hierarchy import Levels
+from hzplan.core.hierarchy import Levels
+from hzplan.core.schedule import Kind
 from hzplan.models.workload import load
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.schedule import Kind
 from hzplan.training.verify import verify
 from tests.plans import make_plan
 from tests.threads import in_threads

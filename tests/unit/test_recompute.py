@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Mesh
+from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Mesh
 from hzplan.models.recompute import leaves, recompute, switched
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
-from hzplan.profiler.memory import HostMemory
-from hzplan.profiler.turns import Turns
+from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.memory import HostMemory
 from hzplan.runtime.apply import recomputed_modules
 from hzplan.solver.solve import Infeasible, Request, Solved, solve
 from tests.plans import make_plan
@@ -36,9 +36,9 @@ MODEL = "gpt:tiny"
 def measured(workload: Workload, size: int, **short: int) -> Profile:
     """By one process; ``short``: constants of how often things are repeated."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hzplan.profiler.optimizer.MAX_REPEATS", 3)
+        patch.setattr("hzplan.profiler.model.optimizer.MAX_REPEATS", 3)
         for name, value in short.items():
-            patch.setattr(f"hzplan.profiler.uses.{name}", value)
+            patch.setattr(f"hzplan.profiler.model.time.{name}", value)
         return measure(
             workload,
             mesh=Mesh.parse("1"),

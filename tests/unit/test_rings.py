@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hzplan.cost.collectives import with_ranks
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.source import profile_of
-from hzplan.rings import with_ranks
 from hzplan.solver.guard import request_of
 from hzplan.solver.solve import Solved, solve
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzplan.layout import TensorSpec
-from hzplan.memory import Slots, assign_slots
-from hzplan.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
+from hzplan.core.buffers import Slots, assign_slots
+from hzplan.core.layout import TensorSpec
+from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
 from tests.unit.hazards import Detector, edges, implied, in_lanes, other_tenants, reduced_units, without
 from tests.unit.steps import Step, chain, steps
 
@@ -57,8 +57,8 @@ def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
                 assert task.stream == f"unshard.{task.tier}"
             case Kind.REDUCE | Kind.FINAL_REDUCE:
                 assert task.stream == f"reduce.{task.tier}"
-            case Kind.REGATHER | Kind.SYNC:
-                assert task.stream == f"sync.{task.tier}"
+            case Kind.GRAD_GATHER | Kind.PARAM_GATHER:
+                assert task.stream == f"gather.{task.tier}"
 
 
 def runs(step: Step, unit: str) -> list[int]:
@@ -87,17 +87,17 @@ def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> N
         Kind.UNSHARD: len(unshards) * step.tiers,
         Kind.REDUCE: len(reduced) * (step.accumulation - 1) * step.tiers,
         Kind.FINAL_REDUCE: len(reduced) * step.tiers,
-        Kind.REGATHER: len(reduced) * step.tiers,
+        Kind.GRAD_GATHER: len(reduced) * step.tiers,
         Kind.UPDATE: trained,
         Kind.FETCH: trained * step.offload,
         Kind.STORE: trained * step.offload,
-        Kind.SYNC: len(travelling) * step.tiers,
+        Kind.PARAM_GATHER: len(travelling) * step.tiers,
     }
     assert Counter(task.kind for task in schedule.tasks) == {k: n for k, n in expected.items() if n}
     for task in schedule.tasks:
         if task.kind is Kind.UNSHARD:
             assert set(task.units) == {unit for unit in step.requires if task.position in runs(step, unit)}
-        elif task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.REGATHER):
+        elif task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER):
             assert list(task.units) == reduced[task.position % len(step.uses)]
         if task.kind is Kind.FINAL_REDUCE:
             assert schedule.micro_batch(task) == step.accumulation - 1
@@ -151,7 +151,7 @@ def test_updates_and_parameters_go_in_forward_order_but_unclipped_updates_as_gra
     else:
         assert updated == arrival
     for tier in range(step.tiers):
-        travelled = units(Kind.SYNC, tier)
+        travelled = units(Kind.PARAM_GATHER, tier)
         assert sorted(travelled) == sorted(arrival)
         first_uses = [runs(step, unit)[0] for unit in travelled]
         assert first_uses == sorted(first_uses)
@@ -165,7 +165,7 @@ def test_a_chain_needs_a_buffer_for_each_unit_in_the_window(
     slots = slots_of(step, step.build(), [1] * units)
     assert len(set(slots.unshard.values())) == min(units, prefetch + 1)
     if accumulation == 1:  # else the last units of a micro-batch and the first of the next are neighbours
-        assert len(set(slots.staging.values())) == min(units, prefetch + 1)
+        assert len(set(slots.gradient.values())) == min(units, prefetch + 1)
 
 
 @given(steps(), st.lists(st.integers(1, 1000), min_size=5, max_size=5))
@@ -174,8 +174,8 @@ def test_a_unit_that_the_step_does_not_use_has_buffers_of_its_own(step: Step, si
     slots = slots_of(step, step.build(), sizes)
     used = {unit for use in step.uses for unit in step.requires[use.unit]}
     assert set(slots.unshard) == set(step.requires)
-    assert set(slots.staging) == set(step.trainable)
-    for assigned in (slots.unshard, slots.staging):
+    assert set(slots.gradient) == set(step.trainable)
+    for assigned in (slots.unshard, slots.gradient):
         for unit in assigned:
             assert unit in used or list(assigned.values()).count(assigned[unit]) == 1
 
@@ -239,7 +239,7 @@ class Machine:
                     f"{task}: {unit} is not whole"
                 )
             for unit in self.reduced.get(index, ()):
-                self.staged[self.slots.staging[unit]] = (unit, task.position)
+                self.staged[self.slots.gradient[unit]] = (unit, task.position)
         elif task.kind is Kind.STEP:
             assert not self.step.clip or self.synced == set(self.trained)
         for unit in task.units if task.kind is not Kind.COMPUTE else ():
@@ -248,7 +248,7 @@ class Machine:
     def part(self, task: Task, unit: str) -> None:
         """One unit's part of a task that is not compute."""
         if task.tier >= 0:
-            inwards = task.kind in (Kind.UNSHARD, Kind.REGATHER, Kind.SYNC)
+            inwards = task.kind in (Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
             order = list(range(self.step.tiers))[:: -1 if inwards else 1]
             place = self.next_tier.get((task.kind, unit), 0)
             assert task.tier == order[place], f"{task}: tiers out of order"
@@ -262,10 +262,10 @@ class Machine:
                 if last:
                     self.whole[self.slots.unshard[unit]] = (unit, self.param[unit])
             case Kind.REDUCE | Kind.FINAL_REDUCE:
-                assert self.staged[self.slots.staging[unit]] == (unit, task.position)
+                assert self.staged[self.slots.gradient[unit]] == (unit, task.position)
                 if last:
                     self.grad[unit].append(self.schedule.micro_batch(task))
-            case Kind.REGATHER:
+            case Kind.GRAD_GATHER:
                 assert self.grad[unit] == list(range(self.step.accumulation))
                 if last:
                     self.synced.add(unit)
@@ -281,7 +281,7 @@ class Machine:
             case Kind.STORE:
                 stored, self.host[unit] = self.fetched[self.schedule.host_slots[unit]]
                 assert stored == unit
-            case Kind.SYNC:
+            case Kind.PARAM_GATHER:
                 if last:
                     self.param[unit] = self.master[unit]
 
@@ -316,16 +316,16 @@ LOAD_BEARING = {
     "compute waits for its unshard": (Kind.COMPUTE, {Kind.UNSHARD}, False),
     "unshard waits for the window": (Kind.UNSHARD, {Kind.COMPUTE}, False),
     "unshard goes inwards": (Kind.UNSHARD, {Kind.UNSHARD}, False),
-    "unshard waits for the last step's sync": (Kind.UNSHARD, {Kind.SYNC}, True),
+    "unshard waits for the last step's sync": (Kind.UNSHARD, {Kind.PARAM_GATHER}, True),
     "reduce waits for compute": (Kind.REDUCE, {Kind.COMPUTE}, False),
     "final reduce waits for compute": (Kind.FINAL_REDUCE, {Kind.COMPUTE}, False),
     "reduce goes outwards": (Kind.REDUCE, {Kind.REDUCE}, False),
     "final reduce goes outwards": (Kind.FINAL_REDUCE, {Kind.FINAL_REDUCE}, False),
     "compute waits for a gradient slot": (Kind.COMPUTE, {Kind.REDUCE, Kind.FINAL_REDUCE}, False),
-    "regather waits for the reduce": (Kind.REGATHER, {Kind.FINAL_REDUCE}, False),
-    "regather goes inwards": (Kind.REGATHER, {Kind.REGATHER}, False),
-    "clipping waits for all gradients": (Kind.STEP, {Kind.REGATHER}, False),
-    "update waits for its gradient": (Kind.UPDATE, {Kind.REGATHER}, False),
+    "grad_gather waits for the reduce": (Kind.GRAD_GATHER, {Kind.FINAL_REDUCE}, False),
+    "grad_gather goes inwards": (Kind.GRAD_GATHER, {Kind.GRAD_GATHER}, False),
+    "clipping waits for all gradients": (Kind.STEP, {Kind.GRAD_GATHER}, False),
+    "update waits for its gradient": (Kind.UPDATE, {Kind.GRAD_GATHER}, False),
     "update waits for the step": (Kind.UPDATE, {Kind.STEP}, False),
     "clipping waits for the last step's updates": (Kind.STEP, {Kind.UPDATE}, True),
     "learning rates wait for the last step's updates": (Kind.COMPUTE, {Kind.UPDATE}, True),
@@ -336,12 +336,12 @@ LOAD_BEARING = {
     "fetches wait for the last step's": (Kind.COMPUTE, {Kind.UPDATE}, True),
     "stores wait for the last step's": (Kind.STEP, {Kind.STORE}, True),
     "stores in backward wait for the last step's": (Kind.COMPUTE, {Kind.STORE}, True),
-    "sync waits for the update": (Kind.SYNC, {Kind.UPDATE}, False),
-    "sync goes inwards": (Kind.SYNC, {Kind.SYNC}, False),
+    "sync waits for the update": (Kind.PARAM_GATHER, {Kind.UPDATE}, False),
+    "sync goes inwards": (Kind.PARAM_GATHER, {Kind.PARAM_GATHER}, False),
 }
 """Between streams: (what waits, for what, of the step before)."""
 
-LAUNCHES = {(Kind.FETCH, COMPUTE_STREAM), (Kind.SYNC, COMPUTE_STREAM)}
+LAUNCHES = {(Kind.FETCH, COMPUTE_STREAM), (Kind.PARAM_GATHER, COMPUTE_STREAM)}
 """What is launched at the end of a compute task whose data it does not need."""
 
 MUTATED = {
@@ -424,5 +424,5 @@ def test_the_detector_knows_every_kind_of_edge() -> None:
             for before, after, previous in edges(tasks)
             if tasks[before].stream != tasks[after].stream and tasks[before].kind is not Kind.BEGIN
         }
-        found -= {(Kind.FETCH, Kind.COMPUTE, False), (Kind.SYNC, Kind.STEP, False)}
+        found -= {(Kind.FETCH, Kind.COMPUTE, False), (Kind.PARAM_GATHER, Kind.STEP, False)}
         assert found <= rules

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.questions import CLOSE, PROFILES, Question, draw, find
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay, uniform

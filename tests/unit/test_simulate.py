@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzplan.cost import Interference
-from hzplan.schedule import COMPUTE_STREAM, Kind, Schedule
-from hzplan.simulate import critical, objective_ns, replay, replay_shared, tier_loads_ns
+from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule
+from hzplan.cost.interference import Interference
+from hzplan.cost.simulate import critical, objective_ns, replay, replay_shared, tier_loads_ns
 from tests.unit.steps import Step, chain, steps
 
 
@@ -243,7 +243,7 @@ def disturbed(draw: st.DrawFn) -> tuple[Schedule, list[int], Interference]:
         Interference(
             lost,
             *(tuple(draw(st.floats(1, 4)) for _ in lost) for _ in range(2)),
-            handoff_ns=draw(st.sampled_from([0.0, 3.5])),
+            wakeup_ns=draw(st.sampled_from([0.0, 3.5])),
         ),
     )
 
@@ -278,7 +278,7 @@ def test_what_waited_for_another_stream_begins_when_it_has_heard_of_it() -> None
     """Two units forward and backward: gathers before, reductions after, and the updates that those end in."""
     schedule = chain(2).build()
     lengths = durations(schedule, {"compute": 10, "final-reduce": 5})
-    cost = replace(Interference.none(schedule.tiers), handoff_ns=2.0)
+    cost = replace(Interference.none(schedule.tiers), wakeup_ns=2.0)
     found = replay_shared(schedule, lengths, cost)
     # u1's reduction begins 2 late beside compute; u0's 2 after the last compute, and step 2 after its end.
     assert found.period_ns == replay_shared(schedule, lengths).period_ns + 2 + 2
@@ -288,7 +288,7 @@ def test_what_waited_for_another_stream_begins_when_it_has_heard_of_it() -> None
 
 
 @given(disturbed(), st.data())
-def test_late_ranks_and_handoffs_together_keep_the_bound(
+def test_stragglers_and_wakeups_together_keep_the_bound(
     drawn: tuple[Schedule, list[int], Interference], data: st.DataObject
 ) -> None:
     schedule, lengths, cost = drawn
@@ -296,8 +296,8 @@ def test_late_ranks_and_handoffs_together_keep_the_bound(
         data.draw(st.integers(0, n)) if t.kind is Kind.COMPUTE else 0
         for t, n in zip(schedule.tasks, lengths, strict=True)
     ]
-    found = replay_shared(schedule, lengths, replace(cost, handoff_ns=3.5), late)
-    alone = replay_shared(schedule, lengths, replace(cost, handoff_ns=3.5))
+    found = replay_shared(schedule, lengths, replace(cost, wakeup_ns=3.5), late)
+    alone = replay_shared(schedule, lengths, replace(cost, wakeup_ns=3.5))
     assert found.period_ns > 0 or not any(lengths)
     assert alone.period_ns >= objective_ns(schedule, lengths, cost) * (1 - 1e-9) - 1e-6
     assert all(end >= start for start, end in zip(found.start_ns, found.end_ns, strict=True))

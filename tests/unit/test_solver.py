@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hzplan.cost import CostModel
+from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel
+from hzplan.cost.simulate import objective_ns
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan, Recompute
-from hzplan.hierarchy import Levels
-from hzplan.simulate import objective_ns
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.conflict import conflict, decided
 from hzplan.solver.emit import emit

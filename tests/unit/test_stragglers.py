@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzplan.profiler.stragglers import SHIFTS, SLOW, slow_ends, slower_than_others
+from hzplan.profiler.network.stragglers import SHIFTS, SLOW, slow_ends, slower_than_others
 
 
 def transfers(size: int, slow: set[int], times: float, wobble: list[float]) -> dict[tuple[int, int], float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from hzplan.cost.simulate import replay
 from hzplan.show.trace import WAITS, Span, document, predicted
-from hzplan.simulate import replay
 from tests.unit.steps import chain
 
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.hierarchy import Levels, Mesh
 from hzplan.models.hf import known_configs
 from hzplan.models.workload import load, narrow
 from hzplan.runtime import collectives

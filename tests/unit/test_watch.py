@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from hzplan.hierarchy import Levels
+from hzplan.core.hierarchy import Levels
 from hzplan.models.workload import load
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.replicas import checksum, diverged

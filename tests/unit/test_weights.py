@@ -13,8 +13,8 @@ from torch import nn
 from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.folder import whole_at
 from hzplan.checkpoint.weights import INDEX, ONE, export, take
+from hzplan.core.hierarchy import Levels
 from hzplan.errors import UserError
-from hzplan.hierarchy import Levels
 from hzplan.models.workload import load
 from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.configs import LIKE_LLAMA

@@ -1,0 +1,102 @@
+"""Buffers that units share: which slot of a pool each unit uses, and scratch memory for receiving. Pure.
+
+Used alike by the cost model, the ILP and the runtime, so that what is counted is what is allocated.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hzplan.core.layout import TensorSpec
+from hzplan.core.schedule import Interval, Schedule
+
+LANES = 2
+"""Exchanges of a tier that reduce at once: one begins while the other ends."""
+
+MOST_SCRATCH_BYTES = 2 << 20
+"""What they receive into, together. More does not make a link faster, and costs memory."""
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def colour(lives: Mapping[K, Sequence[Interval]], sizes_bytes: Mapping[K, int]) -> dict[K, int]:
+    """Assign buffers to slots, so that buffers that live at the same time have different slots.
+
+    ``lives`` holds the closed intervals of positions in which a buffer is in use. A buffer keeps its slot for
+    good: autograd has saved views of its address. A slot is as large as its largest buffer. Greedy, once
+    largest first and once in order of first use; the smaller total wins, so the result depends on nothing
+    but the arguments.
+    """
+    by_size = sorted(lives, key=lambda key: -sizes_bytes[key])
+    by_time = sorted(lives, key=lambda key: lives[key][0])
+    candidates = [_greedy(order, lives) for order in (by_size, by_time)]
+    return min(candidates, key=lambda slots: sum(slot_sizes(slots, sizes_bytes)))
+
+
+def slot_sizes(slots: Mapping[K, int], sizes_bytes: Mapping[K, int]) -> list[int]:
+    """The bytes of every slot: those of its largest buffer."""
+    sizes = [0] * (max(slots.values(), default=-1) + 1)
+    for key, slot in slots.items():
+        sizes[slot] = max(sizes[slot], sizes_bytes[key])
+    return sizes
+
+
+def _greedy(order: Iterable[K], lives: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
+    """The first slot that is free, for every buffer. ``busy``: each slot's intervals, sorted, disjoint."""
+    slots: dict[K, int] = {}
+    busy: list[list[Interval]] = []
+    for key in order:
+        own = _merged(lives[key])
+        slot = next((slot for slot, others in enumerate(busy) if not _meet(own, others)), len(busy))
+        if slot == len(busy):
+            busy.append([])
+        for interval in own:
+            insort(busy[slot], interval)
+        slots[key] = slot
+    return slots
+
+
+def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for low, high in sorted(intervals):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return found
+
+
+def _meet(own: Sequence[Interval], others: Sequence[Interval]) -> bool:
+    """Whether any two overlap; both are sorted and disjoint in themselves."""
+    for low, high in own:
+        before = bisect_right(others, high, key=lambda other: other[0])
+        if before and others[before - 1][1] >= low:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The static assignment of units to unshard and gradient buffers; independent of the levels chosen."""
+
+    unshard: Mapping[str, int]
+    gradient: Mapping[str, int]
+
+
+def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]) -> Slots:
+    """Colour the schedule's lives, weighing units by the bytes of their tensors."""
+    sizes = {unit: sum(t.nbytes for t in specs) for unit, specs in tensors.items()}
+    return Slots(colour(schedule.unshard_live_ranges, sizes), colour(schedule.gradient_live_ranges, sizes))
+
+
+def scratch_bytes(received_bytes: int) -> int:
+    """Bytes of a tier's scratch for exchanges in which a rank receives up to ``received_bytes`` from another.
+
+    Each lane has room for one such message, or where they are larger for two portions of them.
+    """
+    lane = min(MOST_SCRATCH_BYTES // LANES, received_bytes)
+    return LANES * -(-lane // 256) * 256

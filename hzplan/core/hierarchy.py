@@ -1,0 +1,251 @@
+"""The sharding hierarchy: levels, slices and process groups of a data-parallel world.
+
+Ranks are numbered so that neighbours share the fastest link. The world is a mesh whose dimensions
+``r_1 … r_L`` go from the fastest to the slowest link, grouped into tiers. Level ``k`` cuts a buffer into
+``S_k = r_1·…·r_k`` slices. With coordinates ``rank = c_1 + r_1·(c_2 + r_2·(…))`` the slice that a rank
+holds at level ``k`` has the index ``(…(c_1·r_2 + c_2)·r_3 + …)·r_k + c_k``: the fastest dimension is the
+most significant digit, so a rank's level-(k+1) slice lies inside its level-k slice, and a stage between
+two levels needs no re-layout. Pure arithmetic, standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+MAX_LEVELS = 8
+SPLIT_LEVELS = 4  # finer splits multiply the solver's patterns and gain little
+
+
+class Stage(NamedTuple):
+    """One collective's span in the hierarchy: between levels ``low`` < ``high``, inside one tier."""
+
+    low: int
+    high: int
+
+
+class Levels(NamedTuple):
+    """A tensor's state: the level of its parameter, gradient and optimizer state."""
+
+    param: int
+    grad: int
+    optim: int
+
+    @property
+    def legal(self) -> bool:
+        """Whether the optimizer state is sharded at least as finely as parameter and gradient."""
+        return 0 <= self.param <= self.optim and 0 <= self.grad <= self.optim
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A data-parallel world as tiers of dimensions, fastest first; ``((2, 4), (16,))`` is ``2,4|16``.
+
+    Raises ValueError when a dimension is below 1, there is no dimension, or there are more than 8 levels.
+    """
+
+    tiers: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.tiers or not all(self.tiers):
+            raise ValueError("a mesh needs at least one tier, and each tier at least one dimension")
+        if any(size < 1 for size in self.dims):
+            raise ValueError(f"mesh {self}: every dimension must be at least 1")
+        if len(self.dims) > MAX_LEVELS:
+            raise ValueError(f"mesh {self}: at most {MAX_LEVELS} dimensions are supported")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read ``"2,4|16"`` (brackets and blanks allowed); the inverse of ``str``."""
+        inner = text.strip().removeprefix("[").removesuffix("]")
+        try:
+            tiers = tuple(tuple(int(size) for size in tier.split(",")) for tier in inner.split("|"))
+        except ValueError:
+            raise ValueError(
+                f"mesh {text!r}: write sizes fastest first, tiers split by |, for instance 8|16"
+            ) from None
+        return cls(tiers)
+
+    @classmethod
+    def of_tiers(cls, *sizes: int) -> Mesh:
+        """A mesh with one tier per size, each split into factors as long as that gives at most 4 levels."""
+        factors = [_prime_factors(size) for size in sizes]
+        while sum(map(len, factors)) > SPLIT_LEVELS and any(len(tier) > 1 for tier in factors):
+            # Join the neighbours with the smallest product; of equals the slowest.
+            _, _, tier, place = min(
+                (factors[tier][place] * factors[tier][place + 1], -tier, tier, -place)
+                for tier in range(len(factors))
+                for place in range(len(factors[tier]) - 1)
+            )
+            pair = factors[tier][-place : -place + 2]
+            factors[tier][-place : -place + 2] = [prod(pair)]
+        return cls(tuple(tuple(tier) for tier in factors))
+
+    def __str__(self) -> str:
+        return "|".join(",".join(map(str, tier)) for tier in self.tiers)
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """All dimensions ``r_1 … r_L``, fastest first."""
+        return tuple(size for tier in self.tiers for size in tier)
+
+    @property
+    def levels(self) -> int:
+        """The finest level ``L``: every rank holds 1/world."""
+        return len(self.dims)
+
+    @cached_property
+    def shards(self) -> tuple[int, ...]:
+        """``S_k`` for every level 0 … L."""
+        return tuple(prod(self.dims[:k]) for k in range(self.levels + 1))
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.shards[-1]
+
+    @cached_property
+    def tier_bounds(self) -> tuple[tuple[int, int], ...]:
+        """For every tier the levels ``(low, high)`` that it spans."""
+        bounds, low = [], 0
+        for tier in self.tiers:
+            bounds.append((low, low + len(tier)))
+            low += len(tier)
+        return tuple(bounds)
+
+    def level_of(self, shards: int) -> int:
+        """The coarsest level with this many shards; ValueError when no level has it."""
+        if shards not in self.shards:
+            raise ValueError(f"mesh {self} has no level with {shards} shards; it has {list(self.shards)}")
+        return self.shards.index(shards)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """``(c_1, …, c_L)`` of a rank, fastest dimension first."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside of a world of {self.world}")
+        coordinates = []
+        for size in self.dims:
+            rank, digit = divmod(rank, size)
+            coordinates.append(digit)
+        return tuple(coordinates)
+
+    def rank_at(self, coordinates: tuple[int, ...]) -> int:
+        """The inverse of ``coordinates``."""
+        rank = 0
+        for size, digit in zip(reversed(self.dims), reversed(coordinates), strict=True):
+            rank = rank * size + digit
+        return rank
+
+    def tier_between(self, rank: int, other: int) -> int:
+        """The slowest tier on the way from one rank to another one; 0 from a rank to itself."""
+        pairs = list(zip(self.coordinates(rank), self.coordinates(other), strict=True))
+        apart = [any(a != b for a, b in pairs[low:high]) for low, high in self.tier_bounds]
+        return max((tier for tier, differ in enumerate(apart) if differ), default=0)
+
+    def slice_index(self, rank: int, level: int) -> int:
+        """Which of the ``S_level`` slices the rank holds."""
+        index = 0
+        for size, digit in zip(self.dims[:level], self.coordinates(rank)[:level], strict=True):
+            index = index * size + digit
+        return index
+
+    def slice_bounds(self, rank: int, level: int, numel: int) -> tuple[int, int]:
+        """First and past-the-last element of the rank's slice of a buffer of ``numel`` elements.
+
+        ``numel`` must be a multiple of ``S_level`` (buckets are padded to it), else ValueError.
+        """
+        size, rest = divmod(numel, self.shards[level])
+        if rest:
+            raise ValueError(f"{numel} elements do not divide into {self.shards[level]} slices")
+        index = self.slice_index(rank, level)
+        return index * size, (index + 1) * size
+
+    def group(self, rank: int, stage: Stage) -> tuple[int, ...]:
+        """The ranks that ``rank`` meets in a stage, in slice order.
+
+        They share the level-``low`` slice; their level-``high`` slices tile it in the order returned.
+        """
+        low, high = stage
+        coordinates = self.coordinates(rank)
+        members = [
+            self.rank_at(coordinates[:low] + digits + coordinates[high:])
+            for digits in _digits(self.dims[low:high])
+        ]
+        return tuple(members)
+
+    def groups(self, stage: Stage) -> tuple[tuple[int, ...], ...]:
+        """All sibling groups of a stage; together they hold every rank once."""
+        found: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(self.world):
+            if rank not in seen:
+                found.append(self.group(rank, stage))
+                seen.update(found[-1])
+        return tuple(found)
+
+    def group_size(self, stage: Stage) -> int:
+        """The number of ranks in each group of a stage."""
+        return self.shards[stage.high] // self.shards[stage.low]
+
+    def stage_in_tier(self, tier: int, low: int, high: int) -> Stage | None:
+        """The part of the way between two levels that lies in a tier; None when there is nothing to do."""
+        tier_low, tier_high = self.tier_bounds[tier]
+        stage = Stage(max(low, tier_low), min(high, tier_high))
+        if stage.low >= stage.high or self.group_size(stage) == 1:
+            return None
+        return stage
+
+    def reduce_stages(self, tier: int, grad_level: int, *, final: bool) -> tuple[Stage | None, Stage | None]:
+        """The stages of a reduction on a tier: down to the gradient's own level, then (final) all the way.
+
+        The first accumulates into the gradient slice, the second reduces that slice further in place.
+        """
+        own = self.stage_in_tier(tier, 0, grad_level)
+        rest = self.stage_in_tier(tier, grad_level, self.levels) if final else None
+        return own, rest
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Every stage that a plan can use: any span of levels inside one tier, of more than one rank."""
+        return tuple(
+            stage
+            for low, high in self.tier_bounds
+            for start in range(low, high)
+            for end in range(start + 1, high + 1)
+            if self.group_size(stage := Stage(start, end)) > 1
+        )
+
+    def triples(self) -> tuple[Levels, ...]:
+        """Every legal (ℓp, ℓg, ℓo), skipping levels that add no shards."""
+        distinct = [k for k in range(self.levels + 1) if k == 0 or self.shards[k] != self.shards[k - 1]]
+        return tuple(
+            levels
+            for optim in distinct
+            for grad in distinct
+            for param in distinct
+            if (levels := Levels(param, grad, optim)).legal
+        )
+
+
+def _digits(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Count through mixed-radix digits, the first one most significant."""
+    if not sizes:
+        yield ()
+        return
+    for digit in range(sizes[0]):
+        for rest in _digits(sizes[1:]):
+            yield (digit, *rest)
+
+
+def _prime_factors(size: int) -> list[int]:
+    factors, divisor = [], 2
+    while divisor * divisor <= size:
+        while size % divisor == 0:
+            factors.append(divisor)
+            size //= divisor
+        divisor += 1
+    if size > 1 or not factors:
+        factors.append(size)
+    return factors

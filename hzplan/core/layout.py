@@ -1,0 +1,171 @@
+"""Where bytes lie: tensors inside a bucket's flat buffer.
+
+Pure arithmetic, used alike by the cost model, the ILP and the runtime, so that what is counted is what is
+allocated. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from hzplan.core.hierarchy import Levels, Mesh
+
+ALIGNMENT_BYTES = 256
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+
+ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+"""Bytes per element of the dtypes that parameters may have, by torch's name; float16 needs loss scaling."""
+
+MASTER_DTYPE: Mapping[str, Dtype] = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
+"""What parameters of a dtype are trained in: their master weights, gradients once they leave autograd (in
+accumulation and reduction), and optimizer state."""
+
+REDUCE_DTYPES: Mapping[str, tuple[Dtype, ...]] = {
+    "float64": ("float64",),
+    "float32": ("float32", "bfloat16"),
+    "bfloat16": ("float32", "bfloat16"),
+}
+"""What gradients may travel in, by what parameters compute in; the first, the default, rounds nothing."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A parameter: its name in the model, shape, dtype (torch's name) and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without alignment."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    def computed_in(self, dtype: str) -> TensorSpec:
+        """The tensor as a plan that computes in ``dtype`` shards it.
+
+        A parameter that holds master weights for that dtype is cast; any other stays what it is.
+        """
+        return replace(self, dtype=dtype) if self.dtype == MASTER_DTYPE[dtype] else self
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Tensors of one unit with the same levels, dtype and trainable flag, laid in one flat buffer.
+
+    ``offsets`` and ``numel`` count elements; ``numel`` includes alignment and the padding to the shards of
+    the finest level that the bucket's communication walks through.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    levels: Levels
+    offsets: tuple[int, ...]
+    numel: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that all tensors share."""
+        return self.tensors[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the bucket has gradients and optimizer state."""
+        return self.tensors[0].trainable
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, unsharded buffer of parameters."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def master_dtype(self) -> str:
+        """The dtype of master weights, gradients and optimizer state; they have the parameters' offsets."""
+        return MASTER_DTYPE[self.dtype]
+
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes of a whole buffer of gradients, or of master weights."""
+        return self.numel * ITEM_BYTES[self.master_dtype]
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether master weights are kept beside the parameters, rather than being the parameters."""
+        return self.trainable and self.master_dtype != self.dtype
+
+    def pieces(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """The tensors' parts inside ``[start, end)``: (index of the tensor, first, past-the-last element)."""
+        found = []
+        for index, (tensor, offset) in enumerate(zip(self.tensors, self.offsets, strict=True)):
+            low, high = max(start, offset), min(end, offset + tensor.numel)
+            if low < high:
+                found.append((index, low, high))
+        return found
+
+
+def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketLayout:
+    """Lay tensors one after the other, each aligned to 256 bytes, and pad to the finest level used.
+
+    A trained bucket's gradients are reduced down to the finest level of the mesh, whatever its own levels
+    (an all-reduce is a reduce-scatter down the hierarchy and an all-gather back up); a frozen one is only
+    cut at its parameter level.
+    """
+    align = ALIGNMENT_BYTES // ITEM_BYTES[tensors[0].dtype]
+    offsets, end = [], 0
+    for tensor in tensors:
+        start = -(-end // align) * align
+        offsets.append(start)
+        end = start + tensor.numel
+    multiple = mesh.world if tensors[0].trainable else mesh.shards[levels.param]
+    return BucketLayout(tuple(tensors), levels, tuple(offsets), max(1, -(-end // multiple)) * multiple)
+
+
+def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple[BucketLayout, ...]:
+    """Group a unit's tensors into buckets by (levels, dtype, trainable), in order of first appearance.
+
+    A frozen tensor has a parameter level only; its other levels are set to the same value.
+    """
+    groups: dict[tuple[Levels, str, bool], list[TensorSpec]] = {}
+    for tensor, levels in choices:
+        if not tensor.trainable:
+            levels = Levels(levels.param, levels.param, levels.param)
+        groups.setdefault((levels, tensor.dtype, tensor.trainable), []).append(tensor)
+    return tuple(lay_out(tensors, key[0], mesh) for key, tensors in groups.items())
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, one of each per dimension."""
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    """Elements ``[start, end)`` of a row-major tensor as few boxes, in order, each of them contiguous.
+
+    At most ``2 * dimensions - 1``: the first row's rest, whole rows, the last row's beginning; and so on
+    inside of those rows.
+    """
+    if start >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = shape[1:]
+    row = prod(inner)
+    first, last = -(-start // row), end // row  # whole rows
+    if first > last:
+        return _in_row(inner, last, start - last * row, end - last * row)
+    found = _in_row(inner, first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        found.append(((first, *(0 for _ in inner)), (last - first, *inner)))
+    return found + _in_row(inner, last, 0, end - last * row)
+
+
+def _in_row(inner: tuple[int, ...], row: int, start: int, end: int) -> list[Box]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(inner, start, end)]

@@ -1,0 +1,473 @@
+"""The step as a DAG of tasks: one order that the simulator times, the ILP optimises and the runtime executes.
+
+The order comes from the recorded sequence of unit uses, the prefetch depth, the accumulation and whether
+gradients are clipped; it does not depend on the levels chosen. A stage that a choice leaves empty is a task
+of zero length, so the DAG of every choice is the same.
+
+Streams, each first in, first out: ``compute``; ``optim``; for every tier ``unshard.<t>``, ``reduce.<t>``
+and ``gather.<t>`` (all-gathers that carry a step's results: gradients to replicas, updated parameters); and,
+where optimizer states may lie in the host's memory, ``fetch`` and ``store``, which copy them to the device
+before a unit's update and back after it.
+``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
+launches. It is a topological order of the DAG.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Literal
+
+import networkx as nx
+
+COMPUTE_STREAM = "compute"
+OPTIM_STREAM = "optim"
+FETCH_STREAM, STORE_STREAM = "fetch", "store"
+
+HOST_SLOTS = 2
+"""Buffers for states that are on the device for their update: one fills while another empties."""
+
+
+Interval = tuple[int, int]
+"""First and last position of a buffer's use, both included."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A unit's turn in a forward and backward pass; ``reads``: whether its parameters must be there."""
+
+    unit: str
+    phase: Literal["forward", "backward"]
+    reads: bool = True
+
+    def __str__(self) -> str:
+        letter = self.phase[0]
+        return f"{letter.upper() if self.reads else letter} {self.unit}"
+
+    @classmethod
+    def parse(cls, text: str) -> Use:
+        """The inverse of ``str``."""
+        letter, _, unit = text.partition(" ")
+        return cls(unit, "forward" if letter in "Ff" else "backward", letter.isupper())
+
+
+class Kind(Enum):
+    """What a task does; the value is the first word of its text form."""
+
+    BEGIN = "begin"
+    COMPUTE = "compute"
+    STEP = "step"
+    UNSHARD = "unshard"
+    REDUCE = "reduce"
+    FINAL_REDUCE = "final-reduce"
+    GRAD_GATHER = "grad_gather"
+    FETCH = "fetch"
+    UPDATE = "update"
+    STORE = "store"
+    PARAM_GATHER = "param_gather"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One node: what, on which stream, for which units, and after which others.
+
+    ``after`` are earlier indices of the same step, ``after_previous`` indices in the step before. Without the
+    order of the task's own stream, which says only that it begins after the one before it, they are ``needs``
+    and ``needs_previous``: what must be done for its data to be there.
+    ``position`` counts the uses of the whole step (micro-batch × uses + use), -1 where none applies.
+    """
+
+    index: int
+    kind: Kind
+    stream: str
+    units: tuple[str, ...] = ()
+    tier: int = -1
+    position: int = -1
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+    needs: tuple[int, ...] = ()
+    needs_previous: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        tier = f".{self.tier}" if self.tier >= 0 else ""
+        position = f"@{self.position}" if self.position >= 0 else ""
+        return " ".join(filter(None, (f"{self.kind.value}{tier}{position}", ",".join(self.units))))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step: its tasks in total launch order, and when each unit's buffers are in use.
+
+    ``unshard_live_ranges``: closed intervals of positions in which a unit's unsharded parameters occupy
+    their buffer; ``gradient_live_ranges``: likewise for unreduced gradients, counted in reduces. Both cover
+    at most three micro-batches, after which they repeat. ``host_slots``: by unit the buffer that its states
+    are fetched to.
+    """
+
+    tasks: tuple[Task, ...]
+    uses: tuple[Use, ...]
+    tiers: int
+    prefetch: int
+    gradient_buffers: int
+    accumulation: int
+    clip: bool
+    options_read: int | None
+    requires: Mapping[str, tuple[str, ...]]
+    unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
+    gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
+    host_slots: Mapping[str, int] = field(repr=False)
+
+    @cached_property
+    def streams(self) -> dict[str, tuple[Task, ...]]:
+        """Every stream's tasks in order."""
+        found: dict[str, list[Task]] = {}
+        for task in self.tasks:
+            found.setdefault(task.stream, []).append(task)
+        return {name: tuple(tasks) for name, tasks in found.items()}
+
+    @cached_property
+    def distinct(self) -> tuple[list[Task], list[int]]:
+        """Tasks of which no two do the same in different micro-batches, and for every task the place of the
+        one that does what it does."""
+        places: dict[object, int] = {}
+        first: list[Task] = []
+        found = []
+        for task in self.tasks:
+            position = task.position % len(self.uses) if task.kind is Kind.COMPUTE else -1
+            place = places.setdefault((task.kind.value, task.tier, task.units, position), len(first))
+            if place == len(first):
+                first.append(task)
+            found.append(place)
+        return first, found
+
+    @cached_property
+    def compute(self) -> tuple[Task, ...]:
+        """The compute task of every position."""
+        return tuple(task for task in self.tasks if task.kind is Kind.COMPUTE)
+
+    def use(self, task: Task) -> Use:
+        """The use that a task of a position belongs to."""
+        return self.uses[task.position % len(self.uses)]
+
+    def reads(self, use: Use) -> tuple[str, ...]:
+        """The units that must be whole in a use's turn."""
+        return self.requires[use.unit] if use.reads else ()
+
+    def micro_batch(self, task: Task) -> int:
+        """The micro-batch that a task of a position belongs to."""
+        return task.position // len(self.uses)
+
+    def graph(self) -> nx.DiGraph:
+        """The DAG of one step; the edges to the step before are in ``graph["previous"]``."""
+        graph = nx.DiGraph(previous=[(u, task.index) for task in self.tasks for u in task.after_previous])
+        graph.add_nodes_from((task.index, {"task": task}) for task in self.tasks)
+        graph.add_edges_from((u, task.index) for task in self.tasks for u in task.after)
+        return graph
+
+
+def build(
+    uses: Sequence[Use],
+    requires: Mapping[str, tuple[str, ...]],
+    trainable: Collection[str],
+    *,
+    tiers: int,
+    prefetch: int,
+    accumulation: int,
+    clip: bool,
+    gradient_buffers: int | None = None,
+    offload: bool = False,
+) -> Schedule:
+    """Order one step.
+
+    ``uses``: the recorded sequence of one forward and backward, in which a unit's first use reads;
+    ``requires``: for every unit the units whose parameters a use of it needs, if it reads any; ``trainable``:
+    the units with trained tensors; ``prefetch``: how many uses ahead of compute may be unsharded (at least
+    1); ``gradient_buffers``: how many units' gradients may be there unreduced, the one that is being computed
+    included (default: ``prefetch + 1``); ``offload``: whether optimizer states may lie in the host's memory.
+
+    The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
+    ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
+    reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``gradient_buffers``
+    reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
+    hierarchy. The first states are fetched in its backward; others when their buffer has been emptied.
+    """
+    buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
+    if prefetch < 1 or accumulation < 1 or buffers < 1:
+        raise ValueError("prefetch, accumulation and gradient_buffers must be at least 1")
+    return _Builder(
+        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, buffers, accumulation, clip, offload
+    ).build()
+
+
+class _Builder:
+    """Collects tasks in launch order and knows each stream's tail."""
+
+    def __init__(
+        self,
+        uses: tuple[Use, ...],
+        requires: dict[str, tuple[str, ...]],
+        trainable: tuple[str, ...],
+        tiers: int,
+        prefetch: int,
+        gradient_buffers: int,
+        accumulation: int,
+        clip: bool,
+        offload: bool,
+    ) -> None:
+        self.uses, self.requires, self.trainable = uses, requires, trainable
+        self.tiers, self.prefetch, self.accumulation, self.clip = tiers, prefetch, accumulation, clip
+        self.positions = len(uses) * accumulation
+        self.runs = _runs(uses, requires, prefetch, accumulation)
+        self.runs_at: dict[int, list[str]] = {}  # position -> the units to be unsharded for it
+        for unit, runs in self.runs.items():
+            for first, _ in runs:
+                self.runs_at.setdefault(first, []).append(unit)
+        self.reduced_at = _last_backward(uses, requires, trainable)
+        self.gradient_buffers = min(gradient_buffers, max(1, len(self.reduced_at)))
+        self.tasks: list[Task] = []
+        self.tail: dict[str, int] = {}
+        self.unsharded: dict[int, int] = {}  # position -> last unshard task
+        self.first_unshard: dict[str, int] = {}  # unit -> first unshard task of the step
+        self.reduces: list[int] = []  # the last task of every reduce, in order
+        self.reduced: dict[str, int] = {}  # unit -> task after which its final gradient is there
+        self.first_uses = {
+            unit: self.runs[unit][0][0] for units in self.reduced_at.values() for unit in units
+        }
+        self.order = [unit for units in self.reduced_at.values() for unit in units]  # of updates
+        if clip:
+            self.order.sort(key=lambda unit: self.first_uses[unit])
+        self.host_slots = {unit: place % HOST_SLOTS for place, unit in enumerate(self.order) if offload}
+        backward = next((i for i, use in enumerate(uses) if use.phase == "backward"), len(uses) - 1)
+        self.fetches_at = len(uses) * (accumulation - 1) + backward  # the compute task that begins them
+        self.fetched: dict[str, int] = {}
+        self.stored: dict[str, int] = {}
+        self.updated: dict[str, int] = {}
+        self.synced: dict[str, int] = {}
+        self.options_read: int | None = (
+            None  # the compute task that takes learning rates over for the updates
+        )
+
+    def add(self, kind: Kind, stream: str, *, after: Iterable[int] = (), **fields: object) -> int:
+        """Append a task; the stream's order is an edge like any other."""
+        index = len(self.tasks)
+        needs = {*after}
+        edges = needs | ({self.tail[stream]} if stream in self.tail else set())
+        self.tasks.append(
+            Task(index, kind, stream, after=_sorted(edges), needs=_sorted(needs), **fields)  # type: ignore[arg-type]
+        )
+        self.tail[stream] = index
+        return index
+
+    def build(self) -> Schedule:
+        begin = self.add(Kind.BEGIN, COMPUTE_STREAM)
+        for position in range(min(self.prefetch + 1, self.positions)):
+            self.unshard(position, after=begin)
+        for position in range(self.positions):
+            computed = self.compute(position)
+            if position + self.prefetch + 1 < self.positions:
+                self.unshard(position + self.prefetch + 1, after=computed)
+            if position == self.fetches_at:
+                for unit in self.order[:HOST_SLOTS]:
+                    self.fetch(unit, after=[computed], position=position)
+            self.reduce(position, computed=computed)
+        self.step()
+        return Schedule(
+            tasks=self.with_wraps(),
+            uses=self.uses,
+            tiers=self.tiers,
+            prefetch=self.prefetch,
+            gradient_buffers=self.gradient_buffers,
+            accumulation=self.accumulation,
+            clip=self.clip,
+            options_read=self.options_read,
+            requires=self.requires,
+            unshard_live_ranges=self.unshard_live_ranges(),
+            gradient_live_ranges=self.gradient_live_ranges(),
+            host_slots=self.host_slots,
+        )
+
+    def unshard(self, position: int, *, after: int) -> None:
+        """From the outermost tier inwards."""
+        units = tuple(self.runs_at.get(position, ()))
+        if not units:
+            return
+        previous = after
+        for tier in reversed(range(self.tiers)):
+            previous = self.add(
+                Kind.UNSHARD, f"unshard.{tier}", after=[previous], units=units, tier=tier, position=position
+            )
+            for unit in units:
+                self.first_unshard.setdefault(unit, previous)
+        self.unsharded[position] = previous
+
+    def compute(self, position: int) -> int:
+        after = [self.unsharded[position]] if position in self.unsharded else []
+        # No more buffers than reduces a micro-batch has: a unit's own last one must be over in any case.
+        if position % len(self.uses) in self.reduced_at and len(self.reduces) >= self.gradient_buffers:
+            after.append(self.reduces[-self.gradient_buffers])
+        use = self.uses[position % len(self.uses)]
+        return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
+
+    def reduce(self, position: int, *, computed: int) -> None:
+        """From the innermost tier outwards; on the last micro-batch to the end and back to the replicas."""
+        units = self.reduced_at.get(position % len(self.uses))
+        if not units:
+            return
+        final = position // len(self.uses) == self.accumulation - 1
+        kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
+        previous = computed
+        for tier in range(self.tiers):
+            previous = self.add(
+                kind, f"reduce.{tier}", after=[previous], units=units, tier=tier, position=position
+            )
+        self.reduces.append(previous)
+        if final:
+            for tier in reversed(range(self.tiers)):
+                previous = self.add(
+                    Kind.GRAD_GATHER,
+                    f"gather.{tier}",
+                    after=[previous],
+                    units=units,
+                    tier=tier,
+                    position=position,
+                )
+            self.reduced |= dict.fromkeys(units, previous)
+            if not self.clip:
+                if self.options_read is None:
+                    self.options_read = computed
+                for unit in units:
+                    self.update(unit, after=[previous], position=position)
+
+    def update(self, unit: str, *, after: Iterable[int], position: int = -1) -> None:
+        """A unit's optimizer step; with its state's ways, and that of the next one in the same buffer."""
+        held = [self.fetched[unit]] if unit in self.fetched else []
+        updated = self.add(Kind.UPDATE, OPTIM_STREAM, after=[*after, *held], units=(unit,), position=position)
+        self.updated[unit] = updated
+        if unit in self.host_slots:
+            self.stored[unit] = self.add(
+                Kind.STORE, STORE_STREAM, after=[updated], units=(unit,), position=position
+            )
+            following = self.order.index(unit) + HOST_SLOTS
+            if following < len(self.order):
+                # After the fetch too: where this unit's state is on the device, for what that waited for.
+                self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
+
+    def fetch(self, unit: str, *, after: Iterable[int], position: int) -> None:
+        """A unit's optimizer state comes to the device."""
+        if unit in self.host_slots:
+            self.fetched[unit] = self.add(
+                Kind.FETCH, FETCH_STREAM, after=after, units=(unit,), position=position
+            )
+
+    def step(self) -> None:
+        """The end: with clipping all updates, in the order of use; then parameters travel in that order.
+
+        Without clipping units have been updated as their gradients came.
+        """
+        order = sorted(self.order, key=lambda unit: self.first_uses[unit])
+        step = self.add(Kind.STEP, COMPUTE_STREAM, after=self.reduced.values() if self.clip else ())
+        if self.clip:
+            self.options_read = step
+            for unit in order:
+                self.update(unit, after=[step, self.reduced[unit]])
+        for _, joined in itertools.groupby(order, key=lambda unit: self.first_uses[unit]):
+            units = tuple(joined)
+            needed = [step, *(self.updated[unit] for unit in units)]  # which launches it, at the earliest
+            for tier in reversed(range(self.tiers)):
+                needed = [self.add(Kind.PARAM_GATHER, f"gather.{tier}", after=needed, units=units, tier=tier)]
+            self.synced |= dict.fromkeys(units, needed[0])
+
+    def with_wraps(self) -> tuple[Task, ...]:
+        """Edges from the step before: each stream goes on, a unit's first use needs its update, and learning
+        rates may change when all updates have read them. A buffer is filled when it has been emptied; that
+        all of them have is waited for with the learning rates, and updates before the first fetches, so that
+        nothing is launched while it runs for the step before."""
+        heads: dict[str, int] = {}
+        for task in self.tasks:
+            heads.setdefault(task.stream, task.index)
+        order = {head: {self.tail[stream]} for stream, head in heads.items()}
+        needs: dict[int, set[int]] = {}
+        for unit, synced in self.synced.items():
+            needs.setdefault(self.first_unshard[unit], set()).add(synced)
+        if self.options_read is not None and self.updated:
+            needs.setdefault(self.options_read, set()).update(
+                [self.tail[OPTIM_STREAM], *self.stored.values()]
+            )
+        for unit in self.order[:HOST_SLOTS] if self.host_slots else ():
+            slot = self.host_slots[unit]
+            needs[self.fetched[unit]] = {self.stored[u] for u, of in self.host_slots.items() if of == slot}
+            needs.setdefault(min(self.tasks[self.fetched[unit]].needs), set()).add(self.tail[OPTIM_STREAM])
+        tasks = list(self.tasks)
+        for index in order.keys() | needs.keys():
+            own = needs.get(index, set())
+            tasks[index] = replace(
+                tasks[index],
+                after_previous=_sorted(order.get(index, set()) | own),
+                needs_previous=_sorted(own),
+            )
+        return tuple(tasks)
+
+    def unshard_live_ranges(self) -> dict[str, tuple[Interval, ...]]:
+        accumulation = min(self.accumulation, 3)
+        runs = _runs(self.uses, self.requires, self.prefetch, accumulation)
+        lives = {
+            unit: tuple((max(0, first - self.prefetch), last) for first, last in intervals)
+            for unit, intervals in runs.items()
+        }
+        # What no recorded use needs, an evaluation may: it shares with nobody.
+        always = ((0, len(self.uses) * accumulation - 1),)
+        return lives | {unit: always for unit in self.requires if unit not in lives}
+
+    def gradient_live_ranges(self) -> dict[str, tuple[Interval, ...]]:
+        order = sorted(self.reduced_at)
+        micro_batches = min(self.accumulation, 3)
+        lives: dict[str, list[Interval]] = {}
+        for micro_batch in range(micro_batches):
+            for ordinal, position in enumerate(order, start=micro_batch * len(order)):
+                for unit in self.reduced_at[position]:
+                    lives.setdefault(unit, []).append((ordinal, ordinal + self.gradient_buffers - 1))
+        always = [(0, len(order) * micro_batches + self.gradient_buffers)]
+        lives |= {unit: always for unit in self.trainable if unit not in lives}
+        return {unit: tuple(intervals) for unit, intervals in lives.items()}
+
+
+def _sorted(indices: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(indices))
+
+
+def _runs(
+    uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], prefetch: int, accumulation: int
+) -> dict[str, list[Interval]]:
+    """For every unit the (first, last) positions between which it stays whole."""
+    runs: dict[str, list[Interval]] = {}
+    for position in range(len(uses) * accumulation):
+        use = uses[position % len(uses)]
+        for unit in requires[use.unit] if use.reads else ():
+            intervals = runs.setdefault(unit, [])
+            if intervals and position <= intervals[-1][1] + 1 + prefetch:
+                intervals[-1] = (intervals[-1][0], position)
+            else:
+                intervals.append((position, position))
+    return runs
+
+
+def _last_backward(
+    uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], trainable: Collection[str]
+) -> dict[int, tuple[str, ...]]:
+    """For every use after which gradients are complete: the units concerned."""
+    last: dict[str, int] = {}
+    backward = False
+    for index, use in enumerate(uses):
+        backward |= use.phase == "backward"
+        if backward:  # a forward from here on computes again, and what its unit's backward needed comes after
+            last |= dict.fromkeys(requires[use.unit], index)
+    # A trained unit that no backward use needs has no gradient to wait for: it goes with the last use.
+    seen = {unit for use in uses for unit in requires[use.unit]}
+    at: dict[int, list[str]] = {}
+    for unit in trainable:
+        if unit in seen:
+            at.setdefault(last.get(unit, len(uses) - 1), []).append(unit)
+    return {index: tuple(at[index]) for index in sorted(at)}

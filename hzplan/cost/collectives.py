@@ -1,0 +1,145 @@
+"""Collectives of clusters that nobody measured, by formula; and a modelled profile on more or fewer nodes."""
+
+from __future__ import annotations
+
+from math import prod
+
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
+from hzplan.errors import UserError
+from hzplan.formats.cluster import ClusterModel, TierModel, find_cluster
+from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile, UnitEntry
+
+LEAST_BYTES = 1 << 10
+MOST_NODES = 1 << 20
+
+
+def collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
+    """Rings: n − 1 hops, (n − 1)/n of the bytes through each rank (Thakur, Rabenseifner, Gropp 2005, §4).
+
+    Lines in bytes, so two points say all.
+    """
+    return tuple(
+        CollectiveCurve(
+            operation=operation,
+            low=stage.low,
+            high=stage.high,
+            points=tuple(
+                CollectivePoint(
+                    bytes=size,
+                    seconds=round(_ring_s(_tier_of(cluster, mesh, stage), mesh.group_size(stage), size), 9),
+                    spread=0.0,
+                )
+                for size in (LEAST_BYTES, max(largest_bytes, 2 * LEAST_BYTES))
+            ),
+        )
+        for stage in mesh.stages()
+        for operation in ("all_gather", "reduce_scatter")
+    )
+
+
+def _tier_of(cluster: ClusterModel, mesh: Mesh, stage: Stage) -> TierModel:
+    bounds = enumerate(mesh.tier_bounds)
+    return cluster.tiers[next(tier for tier, (low, high) in bounds if low <= stage.low < high)]
+
+
+def _ring_s(tier: TierModel, ranks: int, nbytes: int) -> float:
+    rate = tier.bytes_per_s.value * tier.bytes_share.value
+    return (ranks - 1) * (tier.latency_s.value + nbytes / ranks / rate)
+
+
+def travelling_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:
+    """Of the largest unit's gradients."""
+    largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
+    return largest * ITEM_BYTES[MASTER_DTYPE[dtype]]
+
+
+def nodes_of(profile: Profile) -> int:
+    """How many groups of the tiers inside it the outermost tier joins."""
+    return prod(profile.mesh.tiers[-1])
+
+
+def check_whole(profile: Profile) -> None:
+    """UserError for the profile of a rank's share, whose curves are not those of whole nodes."""
+    if profile.parallel is not None:
+        raise UserError(
+            f"the profile is of a rank's share ({profile.parallel}); solve the whole model's again, with "
+            "--nodes and --model-parallel"
+        )
+
+
+def with_nodes(profile: Profile, nodes: int) -> Profile:
+    """A modelled profile on so many nodes. UserError for a measured one, or of a cluster of the user's."""
+    if not 1 <= nodes <= MOST_NODES:
+        raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
+    check_whole(profile)
+    if profile.modelled is None:
+        raise UserError(f"--nodes {nodes}: the profile was measured on its nodes; profile on that many")
+    try:
+        cluster, _ = find_cluster(profile.modelled.cluster)
+    except UserError:
+        raise UserError(
+            f"--nodes {nodes}: cluster {profile.modelled.cluster} does not come with hzplan; profile again "
+            f"with --nodes {nodes}"
+        ) from None
+    mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
+    largest = travelling_bytes(profile.units, profile.model.dtype)
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}
+    fields |= {  # a copy would take what is cached along, the mesh among it
+        "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),
+        "collectives": collectives(cluster, mesh, largest),
+    }
+    return Profile(**fields)
+
+
+def with_ranks(profile: Profile, world: int) -> Profile:
+    """A profile on more or fewer groups of its outermost tier, for ``world`` ranks in all.
+
+    What was measured inside such a group stays. Across n groups a ring carries (n − 1)/n of the bytes, so
+    seconds of the outermost tier change by that ratio; hops are few beside bytes there. UserError where
+    groups would have to be of another size, or there was one only.
+    """
+    check_whole(profile)
+    inner, before = profile.mesh.tiers[:-1], prod(profile.mesh.tiers[-1])
+    each = prod(prod(tier) for tier in inner)
+    if world % each or world < 1:
+        raise UserError(
+            f"{world} ranks: the profile has nodes of {each}, which they do not fill; start whole nodes, or "
+            "profile there"
+        )
+    groups = world // each
+    if profile.modelled is not None:
+        return with_nodes(profile, groups)
+    if before == 1 and groups > 1:
+        raise UserError(f"{world} ranks: nothing between several was measured; profile there")
+    mesh = Mesh.of_tiers(*map(prod, inner), groups) if groups > 1 or not inner else Mesh(inner)
+    mesh = Mesh((*inner, *mesh.tiers[len(inner) :]))
+    tiers, (low, high) = len(mesh.tiers), profile.mesh.tier_bounds[-1]
+    across = {
+        curve.operation: curve for curve in profile.collectives if (curve.low, curve.high) == (low, high)
+    }
+    curves = [curve for curve in profile.collectives if curve.high <= low]
+    for stage in (stage for stage in mesh.stages() if stage.low >= low):
+        size = mesh.group_size(stage)
+        factor = (size - 1) / size * before / (before - 1)
+        curves += [_resized(curve, stage, factor) for curve in across.values()]
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}
+    fields |= {
+        "cluster": profile.cluster.model_copy(
+            update={"mesh": str(mesh), "tier_names": profile.cluster.tier_names[:tiers]}
+        ),
+        "collectives": tuple(curves),
+        "interference": profile.interference[:tiers],
+        "stragglers": (),
+    }
+    if profile.calibrated is not None:
+        kept = profile.calibrated.tiers[:tiers]
+        fields["calibrated"] = profile.calibrated.model_copy(update={"tiers": kept})
+    return Profile(**fields)
+
+
+def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveCurve:
+    points = tuple(
+        point.model_copy(update={"seconds": round(point.seconds * factor, 9)}) for point in curve.points
+    )
+    return CollectiveCurve(operation=curve.operation, low=stage.low, high=stage.high, points=points)

@@ -1,0 +1,24 @@
+"""Measured curves: seconds at sizes that were measured, and between them. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+Curve = Sequence[tuple[int, float]]
+
+
+def interpolate(curve: Curve, size: float) -> float:
+    """Seconds at a size, from measured (size, seconds) points with rising sizes.
+
+    Linear between points; below the first point its own time (a message cannot cost less than its latency);
+    above the last one the slope of the last two, but no less than in proportion to nothing.
+    """
+    first_size, first_seconds = curve[0]
+    if size <= first_size or len(curve) == 1:
+        return first_seconds if size <= first_size else first_seconds * size / max(first_size, 1)
+    for (low, low_s), (high, high_s) in itertools.pairwise(curve):
+        if size <= high:
+            return low_s + (high_s - low_s) * (size - low) / (high - low)
+    (low, low_s), (high, high_s) = curve[-2], curve[-1]
+    return high_s + max(0.0, (high_s - low_s) / (high - low)) * (size - high)

@@ -1,0 +1,72 @@
+"""Memory of one rank over a step, by category. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hzplan.core.buffers import Slots, slot_sizes
+from hzplan.core.schedule import Schedule
+from hzplan.cost.unit import UnitCost
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per rank by category; ``peak`` is the largest total over the step's events.
+
+    ``host``: in the host's memory, which is not part of the peak; ``optimizer`` has the slots that it is
+    fetched to.
+    """
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    unshard_buffers: int
+    gradient_buffers: int
+    scratch: int
+    activations: int
+    host: int
+    peak: int
+
+    def by_category(self) -> dict[str, int]:
+        """For tables and files; the host's only where there is something."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
+        return {name: nbytes for name, nbytes in named.items() if nbytes or name != "host"}
+
+    def with_activations(self, activation_peak: int, schedule: Schedule) -> Memory:
+        """The memory that was computed without activations, with ``activation_peak`` bytes of them."""
+        update = self.activations
+        activations = max(activation_peak, update) if schedule.clip else activation_peak + update
+        return replace(self, activations=activations, peak=self.peak - update + activations)
+
+
+def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, activation_peak: int) -> Memory:
+    """Memory of one rank over a step.
+
+    Buffers are allocated once, so they count at every event; the events that differ are the uses
+    (activations and temporaries) and the optimizer step (its temporaries). Without clipping units are updated
+    during backward, beside all activations; with it in the first turns of the next forward, when few are
+    alive, which are neglected.
+    """
+    parameters = sum(cost.param_bytes for cost in units.values())
+    master = sum(cost.master_bytes for cost in units.values())
+    gradients = sum(cost.grad_bytes for cost in units.values())
+    optimizer = sum(cost.optim_bytes for cost in units.values())
+    host = sum(cost.host_bytes for cost in units.values())
+    slots_of = schedule.host_slots
+    optimizer += sum(slot_sizes(slots_of, {unit: units[unit].host_bytes for unit in slots_of}))
+    unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
+    staging = sum(
+        slot_sizes(slots.gradient, {unit: units[unit].gradient_buffer_bytes for unit in slots.gradient})
+    )
+    scratch = sum(
+        max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
+    )
+    update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
+    lasting = parameters + master + gradients + optimizer + unshard + staging + scratch
+    without = Memory(
+        *(parameters, master, gradients, optimizer, unshard, staging, scratch, update, host),
+        peak=lasting + update,
+    )
+    return without.with_activations(activation_peak, schedule)

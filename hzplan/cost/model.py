@@ -1,0 +1,375 @@
+"""What things cost: collectives, compute, optimizer, bytes. Pure functions of a profile; no torch.
+
+Times are integer nanoseconds and sizes integer bytes, so that sums do not depend on their order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hzplan.core.buffers import scratch_bytes
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
+from hzplan.core.schedule import Kind, Schedule, Task, build
+from hzplan.cost.curves import interpolate
+from hzplan.cost.interference import MOST_LOST, Interference
+from hzplan.cost.unit import Part, UnitCost, summed
+from hzplan.formats.profile import Profile, RecomputeCost, UseCost
+
+
+def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
+    """The tensors of every unit."""
+    return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in profile.units}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A profile, made ready for questions.
+
+    ``reduce_dtype``: what gradients travel in; None: what they are kept in. Turning one into the other costs
+    a pass over memory, which is neglected beside the link, and no room.
+    """
+
+    profile: Profile
+    reduce_dtype: Dtype | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The cluster's mesh."""
+        return self.profile.mesh
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, int, int], list[tuple[int, float]]]:
+        return {
+            (curve.operation, curve.low, curve.high): [(p.bytes, p.seconds) for p in curve.points]
+            for curve in self.profile.collectives
+        }
+
+    @cached_property
+    def _optimizer_curve(self) -> list[tuple[int, float]]:
+        return [(point.elements, point.seconds) for point in self.profile.optimizer.points]
+
+    @cached_property
+    def interference(self) -> Interference:
+        """As measured; none where it was not."""
+        wakeup_ns = (self.profile.cluster.wakeup_seconds or 0.0) * 1e9
+        entries = self.profile.interference
+        if not entries:
+            return Interference.none(len(self.mesh.tiers), wakeup_ns)
+        return Interference(
+            tuple(min(entry.compute_loss, MOST_LOST) for entry in entries),
+            tuple(entry.communication_slowdown for entry in entries),
+            tuple(entry.contention for entry in entries),
+            wakeup_ns,
+        )
+
+    def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Nanoseconds of a collective whose whole buffer has ``nbytes``."""
+        key = operation, stage, nbytes
+        if key not in self._known:
+            self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, Stage, int], int]:
+        return {}
+
+    def compute_ns(self, use_index: int, micro_batch: int) -> int:
+        """Nanoseconds of a use's own computation."""
+        return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
+
+    def again_ns(self, use_index: int, micro_batch: int) -> int:
+        """Nanoseconds that a use takes longer where its unit computes its forward again."""
+        again = self._use_cost(use_index, micro_batch).recompute
+        return round(again.seconds * 1e9) if again is not None else 0
+
+    @cached_property
+    def recomputable(self) -> tuple[str, ...]:
+        """The units whose forward can be computed again, in the order of the profile."""
+        able = {unit.name: False for unit in self.profile.units}
+        able |= {use.unit: True for use in self.profile.uses}
+        for use in self.profile.uses:
+            able[use.unit] &= use.reads_parameters and all(cost.recompute is not None for cost in use.costs)
+        return tuple(unit for unit, can in able.items() if can)
+
+    def straggler_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:
+        """By how many nanoseconds the slowest rank takes longer, for every task of a schedule."""
+        uses = len(schedule.uses)
+        late = [round(cost.straggler_seconds * 1e9) for cost in self._use_costs(micro_batch)]
+        return [late[task.position % uses] if task.kind is Kind.COMPUTE else 0 for task in schedule.tasks]
+
+    def _use_costs(self, micro_batch: int) -> list[UseCost]:
+        """Every use's costs at a micro-batch size."""
+        if micro_batch not in self._by_size:
+            self._by_size[micro_batch] = [
+                next(cost for cost in use.costs if cost.micro_batch == micro_batch)
+                for use in self.profile.uses
+            ]
+        return self._by_size[micro_batch]
+
+    @cached_property
+    def _by_size(self) -> dict[int, list[UseCost]]:
+        return {}
+
+    def _use_cost(self, use_index: int, micro_batch: int) -> UseCost:
+        return self._use_costs(micro_batch)[use_index]
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """The tensors of every unit."""
+        return tensors_of(self.profile)
+
+    @cached_property
+    def unit_costs(self) -> dict[object, UnitCost]:
+        """What is known already of units, by what decides it (``solver.evaluate.unit_costs``)."""
+        return {}
+
+    @cached_property
+    def like(self) -> dict[str, str]:
+        """By unit the first one whose tensors have the same shapes and dtypes, and are trained alike: what
+        both cost is the same."""
+        first: dict[object, str] = {}
+        return {
+            unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable) for t in tensors), unit)
+            for unit, tensors in self.tensors.items()
+        }
+
+    def activation_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> list[int]:
+        """The most that activations and temporaries take at every use of a forward and backward, where some
+        units compute their forward again. A sum of one term per use, so linear in that choice."""
+        level, found = 0, []
+        for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True):
+            own: UseCost | RecomputeCost = cost
+            if use.unit in recompute and cost.recompute is not None:
+                own = cost.recompute
+            found.append(level + own.peak_bytes)
+            level += own.retained_bytes
+        return found
+
+    def activation_peak_bytes(self, micro_batch: int, recompute: Iterable[str] = ()) -> int:
+        """The most that they take at any use."""
+        key = micro_batch, frozenset(recompute)
+        if key not in self._peaks:
+            self._peaks[key] = max(0, *self.activation_bytes(*key))
+        return self._peaks[key]
+
+    @cached_property
+    def _peaks(self) -> dict[tuple[int, frozenset[str]], int]:
+        return {}
+
+    def flops(self, micro_batch: int) -> int:
+        """Floating-point operations of one forward and backward."""
+        return sum(self._use_cost(index, micro_batch).flops for index in range(len(self.profile.uses)))
+
+    def bucket(self, bucket: BucketLayout) -> UnitCost:
+        """Cost of one bucket on its own."""
+        return self.unit([bucket])
+
+    def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
+        """Cost of a unit."""
+        return self.together([self.part(bucket) for bucket in buckets])
+
+    @cached_property
+    def _host_curve(self) -> list[tuple[int, float]]:
+        return (
+            [(point.bytes, point.seconds) for point in self.profile.host.points] if self.profile.host else []
+        )
+
+    def offloaded(self, unit: UnitCost) -> UnitCost:
+        """The same unit with its optimizer state, and master weights, in the host's memory.
+
+        Its first update makes the state on the device, beside the slot that it then goes to.
+        """
+        moved = unit.master_bytes + unit.optim_bytes
+        return replace(
+            unit,
+            master_bytes=0,
+            optim_bytes=0,
+            host_bytes=moved,
+            copy_ns=round(interpolate(self._host_curve, moved) * 1e9) if moved else 0,
+            update_temporary_bytes=unit.update_temporary_bytes + unit.optim_bytes,
+        )
+
+    def together(self, parts: Iterable[Part]) -> UnitCost:
+        """Buckets of one unit: reductions one after the other, gathers of a stage at once.
+
+        Gathers of a stage cost what their bytes cost together. Over several stages they share the link, so
+        their times add up, but for the latency where they are exchanges: those are under way at once, and it
+        passes once.
+        """
+        total = UnitCost.zero(len(self.mesh.tiers))
+        sizes: dict[tuple[int, int, Stage], int] = {}
+        for part in parts:
+            total += part.cost
+            for kind, tier, stage, nbytes in part.gathers:
+                sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
+        times = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
+        at_once = self.profile.cluster.reduce_scatter_by_exchange
+        for (kind, tier, stage), nbytes in sizes.items():
+            alone = self.collective_ns("all_gather", stage, nbytes)
+            latency = min(alone, self.collective_ns("all_gather", stage, 0)) if at_once else 0
+            times[kind][tier] += alone - latency
+            waited[kind][tier] = max(waited[kind][tier], latency)
+        unshard, grad_gather, sync = map(summed, times, waited)
+        return replace(total, unshard_ns=unshard, grad_gather_ns=grad_gather, param_gather_ns=sync)
+
+    def part(self, bucket: BucketLayout) -> Part:
+        """One bucket, for ``together``.
+
+        Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
+        levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it. Parameters
+        travel in the dtype that computes, gradients in ``reduce_dtype``.
+        """
+        mesh, levels = self.mesh, bucket.levels
+        tiers = range(len(mesh.tiers))
+        gathers = tuple(
+            (number, tier, stage, nbytes)
+            for number, kind in enumerate((Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER))
+            for tier in tiers
+            for stage, nbytes in self.travels(bucket, kind, tier)
+        )
+        parameters = replace(
+            UnitCost.zero(len(tiers)),
+            param_bytes=bucket.nbytes // mesh.shards[levels.param],
+            unshard_bytes=bucket.nbytes if mesh.shards[levels.param] > 1 else 0,
+        )
+        if not bucket.trainable:
+            return Part(parameters, gathers)
+
+        def reduced(kind: Kind) -> tuple[int, ...]:
+            return tuple(
+                sum(self.collective_ns("reduce_scatter", *way) for way in self.travels(bucket, kind, tier))
+                for tier in tiers
+            )
+
+        optim_numel = bucket.numel // mesh.shards[levels.optim]
+        master_bytes = bucket.master_nbytes // mesh.shards[levels.optim]
+        optimizer = self.profile.optimizer
+        cost = replace(
+            parameters,
+            reduce_ns=reduced(Kind.REDUCE),
+            final_reduce_ns=reduced(Kind.FINAL_REDUCE),
+            update_ns=round(interpolate(self._optimizer_curve, optim_numel) * 1e9),
+            master_bytes=master_bytes if bucket.keeps_master else 0,
+            grad_bytes=bucket.master_nbytes // mesh.shards[levels.grad],
+            optim_bytes=master_bytes * optimizer.state_per_element,
+            gradient_buffer_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
+            scratch_bytes=tuple(
+                scratch_bytes(
+                    max(
+                        (
+                            _received_bytes(bucket, mesh, stage)
+                            for stage, _ in self.travels(bucket, Kind.FINAL_REDUCE, tier)
+                        ),
+                        default=0,
+                    )
+                )
+                if self.profile.cluster.reduce_scatter_by_exchange
+                else 0
+                for tier in tiers
+            ),
+            update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
+        )
+        return Part(cost, gathers)
+
+    def travels(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
+        """A bucket's collectives in a task of a kind on a tier: stages, and bytes of their whole buffer."""
+        mesh, levels = self.mesh, bucket.levels
+        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
+        stages: tuple[Stage | None, ...] = ()
+        if kind is Kind.UNSHARD:
+            stages = (mesh.stage_in_tier(tier, 0, levels.param),)
+        elif bucket.trainable and kind is Kind.PARAM_GATHER:
+            stages = (mesh.stage_in_tier(tier, levels.param, levels.optim),)
+        elif bucket.trainable and kind is Kind.GRAD_GATHER:
+            stages = (mesh.stage_in_tier(tier, levels.optim, mesh.levels),)
+        elif bucket.trainable and kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+            stages = mesh.reduce_stages(tier, levels.grad, final=kind is Kind.FINAL_REDUCE)
+        nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.PARAM_GATHER) else travelling
+        for stage in stages:
+            if stage is not None:
+                yield stage, nbytes // mesh.shards[stage.low]
+
+    def schedule(
+        self,
+        *,
+        prefetch: int,
+        accumulation: int,
+        clip: bool,
+        gradient_buffers: int | None = None,
+        offload: bool = False,
+    ) -> Schedule:
+        """The profile's uses as a step."""
+        key = prefetch, accumulation, clip, gradient_buffers, offload
+        if key not in self._schedules:
+            self._schedules[key] = build(
+                [use.use for use in self.profile.uses],
+                {unit.name: unit.requires for unit in self.profile.units},
+                [unit.name for unit in self.profile.units if any(t.trainable for t in unit.tensors)],
+                tiers=len(self.mesh.tiers),
+                prefetch=prefetch,
+                accumulation=accumulation,
+                clip=clip,
+                gradient_buffers=gradient_buffers,
+                offload=offload,
+            )
+        return self._schedules[key]
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[int, int, bool, int | None, bool], Schedule]:
+        return {}
+
+    def paces(self, depths: Iterable[int]) -> list[tuple[int, int]]:
+        """The pairs (prefetch, gradient buffers) worth trying.
+
+        For every depth as many buffers as uses in flight, and one for every reduce, which costs memory only
+        where gradients are sharded; and one of each, which needs the least.
+        """
+        units = self.schedule(prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize)
+        most = units.gradient_buffers
+        listed = sorted(depths)
+        pairs = [(d, count) for d in listed for count in (min(d + 1, most), most)]
+        return list(dict.fromkeys([*pairs, (listed[0], 1)]))
+
+    def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
+        """Nanoseconds of every task of a schedule."""
+        distinct, places = schedule.distinct
+        lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
+        return [lengths[place] for place in places]
+
+    def step_ns(self, schedule: Schedule) -> int:
+        """Nanoseconds for which compute stands still before the updates: until all ranks know the norm, for
+        which each adds up the squares of what it owns of the sum."""
+        return self._norm_ns if schedule.clip else 0
+
+    @cached_property
+    def _norm_ns(self) -> int:
+        curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm or ()]
+        trained = sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
+        alone = interpolate(curve, trained / self.mesh.world) if curve else 0.0
+        return round((alone + (self.profile.cluster.norm_seconds or 0.0)) * 1e9)
+
+    def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
+        """Nanoseconds of one task."""
+        if task.kind is Kind.STEP:
+            return self.step_ns(schedule)
+        if task.kind is Kind.COMPUTE:
+            index = task.position % len(schedule.uses)
+            again = units[schedule.uses[index].unit].recompute
+            return self.compute_ns(index, micro_batch) + (self.again_ns(index, micro_batch) if again else 0)
+        return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+
+
+def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:
+    """What a rank receives at once in an exchange: its slice."""
+    return bucket.master_nbytes // mesh.shards[stage.high]
+
+
+def _largest_piece(bucket: BucketLayout, slice_numel: int, temporary_per_element: float) -> int:
+    """The optimizer works tensor by tensor: its temporaries are as large as the largest piece of one."""
+    largest = max(min(tensor.numel, slice_numel) for tensor in bucket.tensors)
+    return round(largest * ITEM_BYTES[bucket.master_dtype] * temporary_per_element)

@@ -1,0 +1,402 @@
+"""Replay a schedule with durations: the timeline of the steady state and the exposed communication.
+
+Two readings of the same DAG. ``replay`` gives every task the whole of its link: that is the ILP's objective,
+and with it the load of each tier, and of the processors, a lower bound. ``replay_shared`` lets tasks that use
+one tier at the same time share its bandwidth equally, and slows compute and communication by what they cost
+each other, which is what is reported as the prediction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf, prod
+
+from hzplan.core.schedule import COMPUTE_STREAM, STORE_STREAM, Schedule, Task
+from hzplan.cost.interference import Interference
+
+MAX_STEPS = 24
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One steady-state step: nanoseconds from its begin; ``period_ns`` from begin to begin."""
+
+    start_ns: tuple[float, ...]
+    end_ns: tuple[float, ...]
+    period_ns: float
+    exposed_ns: dict[str, float]
+
+
+def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
+    """Longest path, step after step, until the period repeats (max-plus systems become periodic).
+
+    A period may itself alternate over a few steps; the mean over the cycle is then the period. Copies to the
+    host's memory may fall behind for many steps before compute waits for them: their period counts at once.
+    """
+    previous: list[float] = [0.0] * len(schedule.tasks)
+    begins: list[float] = []
+    stored: list[float] = []
+    last = _last_store(schedule)
+    starts: list[float] = []
+    ends: list[float] = []
+    for _ in range(MAX_STEPS):
+        starts, ends = [], []
+        for task, duration in zip(schedule.tasks, durations_ns, strict=True):
+            start = max(
+                max((ends[u] for u in task.after), default=0.0),
+                max((previous[u] for u in task.after_previous), default=0.0) if begins else 0.0,
+            )
+            starts.append(start)
+            ends.append(start + duration)
+        begins.append(starts[0])
+        previous = ends
+        stored.append(ends[last])
+        found = _steady(begins), _steady(stored)
+        if found[0] is not None and found[1] is not None:
+            break
+    half = len(begins) // 2
+    period = max(
+        (times[-1] - times[half]) / (len(times) - 1 - half) if one is None else one
+        for one, times in zip(found, (begins, stored), strict=True)
+    )
+    return _timeline(schedule, starts, ends, period)
+
+
+def _last_store(schedule: Schedule) -> int:
+    """The task that ends a step's copies to the host's memory; the step's begin where there are none."""
+    return schedule.streams[STORE_STREAM][-1].index if schedule.host_slots else 0
+
+
+def objective_ns(
+    schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
+) -> float:
+    """A lower bound on a step's time for these durations, and what the ILP minimises.
+
+    The largest of three: the period in which no two tasks share a link; the whole load of a tier, which
+    cannot carry its bytes faster, whatever the sharing; and compute, plus of every tier's load the share that
+    it surely takes of compute's speed. The last holds because compute either waits while tiers are at work,
+    which costs the period more, or loses at least the sum of those shares of its speed, and a tier is at work
+    no shorter than its load.
+    """
+    return max(replay(schedule, durations_ns).period_ns, floor_ns(schedule, durations_ns, interference))
+
+
+def floor_ns(
+    schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
+) -> float:
+    """The second and third of what the objective is the largest of, which need no replay."""
+    loads = tier_loads_ns(schedule, durations_ns)
+    lost = interference.surely_lost if interference else (0.0,) * schedule.tiers
+    compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
+    processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
+    return max(processors, *loads)
+
+
+def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
+    """The sum of the durations of all tasks of a tier, for every tier."""
+    loads = [0] * schedule.tiers
+    for task, duration in zip(schedule.tasks, durations_ns, strict=True):
+        if task.tier >= 0:
+            loads[task.tier] += duration
+    return loads
+
+
+def replay_shared(
+    schedule: Schedule,
+    durations_ns: Sequence[int],
+    interference: Interference | None = None,
+    straggler_ns: Sequence[int] | None = None,
+) -> Timeline:
+    """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
+
+    While a tier is at work compute progresses slower, and while compute runs the tier's tasks do; several
+    tasks of a tier at once also lose by colliding. What has waited for another stream begins when its own has
+    heard of that.
+
+    ``straggler_ns``: by how much the slowest rank's compute takes longer, by task. Then a few ranks compute,
+    each now faster and now slower than the mean, and a collective begins when the last of them has come.
+    Exposed time is their mean, compute tasks' times are the first one's.
+    """
+    return _Replay(schedule, durations_ns, interference, straggler_ns).run()
+
+
+PARTS = (-1.0, -1 / 3, 1 / 3, 1.0)
+"""Where ranks lie between the fastest and the slowest of a use; as many ranks as are followed."""
+STEPS, STEPS_OF_MANY = 4, 6
+"""How many steps are replayed, of which the later half counts; of several ranks, whose steps differ, more."""
+
+
+def events(schedule: Schedule, straggler_ns: Sequence[int] | None = None) -> int:
+    """How many tasks ``replay_shared`` follows; about what it costs."""
+    if straggler_ns is None or not any(straggler_ns):
+        return STEPS * len(schedule.tasks)
+    computes = len(schedule.streams[COMPUTE_STREAM])
+    return STEPS_OF_MANY * (len(schedule.tasks) + (len(PARTS) - 1) * computes)
+
+
+@lru_cache(maxsize=1 << 18)
+def _places(key: int) -> tuple[int, ...]:
+    """Where every rank lies in a task of a step, by their number; at random, and always the same."""
+    return tuple(random.Random(key).sample(range(len(PARTS)), len(PARTS)))
+
+
+_Ready = tuple[int, int, str]
+"""Of a rank (0 for all), a task, which the end of a stream's task has released."""
+
+
+class _Replay:
+    """Tasks that wait for so many ends each, those under way, and the time.
+
+    Every rank has a compute stream of its own; what ranks do together waits for all of them. A task of a
+    step has the number step × tasks + index. A stream's order needs no queue: it is edges of the schedule.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        durations_ns: Sequence[int],
+        interference: Interference | None,
+        straggler_ns: Sequence[int] | None,
+    ) -> None:
+        self.schedule, self.durations_ns = schedule, durations_ns
+        self.straggler_ns = straggler_ns if straggler_ns is not None and any(straggler_ns) else None
+        self.cost = interference or Interference.none(schedule.tiers)
+        self.ranks = len(PARTS) if self.straggler_ns else 1
+        self.steps = STEPS_OF_MANY if self.straggler_ns else STEPS
+        self.total = len(schedule.tasks)
+        self.computes = [task.stream == COMPUTE_STREAM for task in schedule.tasks]
+        self.followers: list[list[int]] = [[] for _ in schedule.tasks]
+        self.next_followers: list[list[int]] = [[] for _ in schedule.tasks]
+        for task in schedule.tasks:
+            for before in task.after:
+                self.followers[before].append(task.index)
+            for before in task.after_previous:
+                self.next_followers[before].append(task.index)
+        self.waiting = [self._needed(rank) for rank in range(self.ranks)]
+        self.streams = [task.stream for task in schedule.tasks]
+        self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
+        self.handed: dict[tuple[int, int], float] = {}  # those on their way to a stream -> when they begin
+        size = self.steps * self.total
+        self.starts = [[0.0] * size for _ in range(self.ranks)]  # what they do together: the same for all
+        self.ends = [[0.0] * size for _ in range(self.ranks)]
+        self.now = 0.0
+
+    def run(self) -> Timeline:
+        """Until all tasks of all steps are done."""
+        self._start([(rank, 0, COMPUTE_STREAM) for rank in range(self.ranks)])
+        while self.under_way or self.handed:
+            self._pass_time()
+        first = self.steps // 2 * self.total
+        last = (self.steps - 1) * self.total
+        period = (self.starts[0][last] - self.starts[0][first]) / (self.steps - 1 - self.steps // 2)
+        if self.schedule.host_slots:
+            stored = _last_store(self.schedule)
+            behind = self.ends[0][last + stored] - self.ends[0][first + stored]
+            period = max(period, behind / (self.steps - 1 - self.steps // 2))
+        exposed: dict[str, float] = {}
+        counted = [last] if self.ranks == 1 else range(first, last, self.total)
+        for starts, ends in zip(self.starts, self.ends, strict=True):
+            for base in counted:
+                part = slice(base, base + self.total)
+                waits = _exposed(self.schedule, starts[part], ends[part], starts[base] + period)
+                for name, wait in waits.items():
+                    exposed[name] = exposed.get(name, 0.0) + wait / self.ranks / len(counted)
+        origin = self.starts[0][last]
+        return Timeline(
+            tuple(start - origin for start in self.starts[0][last:]),
+            tuple(end - origin for end in self.ends[0][last:]),
+            period,
+            exposed,
+        )
+
+    def _needed(self, rank: int) -> list[int]:
+        """How many ends each task of each step waits for.
+
+        A rank's compute waits for its own compute, what ranks do together for everyone's; that is counted
+        with the first rank.
+        """
+
+        def count(befores: Sequence[int], own: bool) -> int:
+            return sum(self.ranks if self.computes[u] and not own else 1 for u in befores)
+
+        tasks = self.schedule.tasks
+        first = [count(task.after, self.computes[task.index]) for task in tasks]
+        if rank:
+            first = [needed if own else 0 for needed, own in zip(first, self.computes, strict=True)]
+        wraps = [count(task.after_previous, self.computes[task.index]) for task in tasks]
+        later = [needed + more for needed, more in zip(first, wraps, strict=True)]
+        return first + later * (self.steps - 1)
+
+    def _start(self, ready: list[_Ready]) -> None:
+        """Start what is ready; tasks of zero length end at once, and what follows them starts.
+
+        What another stream's task has released is handed over first.
+        """
+        while ready:
+            rank, key, by = ready.pop()
+            duration = self._duration_ns(rank, key)
+            if duration and self.cost.wakeup_ns and by != self.streams[key % self.total]:
+                self.handed[rank, key] = self.now + self.cost.wakeup_ns
+            else:
+                self._begin(rank, key, duration)
+            if not duration:
+                self._end(rank, key, by, ready)
+
+    def _begin(self, rank: int, key: int, duration: float) -> None:
+        for starts in self._of(rank, key % self.total, self.starts):
+            starts[key] = self.now
+        if duration:
+            self.under_way[rank, key] = duration
+
+    def _end(self, rank: int, key: int, by: str, ready: list[_Ready]) -> None:
+        """Add to ``ready`` what waited for this last. ``by``: the stream whose end this is."""
+        step, index = divmod(key, self.total)
+        own = self.computes[index]
+        for ends in self._of(rank, index, self.ends):
+            ends[key] = self.now
+        base = key - index
+        keys = [base + follower for follower in self.followers[index]]
+        if step + 1 < self.steps:
+            keys += [base + self.total + follower for follower in self.next_followers[index]]
+        for follower in keys:
+            if self.computes[follower % self.total]:
+                ranks: Sequence[int] = (rank,) if own else range(self.ranks)
+            else:
+                ranks = (0,)
+            for one in ranks:
+                self.waiting[one][follower] -= 1
+                if not self.waiting[one][follower]:
+                    ready.append((one, follower, by))
+
+    def _duration_ns(self, rank: int, key: int) -> float:
+        index = key % self.total
+        duration = float(self.durations_ns[index])
+        if self.straggler_ns is not None and self.computes[index]:
+            duration = max(0.0, duration + self.straggler_ns[index] * PARTS[_places(key)[rank]])
+        return duration
+
+    def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:
+        """A rank's own, or everyone's."""
+        return [by_rank[rank]] if self.computes[index] else by_rank
+
+    def _pass_time(self) -> None:
+        """Until the next task ends, or one that was handed over begins."""
+        tasks, total = self.schedule.tasks, self.total
+        on_tier = [0] * self.schedule.tiers
+        computing = 0.0
+        for _, key in self.under_way:
+            task = tasks[key % total]
+            if task.tier >= 0:
+                on_tier[task.tier] += 1
+            elif task.stream == COMPUTE_STREAM:
+                computing += 1.0 / self.ranks
+        speed = prod(
+            1.0 - lost for lost, beside in zip(self.cost.compute_loss, on_tier, strict=True) if beside
+        )
+        slowdown = [
+            _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
+        ]
+        left = (work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
+        arrival = min(self.handed.values(), default=inf)
+        elapsed = min(min(left, default=inf), arrival - self.now)
+        self.now += elapsed
+        ready: list[_Ready] = []
+        for (one, work), slow in zip(list(self.under_way.items()), slowdown, strict=True):
+            more = work - elapsed / slow
+            if more <= 1e-6:
+                del self.under_way[one]
+                self._end(*one, self.streams[one[1] % total], ready)
+            else:
+                self.under_way[one] = more
+        for one in [one for one, begin in self.handed.items() if begin <= self.now + 1e-6]:
+            del self.handed[one]
+            self._begin(*one, self._duration_ns(*one))
+        self._start(ready)
+
+
+def _slowdown(
+    task: Task, on_tier: Sequence[int], speed: float, cost: Interference, computing: float
+) -> float:
+    """How many times as long a task takes beside what else is under way.
+
+    ``computing``: the share of ranks that compute.
+    """
+    if task.stream == COMPUTE_STREAM:
+        return 1.0 / speed
+    if task.tier < 0:
+        return 1.0
+    beside = on_tier[task.tier]
+    shared = beside * cost.contention[task.tier] if beside > 1 else 1.0
+    return shared * (1.0 + (cost.communication_slowdown[task.tier] - 1.0) * computing)
+
+
+def _steady(begins: Sequence[float]) -> float | None:
+    """The mean period once the last steps repeat with a cycle of one to four steps."""
+    periods = [b - a for a, b in itertools.pairwise(begins)]
+    for cycle in range(1, 5):
+        if len(periods) >= 2 * cycle + 1 and periods[-cycle:] == periods[-2 * cycle : -cycle]:
+            return sum(periods[-cycle:]) / cycle
+    return None
+
+
+def _timeline(schedule: Schedule, starts: Sequence[float], ends: Sequence[float], period: float) -> Timeline:
+    origin = starts[0]
+    return Timeline(
+        tuple(start - origin for start in starts),
+        tuple(end - origin for end in ends),
+        period,
+        _exposed(schedule, starts, ends, origin + period),
+    )
+
+
+def critical(schedule: Schedule, timeline: Timeline) -> frozenset[int]:
+    """The tasks that a step's end waited for, one after the other: each began when the one before it ended,
+    or was handed over then.
+
+    Back from the last compute task to the step's begin, or into the step before.
+    """
+    task = schedule.streams[COMPUTE_STREAM][-1]
+    found = set[int]()
+    while True:
+        found.add(task.index)
+        edges = [(timeline.end_ns[u], u) for u in task.after]
+        edges += [(timeline.end_ns[u] - timeline.period_ns, -1) for u in task.after_previous]
+        _, binding = max(edges, default=(0.0, -1))
+        if binding < 0:
+            return frozenset(found)
+        task = schedule.tasks[binding]
+
+
+def _exposed(
+    schedule: Schedule, starts: Sequence[float], ends: Sequence[float], next_begin: float
+) -> dict[str, float]:
+    """Time the compute stream waits, booked to the tier (or the optimizer) it waits on."""
+    exposed = {f"tier {tier}": 0.0 for tier in range(schedule.tiers)} | {"optim": 0.0}
+    period = next_begin - starts[0]
+    idle_since = starts[0]
+    for task in schedule.streams[COMPUTE_STREAM]:
+        gap = starts[task.index] - idle_since
+        if gap > 0:
+            exposed[_cause(schedule, task, starts, ends, period)] += gap
+        idle_since = ends[task.index]
+    return exposed
+
+
+def _cause(
+    schedule: Schedule, task: Task, starts: Sequence[float], ends: Sequence[float], period: float
+) -> str:
+    """Follow the last dependency to end, back through tasks of zero length, to one that took time."""
+    shift = 0.0
+    while True:
+        edges = [(ends[u] + shift, u, 0.0) for u in task.after]
+        edges += [(ends[u] + shift - period, u, -period) for u in task.after_previous]
+        # Of equal ends prefer communication: a compute task that ends now is not what was waited for.
+        _, binding, step = max(edges, key=lambda e: (e[0], schedule.tasks[e[1]].stream != COMPUTE_STREAM))
+        shift += step
+        task = schedule.tasks[binding]
+        if ends[binding] > starts[binding] or task.stream == COMPUTE_STREAM:
+            return f"tier {task.tier}" if task.tier >= 0 else "optim"

@@ -1,0 +1,105 @@
+"""What one unit costs under one choice of levels: nanoseconds by task, bytes by category. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from hzplan.core.hierarchy import Stage
+from hzplan.core.schedule import Kind
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit under one choice of levels: nanoseconds per task kind and tier, and bytes per rank.
+
+    ``param``, ``master``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's
+    claim on a slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t
+    receives. ``recompute``: whether the unit's forward is computed again in its backward. ``host``: what lies
+    in the host's memory instead of ``master`` and ``optim``, and on the device in a slot for the update;
+    ``copy_ns``: how long it takes there, or back.
+    """
+
+    unshard_ns: tuple[int, ...]
+    reduce_ns: tuple[int, ...]
+    final_reduce_ns: tuple[int, ...]
+    grad_gather_ns: tuple[int, ...]
+    param_gather_ns: tuple[int, ...]
+    update_ns: int
+    param_bytes: int
+    master_bytes: int
+    grad_bytes: int
+    optim_bytes: int
+    unshard_bytes: int
+    gradient_buffer_bytes: int
+    scratch_bytes: tuple[int, ...]
+    update_temporary_bytes: int
+    recompute: bool = False
+    host_bytes: int = 0
+    copy_ns: int = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that stay all the time."""
+        return self.param_bytes + self.master_bytes + self.grad_bytes + self.optim_bytes
+
+    def __add__(self, other: UnitCost) -> UnitCost:
+        """Both, one after the other: buffers add up, what is needed for a moment only does not."""
+        return UnitCost(
+            unshard_ns=summed(self.unshard_ns, other.unshard_ns),
+            reduce_ns=summed(self.reduce_ns, other.reduce_ns),
+            final_reduce_ns=summed(self.final_reduce_ns, other.final_reduce_ns),
+            grad_gather_ns=summed(self.grad_gather_ns, other.grad_gather_ns),
+            param_gather_ns=summed(self.param_gather_ns, other.param_gather_ns),
+            update_ns=self.update_ns + other.update_ns,
+            param_bytes=self.param_bytes + other.param_bytes,
+            master_bytes=self.master_bytes + other.master_bytes,
+            grad_bytes=self.grad_bytes + other.grad_bytes,
+            optim_bytes=self.optim_bytes + other.optim_bytes,
+            unshard_bytes=self.unshard_bytes + other.unshard_bytes,
+            gradient_buffer_bytes=self.gradient_buffer_bytes + other.gradient_buffer_bytes,
+            scratch_bytes=tuple(map(max, self.scratch_bytes, other.scratch_bytes)),
+            update_temporary_bytes=max(self.update_temporary_bytes, other.update_temporary_bytes),
+            recompute=self.recompute or other.recompute,
+            host_bytes=self.host_bytes + other.host_bytes,
+            copy_ns=self.copy_ns + other.copy_ns,
+        )
+
+    @classmethod
+    def zero(cls, tiers: int) -> UnitCost:
+        """A unit without tensors."""
+        none = (0,) * tiers
+        return cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
+
+    @cached_property
+    def _by_kind(self) -> dict[Kind, tuple[int, ...]]:
+        return {
+            Kind.UNSHARD: self.unshard_ns,
+            Kind.REDUCE: self.reduce_ns,
+            Kind.FINAL_REDUCE: self.final_reduce_ns,
+            Kind.GRAD_GATHER: self.grad_gather_ns,
+            Kind.PARAM_GATHER: self.param_gather_ns,
+            Kind.UPDATE: (self.update_ns,),  # on no tier: its number is -1
+            Kind.FETCH: (self.copy_ns,),
+            Kind.STORE: (self.copy_ns,),
+        }
+
+    def duration_ns(self, kind: Kind, tier: int) -> int:
+        """The length of this unit's part of a task."""
+        by_tier = self._by_kind.get(kind)
+        return by_tier[tier] if by_tier else 0
+
+
+class Part(NamedTuple):
+    """A bucket's cost but for gathers, and these: (unshard 0, grad_gather 1 or
+    param_gather 2; tier; stage; bytes)."""
+
+    cost: UnitCost
+    gathers: tuple[tuple[int, int, Stage, int], ...]
+
+
+def summed(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    """Two sequences by tier, added up tier by tier."""
+    return tuple(a + b for a, b in zip(first, second, strict=True))

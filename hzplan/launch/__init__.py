@@ -1,0 +1,1 @@
+"""How ranks come to be: the job that a process is part of, and ranks started on this machine."""

@@ -1,0 +1,323 @@
+"""Being a rank: where this process stands in a distributed job, joining it, and failing in it.
+
+A rank is told its place by torchrun's variables, which our own launcher sets too, or by srun's. Nothing here
+imports torch before a job is joined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from hzplan.errors import CheckFailed, Infeasible, JobFailed, Preempted, UserError, one_line
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+TIMEOUT_S = 300.0
+"""How long a rank waits for the others before it gives the job up."""
+
+POLL_S = 0.02
+"""How often ranks that meet look whether others have come."""
+
+LAUNCHED = "HZPLAN_LAUNCHED"
+"""Set in ranks that ``hzplan.launch.local`` started: their failures are for the launcher to print."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's rank in the job and on its host."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def launched_here(self) -> bool:
+        """Whether our own launcher started this rank, and tells the user what became of it."""
+        return LAUNCHED in os.environ
+
+    def way(self, ranks: Sequence[int]) -> str:
+        """Where others are, as seen from here, for messages; nodes are full but for the last one."""
+        nodes = {rank // self.local_world for rank in ranks}
+        return " (over the network)" if nodes and self.rank // self.local_world not in nodes else ""
+
+
+def place(env: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place, None where it is not part of a job.
+
+    Raises UserError when the variables that say so make no sense.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        world = _number(env, "WORLD_SIZE")
+        here = Place(
+            rank=_number(env, "RANK"),
+            world=world,
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
+        )
+    elif _in_srun(env):
+        world = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+        nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
+        here = Place(
+            rank=_number(env, "SLURM_PROCID"),
+            world=world,
+            local_rank=_number(env, "SLURM_LOCALID", 0),
+            local_world=-(-world // max(nodes, 1)),
+        )
+    else:
+        return None
+    if not 0 <= here.rank < here.world:
+        raise UserError(
+            f"rank {here.rank} in a job of {here.world}: check RANK and WORLD_SIZE, or unset them"
+        )
+    return here
+
+
+def _in_srun(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script has most of the variables, but is one process."""
+    tasks = "SLURM_PROCID" in env and "SLURM_NTASKS" in env
+    return tasks and ("SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        state = "is not set" if text is None else f"is {text!r}, not a number"
+        raise UserError(
+            f"this looks like a rank of a distributed job, but {name} {state}; start it with torchrun or "
+            "srun, or unset RANK and WORLD_SIZE"
+        ) from None
+
+
+def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Host and port where the ranks meet: torchrun's, or under srun the first node and a port by job."""
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], _number(env, "MASTER_PORT", 29500)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            "this looks like a rank of a distributed job, but MASTER_ADDR is not set; start it with torchrun "
+            "or srun, or unset RANK and WORLD_SIZE"
+        )
+    job = _number(env, "SLURM_JOB_ID", 0)
+    return first_host(nodes), _number(env, "MASTER_PORT", 20000 + job % 20000)
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's compressed host names: ``gpu[003-010,012]-ib,login`` begins with ``gpu003-ib``."""
+    parts = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in parts.groups()) if parts else nodes
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that this process has joined."""
+
+    place: Place
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Do what may fail on one rank alone; where it does, it fails on every rank, with the same message.
+
+        Raises what ``work`` raised when all ranks failed alike, else JobFailed naming the first that did.
+        """
+        import torch.distributed as dist
+
+        from hzplan.runtime.faults import named
+
+        result: list[T] = []
+        failure: tuple[int, str] | None = None
+        try:
+            result.append(work())
+        except UserError as error:
+            failure = (error.exit_code, str(error))
+        failures: list[tuple[int, str] | None] = [None] * self.place.world
+        with named("ranks comparing notes: all-gather", self.place.way):
+            dist.all_gather_object(failures, failure)
+        for rank, found in enumerate(failures):
+            if found is not None:
+                code, message = found
+                if len(set(failures)) > 1:
+                    raise JobFailed(f"rank {rank}: {message}")
+                raise with_exit_code(message, code)
+        return result[0]
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Do what the first rank does for all; what it raises, all do."""
+        import torch.distributed as dist
+
+        from hzplan.runtime.faults import named
+
+        failure: list[tuple[int, str] | None] = [None]
+        if self.place.rank == 0:
+            try:
+                work()
+            except UserError as error:
+                failure = [(error.exit_code, str(error))]
+        with named("the first rank's word: broadcast", self.place.way):
+            dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            code, message = failure[0]
+            raise with_exit_code(message, code)
+
+
+@contextmanager
+def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
+    """Be a rank while the block runs: torch.distributed over NCCL where every rank here has a GPU, else gloo.
+
+    After an error the job is left as it is, because taking leave would wait for the others: the process must
+    end.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    if here.launched_here:
+        end_with_parent()
+    share_processors(here.local_world)
+    host, port = meeting_point()
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    watchdog = threading.Timer(timeout_s, _give_up, (here, f"{host}:{port}", timeout_s))
+    watchdog.daemon = True
+    watchdog.start()
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, *_ = next(rendezvous("env://", here.rank, here.world, timeout=timeout))
+        store = _of_this_attempt(store, here, timeout_s)
+        dist.init_process_group(
+            _backend(here), store=store, rank=here.rank, world_size=here.world, timeout=timeout
+        )
+    except (RuntimeError, ValueError) as error:
+        raise JobFailed(
+            f"rank {here.rank} did not meet the other ranks at {host}:{port}: {one_line(error)}"
+        ) from error
+    finally:
+        watchdog.cancel()
+    yield Job(here)
+    dist.destroy_process_group()
+
+
+def _backend(here: Place) -> str:
+    """NCCL for what is on GPUs, beside gloo for what is not. NOT RUN ON A GPU YET.
+
+    Where a host has GPUs every rank has one: its own, or the only one that it sees. HZPLAN_BACKEND=gloo keeps
+    to the processors.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count or os.environ.get("HZPLAN_BACKEND") == "gloo":
+        return "gloo"
+    if 1 < count < here.local_world:
+        raise JobFailed(
+            f"rank {here.rank}: {here.local_world} ranks on a host that shows {count} GPUs; start one per "
+            "GPU, or set HZPLAN_BACKEND=gloo to train on its processors"
+        )
+    torch.cuda.set_device(min(here.local_rank, count - 1))
+    return "cuda:nccl,cpu:gloo"
+
+
+def _of_this_attempt(store: Store, here: Place, timeout_s: float) -> Store:
+    """The part of a store that belongs to this start of the job.
+
+    torchrun keeps its store when it restarts a job, and in it the addresses of ranks that are gone, on which
+    gloo then waits in vain. How often agents have restarted differs between nodes, so ranks agree: the first
+    one draws a number and tells it to whoever is there now, known by a name that no earlier start has used.
+    JobFailed names ranks that do not come.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    until = time.monotonic() + timeout_s
+    name = uuid.uuid4().hex
+    if here.rank == 0:
+        number = store.add("hzplan/number", 1)
+        missing = set(range(1, here.world))
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"hzplan/{number}/here/{rank}"]):
+                    missing.discard(rank)
+                elif store.check([f"hzplan/name/{rank}"]):
+                    asked = store.get(f"hzplan/name/{rank}").decode()
+                    store.set(f"hzplan/answer/{asked}", str(number))
+            if missing and time.monotonic() > until:
+                ranks = ", ".join(map(str, sorted(missing)))
+                raise JobFailed(
+                    f"rank{'s' * (len(missing) > 1)} {ranks} did not come within {timeout_s:.0f} s"
+                )
+            time.sleep(POLL_S if missing else 0.0)
+    else:
+        store.set(f"hzplan/name/{here.rank}", name)
+        while not store.check([f"hzplan/answer/{name}"]):
+            if time.monotonic() > until:
+                raise JobFailed(f"rank {here.rank} had no answer of rank 0 within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        number = int(store.get(f"hzplan/answer/{name}"))
+        store.set(f"hzplan/{number}/here/{here.rank}", "")
+    return PrefixStore(f"hzplan/{number}", store)
+
+
+def _give_up(here: Place, where: str, timeout_s: float) -> None:
+    """End this process, which waits where nothing else can end it.
+
+    gloo tries for five times as long as it is told, should a connection get lost while ranks make them.
+    """
+    message = f"rank {here.rank} did not connect to the ranks that it met at {where} within {timeout_s:.0f} s"
+    record_failure(message, JobFailed.exit_code, lost_peer=True)
+    if not here.launched_here:
+        print(f"hzplan: {message}", file=sys.stderr, flush=True)
+    os._exit(JobFailed.exit_code)
+
+
+def end_with_parent() -> None:
+    """Ctrl-C and the death of who started it end this process at once, even inside a collective."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def share_processors(ranks: int) -> None:
+    """One thread for each of so many ranks of a host where they have less than two processors each, unless
+    the user said otherwise."""
+    import torch
+
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ and ranks > 1 and processors < 2 * ranks:
+        torch.set_num_threads(1)
+
+
+def with_exit_code(message: str, exit_code: int) -> UserError:
+    """The error that a rank met, made again from what it left word of."""
+    kinds = (UserError, CheckFailed, Infeasible, Preempted)
+    kind = next((kind for kind in kinds if kind.exit_code == exit_code), JobFailed)
+    return kind(message)
+
+
+def record_failure(message: str, exit_code: int, *, lost_peer: bool) -> None:
+    """Leave word for whoever launched this rank: torch's error file, with a part that ours reads."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    extra = {"py_callstack": message, "timestamp": str(int(now))}  # torchrun prints this, so one line
+    ours = {"message": message, "exit_code": exit_code, "time": now, "lost_peer": lost_peer}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}, "hzplan": ours}, file)

@@ -1,0 +1,99 @@
+"""A model's side of a profile: what it is, its units, and which small units travel with a large neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from hzplan.core.layout import Dtype, TensorSpec
+from hzplan.core.schedule import Use
+from hzplan.errors import UserError
+from hzplan.formats.profile import ModelEntry, TensorEntry, UnitEntry, UseEntry, signature
+from hzplan.models.units import Unit
+from hzplan.models.workload import Workload
+
+SMALL = 16
+"""A unit is small beside another that has so many times its bytes."""
+
+
+def as_dtype(name: str) -> Dtype:
+    """A dtype by torch's name; UserError for one that cannot be planned for."""
+    for known in get_args(Dtype):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise UserError(f"dtype {name} cannot be profiled; use one of {', '.join(get_args(Dtype))}")
+
+
+def model_entry(workload: Workload, tensors: Sequence[TensorSpec], dtype: Dtype) -> ModelEntry:
+    """The model, computing in ``dtype``."""
+    return ModelEntry(
+        name=workload.name,
+        parameters=sum(tensor.numel for tensor in tensors),
+        signature=signature(tensors),
+        dtype=dtype,
+        seq_len=workload.seq_len,
+    )
+
+
+def unit_entry(unit: Unit) -> UnitEntry:
+    """A unit as found in the model."""
+    return UnitEntry(
+        name=unit.name,
+        module=type(unit.module).__name__,
+        tensors=tuple(
+            TensorEntry(name=t.name, shape=t.shape, dtype=as_dtype(t.dtype), trainable=t.trainable)
+            for t in unit.tensors
+        ),
+        requires=unit.requires,
+    )
+
+
+def joined_units(units: Sequence[UnitEntry], uses: Sequence[UseEntry]) -> tuple[UnitEntry, ...]:
+    """The units, small ones with the neighbour that they travel with."""
+    requires = joined(
+        {unit.name: unit.requires for unit in units},
+        {unit.name: sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in units},
+        [use.use for use in uses],
+    )
+    return tuple(unit.model_copy(update={"requires": requires[unit.name]}) for unit in units)
+
+
+def joined(
+    requires: Mapping[str, tuple[str, ...]], nbytes: Mapping[str, int], uses: Sequence[Use]
+) -> dict[str, tuple[str, ...]]:
+    """What each unit's uses need whole when small units go with the neighbour of all their uses.
+
+    Units that go together need each other: they are then gathered and reduced in one task. Only those are
+    joined that no other unit's needs tie already, and that are used as often as the neighbour, next to it.
+    Of two neighbours it is the one nearer to an end of the model, so that repeated blocks stay alike.
+    """
+    places: dict[str, list[int]] = {}
+    for index, use in enumerate(uses):
+        places.setdefault(use.unit, []).append(index)
+    free = {
+        unit
+        for unit in places
+        if requires[unit] == (unit,) and not any(unit in needs for u, needs in requires.items() if u != unit)
+    }
+    middle = sum(use.phase == "forward" for use in uses) / 2
+    carrier: dict[str, str] = {}
+    for unit in free:
+        beside = [
+            {uses[i].unit for i in (place - 1, place + 1) if 0 <= i < len(uses)} for place in places[unit]
+        ]
+        candidates = [
+            other
+            for other in set.intersection(*beside) & free
+            if nbytes[unit] * SMALL <= nbytes[other] and len(places[other]) == len(places[unit])
+        ]
+        if candidates:
+            carrier[unit] = max(candidates, key=lambda other: (abs(places[other][0] - middle), other))
+    together: dict[str, list[str]] = {}
+    for unit in requires:
+        if unit in carrier and carrier[unit] not in carrier:  # nobody is carried by what is carried itself
+            together.setdefault(carrier[unit], [carrier[unit]]).append(unit)
+    found = dict(requires)
+    for members in together.values():
+        for unit in members:
+            found[unit] = (unit, *(other for other in members if other != unit))
+    return found

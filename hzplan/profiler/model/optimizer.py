@@ -1,0 +1,151 @@
+"""What an optimizer step costs: seconds by elements, state, temporaries; and the norm that clipping takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hzplan.formats.profile import OptimizerEntry, OptimizerPoint
+from hzplan.models.units import master_dtype_of
+from hzplan.profiler.model.memory import memory_trace
+from hzplan.profiler.session.ranks import Ranks
+from hzplan.profiler.session.rounds import rounds
+from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
+from hzplan.runtime.clipping import clipping, square_sum
+
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "adam": partial(torch.optim.Adam, fused=True),
+    "sgd": partial(torch.optim.SGD, fused=True),
+}
+"""The optimizers that are measured, by the names that a profile uses."""
+
+FIRST_ELEMENTS = 1 << 10
+LAST_ELEMENTS = 16 << 20
+FACTOR = 4
+MIN_REPEATS = 3
+MAX_REPEATS = 10
+BUDGET_S = 2.0
+TRACED_ELEMENTS = 1 << 16
+
+
+def measure_optimizer(
+    ranks: Ranks,
+    name: str,
+    dtype: torch.dtype,
+    largest_elements: int,
+    compute: Callable[[], None],
+    progress: Callable[[float], None],
+) -> OptimizerEntry:
+    """Steps of one flat tensor of 1 Ki elements up to ``largest_elements`` (at most 16 Mi), on all ranks.
+
+    The tensor has the dtype of the master weights for ``dtype``. Where that is another, a step includes the
+    cast of the updated master weights, as the runtime's update does. It scales the gradient first, as under
+    clipping; without clipping the runtime reads it once instead, to see whether it is finite. Also the time
+    of a gradient's norm. ``compute``, the model's forward and backward, comes before every round, so that
+    caches hold what they hold in a step.
+    """
+    state, temporary = footprint(name, dtype, ranks.device)
+    wanted = sizes(FIRST_ELEMENTS, min(largest_elements, LAST_ELEMENTS), FACTOR, 1)
+    steppers = [_stepper(name, elements, dtype, ranks.device) for elements in wanted]
+    warm_up = _stepper(name, FIRST_ELEMENTS, dtype, ranks.device)
+
+    def once() -> list[float]:
+        """Seconds of every norm, then of every step, as a step has them."""
+        compute()
+        found = []
+        for call in ("norm", "step"):
+            getattr(warm_up, call)()
+            found += [_seconds(ranks, getattr(stepper, call)) for stepper in steppers]
+        return found
+
+    [result] = rounds(
+        ranks,
+        [once],
+        at_least=MIN_REPEATS,
+        at_most=MAX_REPEATS,
+        budget_s=BUDGET_S,
+        progress=progress,
+    )
+    samples = [*zip(*(seconds for by_rank in result for seconds in by_rank), strict=True)]
+    return OptimizerEntry(
+        name=name,
+        state_per_element=state,
+        temporary_per_element=temporary,
+        points=_points(wanted, samples[len(wanted) :]),
+        norm=_points(wanted, samples[: len(wanted)]),
+    )
+
+
+def _points(elements: Sequence[int], samples: Sequence[Sequence[float]]) -> tuple[OptimizerPoint, ...]:
+    medians = rising([statistics.median(seconds) for seconds in samples])
+    return tuple(
+        OptimizerPoint(elements=many, seconds=nanoseconds(median), spread=spread(seconds))
+        for many, median, seconds in zip(elements, medians, samples, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class _Stepper:
+    """An optimizer that has stepped once; ``published``: where the masters are cast to, if they are."""
+
+    optimizer: Optimizer
+    master: nn.Parameter
+    published: Tensor | None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """What the runtime's update does."""
+        torch._foreach_mul_([self._gradient], 1.0)
+        self.optimizer.step()
+        if self.published is not None:
+            self.published.copy_(self.master)
+
+    @torch.no_grad()
+    def norm(self) -> None:
+        """What clipping does with what a rank owns."""
+        clipping(square_sum([self._gradient], self._gradient.device).sqrt(), 1.0)
+
+    @property
+    def _gradient(self) -> Tensor:
+        assert self.master.grad is not None
+        return self.master.grad
+
+
+def _stepper(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Stepper:
+    master_dtype = master_dtype_of(dtype)
+    master = nn.Parameter(torch.ones(elements, dtype=master_dtype, device=device))
+    master.grad = torch.full_like(master, 1e-3)
+    published = master.detach().to(dtype) if dtype != master_dtype else None
+    stepper = _Stepper(OPTIMIZERS[name]([master], lr=1e-4), master, published)
+    stepper.step()
+    return stepper
+
+
+def footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int, float]:
+    """State tensors per parameter element, and temporary elements per parameter element."""
+    stepper = _stepper(name, TRACED_ELEMENTS, dtype, device)
+    held = stepper.optimizer.state[stepper.master].values()
+    state = sum(isinstance(value, Tensor) and value.numel() == TRACED_ELEMENTS for value in held)
+    with memory_trace(device) as trace:
+        trace.cut()
+        stepper.step()
+    # Constants of a few bytes, such as a step's counter, are no share of an element.
+    return state, round(trace.segments()[0].peak_bytes / stepper.master.nbytes, 2)
+
+
+def _seconds(ranks: Ranks, call: Callable[[], None]) -> float:
+    """Of a call, on all ranks at once."""
+    ranks.finish_device()
+    ranks.barrier()
+    started = time.perf_counter()
+    call()
+    ranks.finish_device()
+    return time.perf_counter() - started

@@ -1,0 +1,203 @@
+"""What compute and communication cost each other while both run: tier by tier, all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hzplan.core.buffers import LANES, scratch_bytes
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.formats.profile import InterferenceEntry
+from hzplan.profiler.network.links import collective
+from hzplan.profiler.session.ranks import Ranks
+from hzplan.profiler.session.rounds import no_garbage_collection
+from hzplan.runtime.groups import Communicators
+
+ROUNDS = 3
+TOGETHER_S = 0.4
+COMPUTE_CALLS = 4
+"""As many calls of compute, or as many seconds, communication lasts at least while both run."""
+MOST_BYTES = 4 << 20
+ALONE_CALLS, ALONE_S = 3, 0.15
+"""How often compute, and how long communication, runs alone."""
+PAIRS_S, MIN_PAIRS = 0.2, 3
+"""How long, or how often at least, gathers and reductions run beside each other."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Seconds of a call of each, alone and together, on this rank.
+
+    ``contention``: communication's gather and reduction at once, over one after the other.
+    """
+
+    compute: float
+    compute_together: float
+    communication: float
+    communication_together: float
+    contention: float
+
+
+def measure_interference(
+    ranks: Ranks,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    largest_bytes: int,
+    compute: Callable[[], None],
+    progress: Callable[[float], None],
+) -> tuple[InterferenceEntry, ...]:
+    """For every tier: how much slower ``compute`` gets while its collectives run, and these while it does.
+
+    Gathers and reductions over the whole tier in turn, as the runtime issues them, on buffers of
+    ``largest_bytes`` of a model, at most 4 MiB. Medians over rounds of the mean rank. The same on every rank.
+    """
+    tiers = range(len(mesh.tiers)) if ranks.size > 1 else range(0)
+    found = []
+    for tier in tiers:
+        stage = Stage(*mesh.tier_bounds[tier])
+        if mesh.group_size(stage) == 1:  # nobody to communicate with
+            found.append(InterferenceEntry(compute_loss=0.0, communication_slowdown=1.0))
+            continue
+        gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes)
+        rounds = []
+        with no_garbage_collection():
+            for number in range(ROUNDS):
+                rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce)))
+                progress((tier + (number + 1) / ROUNDS) / len(mesh.tiers))
+        found.append(_entry(rounds))
+    return tuple(found)
+
+
+def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
+    """From samples by round and rank."""
+    lost = [statistics.fmean(1 - s.compute / s.compute_together for s in by_rank) for by_rank in rounds]
+    slower = [
+        statistics.fmean(s.communication_together / s.communication for s in by_rank) for by_rank in rounds
+    ]
+    return InterferenceEntry(
+        compute_loss=round(min(1.0, max(0.0, statistics.median(lost))), 4),
+        communication_slowdown=round(max(1.0, statistics.median(slower)), 4),
+        contention=round(
+            max(1.0, statistics.median(max(s.contention for s in by_rank) for by_rank in rounds)), 4
+        ),
+    )
+
+
+def _communication(
+    ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A gather and a reduction over a stage."""
+    groups = Communicators(mesh, [("unshard", stage), ("reduce", stage)])
+    size, place = mesh.group_size(stage), mesh.group(ranks.rank, stage).index(ranks.rank)
+    elements = max(size, min(largest_bytes, MOST_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
+    whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
+    scratch = torch.zeros(
+        scratch_bytes(whole.nbytes // size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+    )
+    gather = collective("all_gather", groups["unshard", stage], size, place, whole, scratch)
+    reduce = collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)
+
+    gather()
+    reduce()
+    return gather, reduce
+
+
+def _sample(
+    ranks: Ranks, compute: Callable[[], None], gather: Callable[[], None], reduce: Callable[[], None]
+) -> _Sample:
+    """Sums over many calls, not the middle of them: what one call loses to another is the other's gain."""
+
+    def communicate() -> None:
+        gather()
+        reduce()
+        ranks.finish_device()
+
+    alone = _seconds(ranks, compute, ALONE_CALLS)
+    communication = max(ranks.gather(_seconds(ranks, communicate, ALONE_CALLS)))
+    communication = max(ranks.gather(_seconds(ranks, communicate, math.ceil(ALONE_S / communication))))
+    calls = math.ceil(max(TOGETHER_S, COMPUTE_CALLS * max(ranks.gather(alone))) / communication)
+    together = _Together(communicate, calls)
+    ranks.barrier()
+    computed = together.run(compute)
+    contention = _contention(ranks, gather, reduce, max(MIN_PAIRS, math.ceil(PAIRS_S / communication)))
+    return _Sample(alone, computed, communication, together.seconds, contention)
+
+
+def _contention(ranks: Ranks, gather: Callable[[], None], reduce: Callable[[], None], calls: int) -> float:
+    """As many gathers beside as many reductions, over all of them one after the other."""
+
+    def seconds(first: Callable[[], None], second: Callable[[], None]) -> float:
+        ranks.barrier()
+        began = time.perf_counter()
+        beside = _Together(first, calls)
+        beside.start()
+        for _ in range(calls):
+            second()
+        beside.join()
+        ranks.finish_device()
+        return time.perf_counter() - began
+
+    def nothing() -> None:
+        pass
+
+    apart = seconds(gather, nothing) + seconds(nothing, reduce)
+    return seconds(gather, reduce) / apart
+
+
+def _seconds(ranks: Ranks, call: Callable[[], None], calls: int) -> float:
+    """Of a call, of so many one after the other."""
+    ranks.barrier()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    ranks.finish_device()
+    return (time.perf_counter() - began) / calls
+
+
+class _Together:
+    """Communication on a thread of its own, as many calls as all ranks agree on, while compute runs."""
+
+    def __init__(self, communicate: Callable[[], None], calls: int) -> None:
+        self._communicate, self._calls = communicate, calls
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def run(self, compute: Callable[[], None]) -> float:
+        """Mean seconds of the calls of compute that ended before communication did."""
+        self.start()
+        seconds: list[float] = []
+        while not self._ended.is_set():
+            began = time.perf_counter()
+            compute()
+            seconds.append(time.perf_counter() - began)
+        self.join()
+        return statistics.fmean(seconds[:-1] or seconds)
+
+    def start(self) -> None:
+        """Communication begins."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for its end; raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            began = time.perf_counter()
+            for _ in range(self._calls):
+                self._communicate()
+            self.seconds = (time.perf_counter() - began) / self._calls
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()

@@ -1,0 +1,75 @@
+"""How long after the end of one stream's task another stream's, which waited for it, begins."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import torch
+
+from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task, Use, build
+from hzplan.profiler.session.ranks import Ranks
+from hzplan.profiler.session.statistics import nanoseconds
+from hzplan.runtime.executor import Executor
+
+STEPS = 8
+TASK_S = 3e-3
+"""About as long as a short collective: a thread that waits for less is still awake."""
+TIERS = 2
+UNITS = ("first", "second")
+SIZE = 512
+"""Of the matrices that are multiplied."""
+
+
+def measure_wakeup(ranks: Ranks) -> float:
+    """Seconds, from steps whose tasks only sleep, run by the runtime's own threads while this one multiplies
+    matrices; all ranks at once.
+
+    The median over what was handed over, of the slowest rank. Where ranks share processors the mean is twice
+    as much: those that wait for a processor, which what compute and links cost each other has already.
+    """
+    schedule = build(
+        [Use(unit, "forward") for unit in UNITS] + [Use(unit, "backward") for unit in reversed(UNITS)],
+        {unit: (unit,) for unit in UNITS},
+        UNITS,
+        tiers=TIERS,
+        prefetch=1,
+        accumulation=1,
+        clip=True,
+    )
+    matrix = torch.ones(SIZE, SIZE)
+    out = torch.empty_like(matrix)
+    begins, ends = [0.0] * len(schedule.tasks), [0.0] * len(schedule.tasks)
+    found: list[float] = []
+
+    def work(task: Task, lane: int = 0) -> None:
+        begins[task.index] = began = time.perf_counter()
+        if task.stream == COMPUTE_STREAM:
+            while time.perf_counter() - began < TASK_S:
+                torch.mm(matrix, matrix, out=out)
+        else:
+            time.sleep(TASK_S)
+        ends[task.index] = time.perf_counter()
+
+    ranks.barrier()
+    with closing(Executor(schedule, work, lambda task: False)) as executor:
+        for _ in range(STEPS):
+            ends[0] = time.perf_counter()
+            executor.begin_step()
+            for task in schedule.streams[COMPUTE_STREAM][1:]:
+                executor.start(task)
+                work(task)
+                executor.end(task)
+            executor.drain()
+            found += wakeups(schedule, begins, ends)
+    return nanoseconds(max(ranks.gather(statistics.median(found))))
+
+
+def wakeups(schedule: Schedule, begins: Sequence[float], ends: Sequence[float]) -> Iterator[float]:
+    """Of one step: from the end of what a task waited for last, where that was another stream's."""
+    for task in schedule.tasks[1:]:
+        before = max(task.after, key=lambda index: ends[index])
+        if schedule.tasks[before].stream != task.stream:
+            yield begins[task.index] - ends[before]

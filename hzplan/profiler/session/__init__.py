@@ -1,0 +1,1 @@
+"""How a measurement goes: ranks that measure together, rounds, statistics, progress, resuming."""
