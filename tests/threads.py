@@ -12,8 +12,8 @@ from torch import nn
 
 from hzplan.formats.plan import Plan
 from hzplan.runtime.apply import Choice, apply
+from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.world import Post, ThreadWorld
 
 T = TypeVar("T")
 

@@ -26,6 +26,7 @@ from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.storage import Writer, tensors_of
 from hzplan.errors import UserError, last_cause, one_line
 from hzplan.formats.checkpoint import Checkpoint, StoredFile
+from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 KEEP = 2
@@ -209,8 +210,7 @@ SAVES = 4
 
 def _patience() -> timedelta | None:
     """From the job's own; None: torch's default."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu")) if dist.group.WORLD is not None else None
-    given: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    given = job_timeout()
     return None if given is None else SAVES * given
 
 

@@ -13,11 +13,12 @@ from typing import TypeVar
 from hzplan.core.layout import TensorSpec
 from hzplan.core.schedule import Interval, Schedule
 
-LANES = 2
-"""Exchanges of a tier that reduce at once: one begins while the other ends."""
+IN_FLIGHT = 2
+"""In-flight window of a tier's reductions by exchange: one begins while the other ends."""
 
 MOST_SCRATCH_BYTES = 2 << 20
-"""What they receive into, together. More does not make a link faster, and costs memory."""
+"""Scratch memory of one tier for receiving, bytes, all in-flight messages together. Larger buffers do not
+raise bandwidth."""
 
 
 K = TypeVar("K", bound=Hashable)
@@ -96,7 +97,7 @@ def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]
 def scratch_bytes(received_bytes: int) -> int:
     """Bytes of a tier's scratch for exchanges in which a rank receives up to ``received_bytes`` from another.
 
-    Each lane has room for one such message, or where they are larger for two portions of them.
+    Each slot of the in-flight window has room for one such message, or for two portions of a larger one.
     """
-    lane = min(MOST_SCRATCH_BYTES // LANES, received_bytes)
-    return LANES * -(-lane // 256) * 256
+    slot = min(MOST_SCRATCH_BYTES // IN_FLIGHT, received_bytes)
+    return IN_FLIGHT * -(-slot // 256) * 256

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hzplan.core.hierarchy import Mesh
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
-from hzplan.runtime.collectives import Gather, Reduction
+from hzplan.runtime.backends.base import Buffers, Gathers
+from hzplan.runtime.backends.groups import on_device
 
 
 class ExchangeAllGather:
@@ -31,7 +32,8 @@ class ExchangeAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        under_way = _UnderWay(Gather(output_tensor, input_tensor, group))
+        buffers = Buffers(output_tensor, input_tensor)
+        under_way = _UnderWay(on_device(group, output_tensor.device).all_gather([buffers]))
         if async_op:
             return under_way
         under_way.wait()
@@ -41,7 +43,7 @@ class ExchangeAllGather:
 class _UnderWay(dist.Work):
     """An exchange as one piece of work."""
 
-    def __init__(self, gather: Gather) -> None:
+    def __init__(self, gather: Gathers) -> None:
         super().__init__()
         self._gather = gather
         gather.begin()
@@ -64,7 +66,8 @@ class ExchangeReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         room = input_tensor.new_empty(output_tensor.numel())
-        Reduction(output_tensor, input_tensor, group, room).run()
+        buffers = Buffers(input_tensor, output_tensor)
+        on_device(group, input_tensor.device).reduce_scatter([buffers], room).run()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -46,7 +47,7 @@ from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import Kept
 from hzplan.profiler.session.reuse import Known, merged
-from hzplan.runtime.collectives import exchanges
+from hzplan.runtime.backends.groups import on_device
 
 # About how many seconds each part takes at most, for the progress shown.
 PASS_S = 12.0  # without recomputation and with it
@@ -360,7 +361,7 @@ def _measure_links(
             device=ranks.device.type,
             memory_bytes=memory_bytes,
             peak_flops=peak,
-            reduce_scatter_by_exchange=ranks.size > 1 and exchanges(ranks.device),
+            reduce_scatter_by_exchange=_by_exchange(ranks),
             norm_seconds=measure_norm(ranks),
             wakeup_seconds=None if apart else measure_wakeup(ranks),
         ),
@@ -369,6 +370,12 @@ def _measure_links(
         host=measure_host(ranks, parts.at) if apart else None,
         stragglers=slow_links(ranks, mesh),
     )
+
+
+def _by_exchange(ranks: Ranks) -> bool:
+    """Whether the job's reduce-scatters go point to point."""
+    world = dist.group.WORLD
+    return world is not None and ranks.size > 1 and on_device(world, ranks.device).needs_scratch
 
 
 def _check_mesh(ranks: Ranks, mesh: Mesh, tier_names: tuple[str, ...]) -> None:

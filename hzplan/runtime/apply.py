@@ -32,7 +32,7 @@ from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
 from hzplan.runtime.unit import UnitState
-from hzplan.runtime.world import Job, World
+from hzplan.runtime.world import ProcessWorld, World
 
 NOTE = "while allocating what lasts of unit "
 """How an error is marked with the unit that ``apply`` was busy with."""
@@ -131,7 +131,7 @@ def parallelize(
             "and shown, not trained: their order of passes is another"
         )
     check_model(model, plan)
-    world = None if mesh is None else Job(_only_group(mesh))
+    world = None if mesh is None else ProcessWorld(_only_group(mesh))
     return apply(
         *(model, Choice.of(plan), optimizer_class),
         params=params,
@@ -190,7 +190,7 @@ def apply(
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """``parallelize`` from a bare choice of levels. ``world``: who trains, by default this job's ranks."""
     check_elementwise(optimizer_class)
-    world = world or Job()
+    world = world or ProcessWorld()
     if world.size != choice.mesh.world:
         raise UserError(
             f"the plan is for {choice.mesh.world} ranks (mesh {choice.mesh}), this job has {world.size}; "
@@ -376,10 +376,10 @@ def _state(
 ) -> UnitState:
     by_name = dict(unit.parameters)
     layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
-    wire = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
+    reduce_dtype = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     buckets = [
         Bucket(
-            *(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, wire),
+            *(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, reduce_dtype),
             offload=offload,
             waits=waits & {tensor.name for tensor in layout.tensors},
         )

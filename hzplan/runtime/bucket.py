@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
 from hzplan.models.local import cast, local, put
-from hzplan.runtime.collectives import Gather, Reduction
-from hzplan.runtime.world import Groups, World
+from hzplan.runtime.backends.base import Buffers, Groups
+from hzplan.runtime.world import World
 
 
 class Bucket:
@@ -32,16 +32,16 @@ class Bucket:
         parameters: list[nn.Parameter],
         mesh: Mesh,
         world: World,
-        wire: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         *,
         offload: bool = False,
         waits: Collection[str] = (),
     ) -> None:
-        """``wire``: what gradients travel in; by default what they are kept in. ``offload``: master weights
-        go to the host's memory at once. ``waits``: tensors whose values come later, to ``begin_with``."""
+        """``reduce_dtype``: what gradients travel in; by default what they are kept in. ``offload``: master
+        weights go to the host's memory at once. ``waits``: tensors whose values come later, to ``begin_with``."""
         self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.rank, self._world = world.rank, world
-        self._wire = wire
+        self.reduce_dtype = reduce_dtype
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
         self.staged = layout.trainable and mesh.shards[levels.grad] > 1
@@ -107,7 +107,7 @@ class Bucket:
     @property
     def gradient_wire_nbytes(self) -> int:
         """Bytes of a whole buffer of gradients as it travels."""
-        return self.layout.numel * (self._wire or self.master.dtype).itemsize
+        return self.layout.numel * (self.reduce_dtype or self.master.dtype).itemsize
 
     def bounds(self, level: int) -> tuple[int, int]:
         """This rank's slice at a level, in elements of the whole buffer."""
@@ -187,29 +187,24 @@ class Bucket:
             return None
         return self.mesh.stage_in_tier(tier, self.layout.levels.param, self.layout.levels.optim)
 
-    # The collectives, prepared; None or nothing where there is none. They touch only this bucket's buffers.
+    # The collectives' stages and buffers; None or nothing where there is none.
 
-    def unshard(self, tier: int, groups: Groups) -> Gather | None:
+    def unshard(self, tier: int) -> tuple[Stage, Buffers] | None:
         """From the shard (or what the tier outside has gathered) into the slot."""
         if (stage := self.unshard_stage(tier)) is None:
             return None
         shards, level = self.mesh.shards, self.layout.levels.param
         part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
-        return Gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
+        return stage, Buffers(self.within(self.whole, 0, stage.low), part)
 
-    def reductions(
-        self, tier: int, groups: Groups, scratch: Tensor, *, final: bool
-    ) -> list[tuple[Reduction, bool]]:
+    def reductions(self, tier: int, *, final: bool) -> Iterator[tuple[Stage, Buffers]]:
         """Of this micro-batch's gradient down to ℓg, and on the last one of the sum down to L.
 
-        With each, whether it arrives in the gradient slice from elsewhere, which it is added to from the
-        second micro-batch on. ``scratch``: bytes (uint8) for exchanges.
+        What arrives in the gradient slice from elsewhere is added to it from the second micro-batch on.
         """
         if self.grad is None:
-            return []
-        scratch = scratch.view(self.grad.dtype)
+            return
         shards, level = self.mesh.shards, self.layout.levels.grad
-        found = []
         for stage in self.reduce_stages(tier, final=final):
             arrives = False
             if stage.low >= level:
@@ -219,36 +214,25 @@ class Bucket:
                 source = self.within(self.staging, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.staging, 0, stage.high)
-            made = Reduction(target, source, groups["reduce", stage], scratch, self._wire)
-            found.append((made, arrives))
-        return found
+            yield stage, Buffers(source, target, self.reduce_dtype, adds=arrives)
 
-    def grad_gather(self, tier: int, groups: Groups) -> Gather | None:
+    def grad_gather(self, tier: int) -> tuple[Stage, Buffers] | None:
         """Of the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.grad_gather_stage(tier)) is None:
             return None
-        return self._in_place(self.grad, self.layout.levels.grad, stage, groups, self._wire)
+        return stage, self._in_place(self.grad, self.layout.levels.grad, stage, self.reduce_dtype)
 
-    def param_gather(self, tier: int, groups: Groups) -> Gather | None:
+    def param_gather(self, tier: int) -> tuple[Stage, Buffers] | None:
         """Of updated parameters from ℓo to ℓp, in place."""
         if (stage := self.param_gather_stage(tier)) is None:
             return None
-        return self._in_place(self.param, self.layout.levels.param, stage, groups)
+        return stage, self._in_place(self.param, self.layout.levels.param, stage)
 
     def _in_place(
-        self,
-        buffer: Tensor,
-        level: int,
-        stage: Stage,
-        groups: Groups,
-        wire: torch.dtype | None = None,
-    ) -> Gather:
-        return Gather(
-            self.within(buffer, level, stage.low),
-            self.within(buffer, level, stage.high),
-            groups["sync", stage],
-            wire,
-        )
+        self, buffer: Tensor, level: int, stage: Stage, dtype: torch.dtype | None = None
+    ) -> Buffers:
+        whole, part = (self.within(buffer, level, inner) for inner in stage)
+        return Buffers(whole, part, dtype)
 
     def publish(self, master: Tensor | None = None) -> None:
         """Round the updated master weights into the parameters' slice, for ``sync`` to gather.
@@ -275,8 +259,7 @@ class Bucket:
         stages += [("unshard", self.unshard_stage(tier)) for tier in reversed(tiers)]
         for kind, stage in stages:
             if stage is not None:
-                part = self.within(whole, 0, stage.high)
-                Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).run()
+                groups[kind, stage].all_gather([self._in_place(whole, 0, stage)]).run()
         return self.views(whole)
 
     def owned_master(self, low: int, high: int, master: Tensor | None = None) -> Tensor:

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.buffers import LANES, scratch_bytes, slot_sizes
+from hzplan.core.buffers import IN_FLIGHT, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
+from hzplan.runtime.backends.base import Buffers, Gathers, Reductions
+from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.bucket import Bucket
-from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.launcher import Launcher
@@ -26,8 +29,6 @@ from hzplan.runtime.unit import Life, UnitState
 from hzplan.runtime.world import World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
-MOST_GATHERS = 1 << 8
-"""Of a task, told apart by their tags while they are under way together."""
 
 
 class Mode(Enum):
@@ -40,13 +41,10 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A communication task's collectives: reductions one after the other, gathers together.
+    """A communication task's collectives: reductions one after the other, gathers together."""
 
-    With a reduction: whether it is added to what earlier micro-batches left.
-    """
-
-    reductions: list[tuple[Reduction, bool]]
-    gathers: list[Gather]
+    reductions: list[Reductions]
+    gathers: list[Gathers]
 
 
 class Engine:
@@ -70,7 +68,7 @@ class Engine:
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
-        self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
+        self.groups = make_groups(world, mesh, _wanted(units, len(mesh.tiers)), device)
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
         self.executor: Executor | Launcher
         if device.type == "cuda":
@@ -124,24 +122,23 @@ class Engine:
                 unshard[unshard_slots[name]] if name in unshard_slots else None,
                 staging[staging_slots[name]] if name in staging_slots else None,
             )
-        apart = any(receives_apart(device, group) for group in self.groups.values())
-        exchanging = any(exchanges(device, group) for group in self.groups.values())
-        # What is only paced has no gap at its end that another one could fill.
-        self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
+        apart = any(group.needs_scratch for group in self.groups.values())
+        concurrent = any(group.concurrent for group in self.groups.values())
+        self._depth = IN_FLIGHT if concurrent and self._streams is Streams.TIERS else 1
         sizes = [
             _received_bytes(self.units.values(), tier) if apart else 0 for tier in range(len(self.mesh.tiers))
         ]
         self._scratch = [
             [
-                torch.zeros(scratch_bytes(size) // LANES, dtype=torch.uint8, device=device)
-                for _ in range(LANES)
+                torch.zeros(scratch_bytes(size) // IN_FLIGHT, dtype=torch.uint8, device=device)
+                for _ in range(IN_FLIGHT)
             ]
             for size in sizes
         ]
         return {
             "unshard_buffers": sum(slot.numel() for slot in unshard),
             "gradient_buffers": sum(slot.numel() for slot in staging),
-            "scratch": sum(scratch.numel() for lanes in self._scratch for scratch in lanes),
+            "scratch": sum(scratch.numel() for window in self._scratch for scratch in window),
         }
 
     @property
@@ -187,7 +184,7 @@ class Engine:
         )
 
     @torch.no_grad()
-    def run(self, task: Task, lane: int = 0) -> None:
+    def run(self, task: Task, slot: int = 0) -> None:
         """Do a task's work for all its units: gathers together, reductions one after the other."""
         if task.kind is Kind.UPDATE:
             assert self.optimizer is not None
@@ -199,33 +196,39 @@ class Engine:
             for name in task.units:
                 self.optimizer.fetch(name) if task.kind is Kind.FETCH else self.optimizer.store(name)
             return
-        prepared = self._prepared.get((task.kind, task.units, task.tier, lane))
+        prepared = self._prepared.get((task.kind, task.units, task.tier, slot))
         if prepared is None:
-            prepared = self._prepare(task, lane)
-            self._prepared[task.kind, task.units, task.tier, lane] = prepared
+            prepared = self._prepare(task, slot)
+            self._prepared[task.kind, task.units, task.tier, slot] = prepared
         tag = task.index + 1  # what is under way at once on a stream is told apart by it
-        for reduction, arrives in prepared.reductions:
-            reduction.run(accumulate=arrives and task.position >= len(self.schedule.uses), tag=tag)
-        for index, gather in enumerate(prepared.gathers):
-            gather.begin(tag * MOST_GATHERS + index)
+        for reductions in prepared.reductions:
+            reductions.run(accumulate=task.position >= len(self.schedule.uses), tag=tag)
+        for gather in prepared.gathers:
+            gather.begin(tag)
         for gather in prepared.gathers:
             gather.end()
 
-    def _prepare(self, task: Task, lane: int) -> _Prepared:
+    def _prepare(self, task: Task, slot: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
         if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            scratch, final = self._scratch[task.tier][lane], task.kind is Kind.FINAL_REDUCE
-            listed = [bucket.reductions(task.tier, self.groups, scratch, final=final) for bucket in buckets]
-            return _Prepared([reduction for found in listed for reduction in found], [])
-        gathers = []
+            scratch, final = self._scratch[task.tier][slot], task.kind is Kind.FINAL_REDUCE
+            listed = [found for bucket in buckets for found in bucket.reductions(task.tier, final=final)]
+            reductions = [
+                self.groups["reduce", stage].reduce_scatter([buffers for _, buffers in run], scratch)
+                for stage, run in groupby(listed, key=itemgetter(0))
+            ]
+            return _Prepared(reductions, [])
+        gathers: dict[Stage, list[Buffers]] = {}
         for bucket in buckets:
             gather = {
                 Kind.UNSHARD: bucket.unshard,
                 Kind.GRAD_GATHER: bucket.grad_gather,
                 Kind.PARAM_GATHER: bucket.param_gather,
             }
-            gathers.append(gather[task.kind](task.tier, self.groups))
-        return _Prepared([], [found for found in gathers if found is not None])
+            if (found := gather[task.kind](task.tier)) is not None:
+                gathers.setdefault(found[0], []).append(found[1])
+        kind = "unshard" if task.kind is Kind.UNSHARD else "sync"
+        return _Prepared([], [self.groups[kind, stage].all_gather(one) for stage, one in gathers.items()])
 
     # What the hooks report.
 

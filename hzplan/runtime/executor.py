@@ -103,9 +103,9 @@ class Executor:
         depth: int = 1,
         tier_names: tuple[str, ...] = (),
     ) -> None:
-        """``run(task, lane)`` does a task's work on a thread; ``idle`` says that a task has none.
+        """``run(task, slot)`` does a task's work on a thread; ``idle`` says that a task has none.
 
-        ``depth``: how many tasks of a tier's stream may be under way at once, each in a lane of its own; more
+        ``depth``: how many tasks of a tier's stream may be under way at once, each in a slot of its own; more
         than one only where a backend does not need one order of launches on every rank. ``tier_names``: for
         messages.
         """
@@ -143,9 +143,9 @@ class Executor:
                 self._lines.setdefault(name, _Line(width)).tasks.append(task.index)
         self._line_of = {index: line for line in self._lines.values() for index in line.tasks}
         self._threads = [
-            threading.Thread(target=self._work, args=(line, lane), name=f"hzplan {name}", daemon=True)
+            threading.Thread(target=self._work, args=(line, slot), name=f"hzplan {name}", daemon=True)
             for name, line in self._lines.items()
-            for lane in range(line.width)
+            for slot in range(line.width)
             if streams is not Streams.NONE
         ]
         for thread in self._threads:
@@ -277,10 +277,10 @@ class Executor:
         if not self._open:
             self._all_done.notify_all()
 
-    def _work(self, line: _Line, lane: int) -> None:
+    def _work(self, line: _Line, slot: int) -> None:
         """A thread: run what is ready, in order."""
         while (index := line.ready.get()) is not None:
-            if not self._execute(index, lane):
+            if not self._execute(index, slot):
                 return
 
     def _work_here(self) -> None:
@@ -298,12 +298,12 @@ class Executor:
         """What the cluster calls the links that a task goes over."""
         return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
 
-    def _execute(self, index: int, lane: int) -> bool:
+    def _execute(self, index: int, slot: int) -> bool:
         """Run a task and release what waited for it; False when it failed."""
         task, started = self.tasks[index], time.perf_counter()
         try:
             with named(f"stream {task.stream}{self._tier(task)}, task {task}"), span(task):
-                self._run(task, lane)
+                self._run(task, slot)
         except StreamError as error:
             self._fail(error)
             return False

@@ -1,12 +1,8 @@
-"""The ranks that train together, as the runtime sees them: torch.distributed's, or threads of a process."""
+"""The ranks that train together, as the runtime sees them: torch.distributed's, or a back end's own."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hzplan.core.hierarchy import Mesh, Stage
-from hzplan.runtime.groups import Communicators
+from hzplan.runtime.backends.base import Group
+from hzplan.runtime.backends.groups import ProcessGroup, on_device, process_group
 
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
-
-Groups = Mapping[tuple[str, Stage], Any]
-"""Communicators by (stream kind, stage)."""
 
 
 class World(Protocol):
@@ -35,8 +29,8 @@ class World(Protocol):
     def meets(self, ranks: Iterable[int]) -> bool:
         """Whether more than one of the job's ranks given are of this world."""
 
-    def groups(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> Groups:
-        """Communicators for the stages of a plan."""
+    def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> Group:
+        """This rank's group in a stage, for a kind of stream and tensors on ``device``; members call it."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values on every rank, in place."""
@@ -45,7 +39,7 @@ class World(Protocol):
         """The sum, or what ``operation`` is, of all ranks' values on every rank, in place."""
 
 
-class Job:
+class ProcessWorld:
     """The ranks of torch.distributed's default group, or of one of its groups; alone where there is none."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -64,9 +58,9 @@ class Job:
         """See World."""
         return len({*ranks} & {*self._ranks}) > 1
 
-    def groups(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> Groups:
+    def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> ProcessGroup:
         """See World."""
-        return Communicators(mesh, wanted, self.rank, self._ranks).groups
+        return on_device(process_group(mesh, kind, stage, self.rank, self._ranks), device)
 
     def broadcast(self, tensor: Tensor) -> None:
         """See World."""
@@ -77,127 +71,3 @@ class Job:
         """See World."""
         if self.size > 1:
             dist.all_reduce(tensor, op=operation, group=self._group)
-
-
-Address = tuple[object, int, int, int]
-"""The group, sender and receiver in the world, and the tag."""
-
-PATIENCE_S = 120.0
-LOOK_S = 0.2
-"""How often one who waits looks whether somebody has failed."""
-
-
-@dataclass
-class Post:
-    """What the threads of one process send each other."""
-
-    size: int
-    boxes: dict[Address, queue.SimpleQueue[list[Tensor]]] = field(
-        default_factory=lambda: defaultdict(queue.SimpleQueue)
-    )
-    failed: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def box(self, address: Address) -> queue.SimpleQueue[list[Tensor]]:
-        """The queue between two ranks."""
-        with self.lock:
-            return self.boxes[address]
-
-
-class ThreadWorld:
-    """A rank that is a thread: what it sends is copied, and taken from a queue by who receives it."""
-
-    is_part = False
-
-    def meets(self, ranks: Iterable[int]) -> bool:
-        """See World."""
-        return len({*ranks}) > 1
-
-    def __init__(self, post: Post, rank: int) -> None:
-        self.post, self.rank, self.size = post, rank, post.size
-        self._everyone = ThreadGroup(self, "world", range(post.size))
-
-    def groups(self, mesh: Mesh, wanted: Iterable[tuple[str, Stage]]) -> Groups:
-        """See World."""
-        return {
-            (kind, stage): ThreadGroup(self, (kind, stage), mesh.group(self.rank, stage))
-            for kind, stage in wanted
-        }
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """See World."""
-        if self.rank == 0:
-            for peer in range(1, self.size):
-                self._everyone.send([tensor], peer, 0)
-        else:
-            self._everyone.recv([tensor], 0, 0).wait()
-
-    def all_reduce(self, tensor: Tensor, operation: Any = SUM) -> None:
-        """See World. Rank 0 combines in the order of ranks."""
-        by_operation: dict[Any, Any] = {SUM: torch.add, MIN: torch.minimum, MAX: torch.maximum}
-        combine = by_operation[operation]
-        if self.rank == 0:
-            for peer in range(1, self.size):
-                arrived = torch.empty_like(tensor)
-                self._everyone.recv([arrived], peer, 1).wait()
-                combine(tensor, arrived, out=tensor)
-        else:
-            self._everyone.send([tensor], 0, 1)
-        self.broadcast(tensor)
-
-
-class ThreadGroup:
-    """What the runtime uses of a process group, between threads. ``ranks``: its members in the world."""
-
-    def __init__(self, world: ThreadWorld, name: object, ranks: Sequence[int]) -> None:
-        self._world, self._name, self.ranks = world, name, tuple(ranks)
-
-    def rank(self) -> int:
-        """This thread's place in the group."""
-        return self.ranks.index(self._world.rank)
-
-    def size(self) -> int:
-        """How many threads it has."""
-        return len(self.ranks)
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Over at once."""
-        mine, theirs = self._world.rank, self.ranks[peer]
-        self._world.post.box((self._name, mine, theirs, tag)).put([tensor.clone() for tensor in tensors])
-        return Sent()
-
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Received:
-        """What ``wait`` puts into the tensors."""
-        box = self._world.post.box((self._name, self.ranks[peer], self._world.rank, tag))
-        return Received(self._world.post, box, tensors)
-
-
-class Sent:
-    """A message that is on its way: the sender has nothing to wait for."""
-
-    def wait(self, *_: object) -> bool:
-        """Over."""
-        return True
-
-
-@dataclass
-class Received:
-    """A message that is waited for."""
-
-    post: Post
-    box: queue.SimpleQueue[list[Tensor]]
-    tensors: Sequence[Tensor]
-
-    def wait(self, *_: object) -> bool:
-        """RuntimeError when it does not come, or another thread has failed."""
-        for _attempt in range(int(PATIENCE_S / LOOK_S)):
-            try:
-                arrived = self.box.get(timeout=LOOK_S)
-            except queue.Empty:
-                if self.post.failed.is_set():
-                    raise RuntimeError("gloo: another rank has failed") from None
-                continue
-            for tensor, value in zip(self.tensors, arrived, strict=True):
-                tensor.copy_(value)
-            return True
-        raise RuntimeError(f"timed out after {PATIENCE_S:.0f} s")

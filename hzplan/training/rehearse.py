@@ -18,8 +18,8 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.model.optimizer import OPTIMIZERS
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import Choice, apply, check_model
+from hzplan.runtime.backends.rate_limited import RateLimitedWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.paced import PacedWorld
 from hzplan.runtime.room import room
 from hzplan.show.trace import Span
 from hzplan.training.batches import SyntheticBatches
@@ -82,7 +82,7 @@ def rehearse(
     if steps < 1:
         raise UserError(f"--steps {steps}: rehearse at least 1")
     torch.manual_seed(seed)
-    paced = PacedWorld(
+    limited = RateLimitedWorld(
         plan.mesh,
         rank,
         lambda operation, stage, nbytes: costs.collective_ns(operation, stage, nbytes) / 1e9,
@@ -99,7 +99,7 @@ def rehearse(
         check_model(model, plan)
         made_by = _optimizer(plan)
         model, optimizer = apply(
-            model, Choice.of(plan), made_by.func, world=paced, lr=LEARNING_RATE, **made_by.keywords
+            model, Choice.of(plan), made_by.func, world=limited, lr=LEARNING_RATE, **made_by.keywords
         )
         made.append(optimizer)
         rehearsal = _Rehearsal(plan, model, optimizer, workload, rank, seed)

@@ -24,8 +24,8 @@ from hzplan.models.thin import thin
 from hzplan.models.units import blocks_of, find_units
 from hzplan.models.workload import BUILT_IN, Workload, load, narrow
 from hzplan.runtime.apply import Choice, apply, full_parameters
+from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.executor import Streams
-from hzplan.runtime.world import Post, ThreadWorld
 
 MOST_RANKS = 64
 STEPS = 2  # the second begins with what the first has updated

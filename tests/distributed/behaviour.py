@@ -83,9 +83,9 @@ def delays(choose: Callable[[Task], float]) -> Iterator[None]:
     """Every background task first sleeps for the seconds that ``choose`` gives it."""
     run = Engine.run
 
-    def late(self: Engine, task: Task, lane: int = 0) -> None:
+    def late(self: Engine, task: Task, slot: int = 0) -> None:
         time.sleep(choose(task))
-        run(self, task, lane)
+        run(self, task, slot)
 
     with patch.object(Engine, "run", late):
         yield
@@ -140,12 +140,12 @@ def allocations(_: Any) -> dict[str, dict[str, Any]]:
     for case in (SHARDED, MIXED, FREE, SYNCED, replace(MIXED, dtype="bfloat16")):
         run, counts = Engine.run, {"nbytes": 0, "operations": 0}
 
-        def counted(self: Engine, task: Task, lane: int = 0, run: Any = run, counts: Any = counts) -> None:
+        def counted(self: Engine, task: Task, slot: int = 0, run: Any = run, counts: Any = counts) -> None:
             if task.kind is Kind.UPDATE:
-                run(self, task, lane)
+                run(self, task, slot)
                 return
             with Allocations() as mode:
-                run(self, task, lane)
+                run(self, task, slot)
             for name in counts:
                 counts[name] += getattr(mode, name)
 
@@ -167,7 +167,7 @@ def _addresses(engine: Engine) -> list[int]:
     """Where every buffer of the runtime lies."""
     buckets = [bucket for unit in engine.units.values() for bucket in unit.buckets]
     kept = [t for b in buckets for t in (b.param, b.whole, b.master, b.grad) if t is not None]
-    return [tensor.data_ptr() for tensor in [*kept, *(s for lanes in engine._scratch for s in lanes)]]
+    return [tensor.data_ptr() for tensor in [*kept, *(s for window in engine._scratch for s in window)]]
 
 
 # ---- mutations -----------------------------------------------------------------------------------------

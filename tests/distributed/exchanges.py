@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.collectives import Gather, Reduction
+from hzplan.runtime.backends.base import Buffers, Group
+from hzplan.runtime.backends.exchange import GlooGroup
+from hzplan.runtime.backends.nccl import NcclGroup
 
 LENGTH = 1003
 
@@ -26,8 +27,9 @@ def check(payload: Any) -> list[str]:
     wrong: list[str] = []
     orders = [list(range(world)), list(reversed(range(world))), [1, 0] if me < 2 else [2, 3]]
     for late, order in enumerate(orders):
-        group = dist.new_group(order, sort_ranks=False, use_local_synchronization=True)
-        assert group is not None
+        handle = dist.new_group(order, sort_ranks=False, use_local_synchronization=True)
+        assert handle is not None
+        group = GlooGroup(handle)
         place = order.index(me)
         for dtype in (torch.float32, torch.float64):
             for in_place in (True, False):
@@ -40,49 +42,43 @@ def check(payload: Any) -> list[str]:
     return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names or ()]
 
 
-def _narrow(group: dist.ProcessGroup, order: list[int], place: int, dtype: torch.dtype) -> list[str]:
+def _narrow(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) -> list[str]:
     """In bfloat16, which holds the values of these buffers exactly: by exchange and by the backend's own."""
     size, wrong = len(order), []
     parts = [values(rank, 1, dtype) for rank in order]
     whole = torch.full((size, LENGTH), -1, dtype=dtype)
     whole[place].copy_(parts[place])
-    gather = Gather(whole.view(-1), whole[place], group, torch.bfloat16)
+    gather = group.all_gather([Buffers(whole.view(-1), whole[place], torch.bfloat16)])
     gather.run()
     if not torch.equal(whole, torch.stack(parts)):
         wrong.append(f"all_gather {order} {dtype} in bfloat16")
     total = sum(values(rank, size, dtype) for rank in order)
     assert isinstance(total, Tensor)
     expected = total.view(size, LENGTH)[place]
-    for exchange in (True, False):
+    for by in (group, NcclGroup(group.handle)):
         scratch = torch.full((101,), -1, dtype=dtype)
-        with patch("hzplan.runtime.collectives.exchanges", lambda *_, by=exchange: by):
-            for accumulate in (False, True):
-                for in_place in (True, False)[accumulate:]:
-                    whole = values(order[place], size, dtype).view(size, LENGTH)
-                    part = whole[place] if in_place else torch.ones(LENGTH, dtype=dtype)
-                    made = Reduction(part, whole.view(-1), group, scratch, torch.bfloat16)
-                    made.run(accumulate=accumulate)
-                    if not torch.equal(part, expected + accumulate):
-                        wrong.append(
-                            f"reduce_scatter {order} {dtype} bfloat16 {exchange} {accumulate} {in_place}"
-                        )
+        for accumulate in (False, True):
+            for in_place in (True, False)[accumulate:]:
+                whole = values(order[place], size, dtype).view(size, LENGTH)
+                part = whole[place] if in_place else torch.ones(LENGTH, dtype=dtype)
+                buffers = Buffers(whole.view(-1), part, torch.bfloat16)
+                by.reduce_scatter([buffers], scratch).run(accumulate=accumulate)
+                if not torch.equal(part, expected + accumulate):
+                    name = f"{type(by).__name__} {accumulate} {in_place}"
+                    wrong.append(f"reduce_scatter {order} {dtype} bfloat16 {name}")
     return wrong
 
 
-def _gather(
-    group: dist.ProcessGroup, order: list[int], place: int, dtype: torch.dtype, in_place: bool
-) -> list[str]:
+def _gather(group: Group, order: list[int], place: int, dtype: torch.dtype, in_place: bool) -> list[str]:
     parts = [values(rank, 1, dtype) for rank in order]
     whole = torch.full((len(order), LENGTH), -1, dtype=dtype)
     part = whole[place] if in_place else torch.empty(LENGTH, dtype=dtype)
     part.copy_(parts[place])
-    Gather(whole.view(-1), part, group).run()
+    group.all_gather([Buffers(whole.view(-1), part)]).run()
     return [] if torch.equal(whole, torch.stack(parts)) else [f"all_gather {order} {dtype} {in_place}"]
 
 
-def _scatter(
-    group: dist.ProcessGroup, order: list[int], place: int, dtype: torch.dtype, in_place: bool
-) -> list[str]:
+def _scatter(group: Group, order: list[int], place: int, dtype: torch.dtype, in_place: bool) -> list[str]:
     size, wrong = len(order), []
     expected = sum(values(rank, size, dtype) for rank in order)
     assert isinstance(expected, Tensor)
@@ -92,11 +88,12 @@ def _scatter(
         scratch = torch.full((room,), -1, dtype=dtype)
         whole = values(order[place], size, dtype)
         part = whole.view(size, LENGTH)[place] if in_place else torch.empty(LENGTH, dtype=dtype)
-        Reduction(part, whole, group, scratch).run()
+        group.reduce_scatter([Buffers(whole, part)], scratch).run()
         if not torch.equal(part, expected):
             wrong.append(f"reduce_scatter {order} {dtype} {in_place} {room}")
         added = torch.ones(LENGTH, dtype=dtype)
-        Reduction(added, values(order[place], size, dtype), group, scratch).run(accumulate=True)
+        buffers = Buffers(values(order[place], size, dtype), added)
+        group.reduce_scatter([buffers], scratch).run(accumulate=True)
         if not torch.equal(added, expected + 1):
             wrong.append(f"reduce_scatter {order} {dtype} accumulate {room}")
     return wrong

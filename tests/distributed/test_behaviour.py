@@ -77,10 +77,10 @@ def test_an_error_on_a_stream_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
     levels = {name: Levels(0, 0, 0) for name, _ in model.named_parameters()}
     run = Engine.run
 
-    def broken(self: Engine, task: Task, lane: int = 0) -> None:
+    def broken(self: Engine, task: Task, slot: int = 0) -> None:
         if task.kind is Kind.UPDATE:
             raise ValueError("no more room")
-        run(self, task, lane)
+        run(self, task, slot)
 
     monkeypatch.setattr(Engine, "run", broken)
     model, optimizer = apply(

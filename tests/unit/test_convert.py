@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzplan.runtime.convert import Conversion, back, front
+from hzplan.runtime.backends.convert import Conversion, back, front
 
 PAIRS = [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float64, torch.bfloat16)]
 

@@ -21,7 +21,7 @@ from hzplan.models.deferred import deferred_if_possible, deferred_init, stand_in
 from hzplan.models.units import find_units
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply, full_parameters
-from hzplan.runtime.paced import PacedWorld
+from hzplan.runtime.backends.rate_limited import RateLimitedWorld
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
 from tests.unit.test_architectures import ARCHITECTURES
 
@@ -149,7 +149,7 @@ def test_no_rank_ever_holds_the_model() -> None:
     kept = []
 
     def make() -> None:
-        world = PacedWorld(mesh, 3, lambda *_: 0.0, exchanges=True)
+        world = RateLimitedWorld(mesh, 3, lambda *_: 0.0, exchanges=True)
         kept.append(apply(deferred_init(Layers), choice, torch.optim.SGD, world=world, lr=0.1))
 
     peak = peak_memory_bytes(make, device)

@@ -17,7 +17,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.hf import known_configs
 from hzplan.models.workload import load, narrow
-from hzplan.runtime import collectives
+from hzplan.runtime.backends.exchange import RingGather
 from hzplan.training.verify import small, verify
 from tests.cli.command import ROOT, hzplan
 from tests.plans import make_plan
@@ -63,17 +63,15 @@ def spoil(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.fixture
 def wrong_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gathers put what arrives in the wrong places."""
-    made = collectives.Gather.__init__
+    made = RingGather.__init__
 
-    def wrong(self: collectives.Gather, *arguments: Any, **options: Any) -> None:
+    def wrong(self: RingGather, *arguments: Any, **options: Any) -> None:
         made(self, *arguments, **options)
-        if len(self._receives) > 1:
-            views = spoil([message[0][0] for message in self._receives])
-            self._receives = [
-                ([view], peer, rank) for view, (_, peer, rank) in zip(views, self._receives, strict=True)
-            ]
+        if len(self.receives) > 1:
+            views = spoil([message[0][0] for message in self.receives])
+            self.receives = [([view], peer) for view, (_, peer) in zip(views, self.receives, strict=True)]
 
-    monkeypatch.setattr(collectives.Gather, "__init__", wrong)
+    monkeypatch.setattr(RingGather, "__init__", wrong)
     yield
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from hzplan.core.buffers import LANES, scratch_bytes
+from hzplan.core.buffers import IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import InterferenceEntry
 from hzplan.profiler.network.links import collective
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import no_garbage_collection
-from hzplan.runtime.groups import Communicators
+from hzplan.runtime.backends.groups import make_groups
+from hzplan.runtime.world import ProcessWorld
 
 ROUNDS = 3
 TOGETHER_S = 0.4
@@ -91,17 +92,18 @@ def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
 
 def _communication(
     ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
-) -> tuple[Callable[[], None], Callable[[], None]]:
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """A gather and a reduction over a stage."""
-    groups = Communicators(mesh, [("unshard", stage), ("reduce", stage)])
-    size, place = mesh.group_size(stage), mesh.group(ranks.rank, stage).index(ranks.rank)
+    kinds = [("unshard", stage), ("reduce", stage)]
+    groups = make_groups(ProcessWorld(), mesh, kinds, ranks.device)
+    size = mesh.group_size(stage)
     elements = max(size, min(largest_bytes, MOST_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
     whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
     scratch = torch.zeros(
-        scratch_bytes(whole.nbytes // size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+        scratch_bytes(whole.nbytes // size) // IN_FLIGHT // dtype.itemsize, dtype=dtype, device=ranks.device
     )
-    gather = collective("all_gather", groups["unshard", stage], size, place, whole, scratch)
-    reduce = collective("reduce_scatter", groups["reduce", stage], size, place, whole, scratch)
+    gather = collective("all_gather", groups["unshard", stage], whole, scratch)
+    reduce = collective("reduce_scatter", groups["reduce", stage], whole, scratch)
 
     gather()
     reduce()
@@ -109,7 +111,7 @@ def _communication(
 
 
 def _sample(
-    ranks: Ranks, compute: Callable[[], None], gather: Callable[[], None], reduce: Callable[[], None]
+    ranks: Ranks, compute: Callable[[], None], gather: Callable[[], object], reduce: Callable[[], object]
 ) -> _Sample:
     """Sums over many calls, not the middle of them: what one call loses to another is the other's gain."""
 
@@ -129,10 +131,12 @@ def _sample(
     return _Sample(alone, computed, communication, together.seconds, contention)
 
 
-def _contention(ranks: Ranks, gather: Callable[[], None], reduce: Callable[[], None], calls: int) -> float:
+def _contention(
+    ranks: Ranks, gather: Callable[[], object], reduce: Callable[[], object], calls: int
+) -> float:
     """As many gathers beside as many reductions, over all of them one after the other."""
 
-    def seconds(first: Callable[[], None], second: Callable[[], None]) -> float:
+    def seconds(first: Callable[[], object], second: Callable[[], object]) -> float:
         ranks.barrier()
         began = time.perf_counter()
         beside = _Together(first, calls)
@@ -163,7 +167,7 @@ def _seconds(ranks: Ranks, call: Callable[[], None], calls: int) -> float:
 class _Together:
     """Communication on a thread of its own, as many calls as all ranks agree on, while compute runs."""
 
-    def __init__(self, communicate: Callable[[], None], calls: int) -> None:
+    def __init__(self, communicate: Callable[[], object], calls: int) -> None:
         self._communicate, self._calls = communicate, calls
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.core.buffers import LANES, scratch_bytes
+from hzplan.core.buffers import IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Operation
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
-from hzplan.runtime.collectives import Gather, Reduction
-from hzplan.runtime.groups import Communicators
+from hzplan.runtime.backends.base import Buffers
+from hzplan.runtime.backends.groups import ProcessGroup, make_groups
+from hzplan.runtime.world import ProcessWorld
 
 FIRST_BYTES = 4 << 10
 LAST_BYTES = 64 << 20
@@ -48,7 +49,7 @@ class Case:
     stage: Stage
     bytes: int
     calls: int
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 def measure_links(
@@ -64,7 +65,8 @@ def measure_links(
     stages = mesh.stages()
     if not stages:
         return ()
-    groups = Communicators(mesh, [(kind, stage) for stage in stages for kind in OPERATIONS.values()])
+    kinds = [(kind, stage) for stage in stages for kind in OPERATIONS.values()]
+    groups = make_groups(ProcessWorld(), mesh, kinds, ranks.device)
     cases = [case for stage in stages for case in _cases(ranks, mesh, stage, groups, dtype, largest_bytes)]
     results = rounds(
         ranks,
@@ -94,25 +96,29 @@ def measure_norm(ranks: Ranks) -> float:
     if ranks.size == 1:
         return 0.0
     number = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    seconds = [_seconds(ranks, partial(_all_reduce, number, None), 1) for _ in range(MAX_REPEATS)]
+    seconds = [_seconds(ranks, partial(ProcessWorld().all_reduce, number), 1) for _ in range(MAX_REPEATS)]
     return nanoseconds(statistics.median(map(max, zip(*ranks.gather(seconds), strict=True))))
 
 
 def _cases(
-    ranks: Ranks, mesh: Mesh, stage: Stage, groups: Communicators, dtype: torch.dtype, largest_bytes: int
+    ranks: Ranks,
+    mesh: Mesh,
+    stage: Stage,
+    groups: Mapping[tuple[str, Stage], ProcessGroup],
+    dtype: torch.dtype,
+    largest_bytes: int,
 ) -> Iterator[Case]:
     """What to time for a stage, each called before; every rank decides alike."""
     size = mesh.group_size(stage)
-    place = mesh.group(ranks.rank, stage).index(ranks.rank)
     last = min(largest_bytes, LAST_BYTES) // mesh.shards[stage.low]
     wanted = sizes(FIRST_BYTES, last, FACTOR, size * dtype.itemsize)
     whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
     # As much as the runtime gives a reduction.
     scratch = torch.zeros(
-        scratch_bytes(whole.nbytes // size) // LANES // dtype.itemsize, dtype=dtype, device=ranks.device
+        scratch_bytes(whole.nbytes // size) // IN_FLIGHT // dtype.itemsize, dtype=dtype, device=ranks.device
     )
     for operation, kind in OPERATIONS.items():
-        issue = partial(collective, operation, groups[kind, stage], size, place, scratch=scratch)
+        issue = partial(collective, operation, groups[kind, stage], scratch=scratch)
         for index, nbytes in enumerate(wanted):
             run = issue(whole[: nbytes // dtype.itemsize])
             run()
@@ -123,34 +129,20 @@ def _cases(
 
 
 def collective(
-    operation: Operation,
-    group: dist.ProcessGroup,
-    size: int,
-    place: int,
-    whole: Tensor,
-    scratch: Tensor,
-) -> Callable[[], None]:
-    """A call as the runtime issues it: in place, with this rank's the ``place``-th of ``size`` parts."""
-    length = whole.numel() // size
-    part = whole[place * length : (place + 1) * length]
+    operation: Operation, group: ProcessGroup, whole: Tensor, scratch: Tensor
+) -> Callable[[], object]:
+    """A call as the runtime issues it, in place; all-to-all and all-reduce as torch issues them."""
+    buffers = Buffers(whole, whole.view(group.size, -1)[group.place])
     if operation == "all_gather":
-        return Gather(whole, part, group).run
+        return group.all_gather([buffers]).run
     if operation == "reduce_scatter":
-        return Reduction(part, whole, group, scratch).run
+        return group.reduce_scatter([buffers], scratch).run
     if operation == "all_to_all":
-        return partial(_all_to_all, torch.empty_like(whole), whole, group)
-    return partial(_all_reduce, whole, group)
+        return partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group.handle)
+    return partial(dist.all_reduce, whole, group=group.handle)
 
 
-def _all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> None:
-    dist.all_reduce(whole, group=group)
-
-
-def _all_to_all(arrives: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_to_all_single(arrives, whole, group=group)
-
-
-def _seconds(ranks: Ranks, run: Callable[[], None], calls: int) -> float:
+def _seconds(ranks: Ranks, run: Callable[[], object], calls: int) -> float:
     """This rank's time of a call, from a barrier of the whole world on."""
     ranks.barrier()
     started = time.perf_counter()

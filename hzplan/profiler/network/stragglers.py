@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import StragglerEntry
 from hzplan.profiler.session.ranks import Ranks
-from hzplan.runtime.groups import Communicators
+from hzplan.runtime.backends.groups import process_group
 
 SLOW = 1.3
 """A rank is named when it takes so many times as long as the others."""
@@ -97,7 +97,7 @@ def _arrivals(ranks: Ranks, mesh: Mesh, stage: Stage) -> dict[tuple[int, int], f
     """Median seconds until a message has come here, by its sender and this rank; all ranks send at once."""
     members = mesh.group(ranks.rank, stage)
     place, size = members.index(ranks.rank), len(members)
-    group = Communicators(mesh, [("unshard", stage)])["unshard", stage]
+    group = process_group(mesh, "unshard", stage, ranks.rank, range(ranks.size))
     message = torch.zeros(SENT_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device)
     room = torch.empty_like(message)
     found: dict[tuple[int, int], float] = {}

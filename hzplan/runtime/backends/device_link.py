@@ -1,7 +1,7 @@
-"""A tier's link on a GPU: a kernel takes as long as what is under way, beside whom it is under way for.
+"""A tier's link on a GPU: a kernel takes as long as a transfer, on a CUDA stream beside the one that waits.
 
-The host is ahead of the device, so it is the kernels that look at what else is under way, in a few words of
-the device's memory. NOT RUN ON A GPU YET: no machine of ours has one.
+The host is ahead of the device, so it is the kernels that look at which other transfers are under way, in a
+few words of the device's memory. NOT RUN ON A GPU YET: no machine of ours has one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils import cpp_extension
 
 MOST_STREAMS = 8
-"""Kinds of collectives that a tier has a stream each for."""
+"""Upper limit of the kinds of collectives of a tier; each has a stream."""
 
 SOURCE = """
 extern "C" __global__ void hold(volatile int* under_way, int stream, double alone_ns, double contention) {
@@ -32,7 +32,7 @@ extern "C" __global__ void hold(volatile int* under_way, int stream, double alon
     under_way[stream] = 0;
 }
 """
-"""One thread. The streams that have something under way share the link equally, as ``paced.Wire``'s do."""
+"""One thread. The streams that have something under way share the link equally, as ``rate_limited.Link``'s do."""
 
 ON_A_GPU = """
 static __device__ unsigned long long NOW() {
@@ -61,7 +61,7 @@ def _a_place_for_headers() -> Iterator[None]:
         cpp_extension.CUDA_HOME = known
 
 
-class DeviceWire:
+class DeviceLink:
     """``contention``: how many times as long several streams take together as one after the other."""
 
     def __init__(self, device: torch.device, contention: float = 1.0) -> None:
@@ -71,9 +71,9 @@ class DeviceWire:
         self._queues: dict[str, torch.cuda.Stream] = {}
 
     def start(self, stream: str, seconds: float) -> torch.cuda.Event:
-        """Something is under way from where the current CUDA stream is now; the event is its end.
+        """Put a transfer under way from where the current CUDA stream is now; the event is its end.
 
-        ``stream``: what is under way for one and the same goes in order, beside the CUDA stream that waits.
+        ``stream``: transfers of one stream go in order.
         """
         if stream not in self._queues:
             assert len(self._queues) < MOST_STREAMS, "a tier has a stream for each kind of collective"

@@ -1,4 +1,4 @@
-"""Links that are only paced: what is under way shares them, and what arrives has its shape and size."""
+"""Rate-limited links: what is under way shares them, and what arrives has its shape and size."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from hzplan.core.hierarchy import Mesh, Stage
-from hzplan.runtime import paced
-from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
-from hzplan.runtime.paced import PacedGroup, PacedWorld, Wire
-from hzplan.runtime.paced_cuda import MOST_STREAMS, SOURCE
+from hzplan.runtime.backends import rate_limited
+from hzplan.runtime.backends.base import Buffers
+from hzplan.runtime.backends.device_link import MOST_STREAMS, SOURCE
+from hzplan.runtime.backends.groups import make_groups
+from hzplan.runtime.backends.rate_limited import Link, RateLimitedGroup, RateLimitedWorld
 
 CPU = torch.device("cpu")
 
@@ -33,64 +34,64 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(threading.Condition, "wait", wait)
-    monkeypatch.setattr(paced, "_lateness_s", lambda: 0.0)
+    monkeypatch.setattr(rate_limited, "_lateness_s", lambda: 0.0)
     return now
 
 
 def test_what_is_alone_takes_its_time(clock: list[float]) -> None:
-    wire = Wire()
-    wire.wait(wire.start(2.0))
+    link = Link()
+    link.wait(link.start(2.0))
     assert clock[0] == pytest.approx(2.0)
 
 
 def test_a_wait_ends_neither_early_nor_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the real clock, of which the last tenth of a wait is not slept."""
-    monkeypatch.setattr(paced, "_lateness_s", lambda: 2e-3)
-    wire, late = Wire(), []
+    monkeypatch.setattr(rate_limited, "_lateness_s", lambda: 2e-3)
+    link, late = Link(), []
     for _ in range(9):
         began = time.perf_counter()
-        wire.wait(wire.start(0.02))
+        link.wait(link.start(0.02))
         late.append(time.perf_counter() - began - 0.02)
     assert min(late) > -1e-4 and sorted(late)[2] < 1e-3
 
 
 def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
-    wire = Wire(contention=1.5)
-    first, second = wire.start(1.0, "unshard"), wire.start(3.0, "reduce")
-    wire.wait(first)
+    link = Link(contention=1.5)
+    first, second = link.start(1.0, "unshard"), link.start(3.0, "reduce")
+    link.wait(first)
     assert clock[0] == pytest.approx(1.0 * 2 * 1.5)
-    wire.wait(second)  # of which 1.0 had gone beside the first
+    link.wait(second)  # of which 1.0 had gone beside the first
     assert clock[0] == pytest.approx(3.0 + 2.0)
 
 
 def test_what_a_stream_has_under_way_goes_in_order(clock: list[float]) -> None:
-    wire = Wire(contention=1.5)
-    first, second = wire.start(1.0, "reduce"), wire.start(3.0, "reduce")
-    wire.wait(first)
+    link = Link(contention=1.5)
+    first, second = link.start(1.0, "reduce"), link.start(3.0, "reduce")
+    link.wait(first)
     assert clock[0] == pytest.approx(1.0)
-    wire.wait(second)
+    link.wait(second)
     assert clock[0] == pytest.approx(4.0)
 
 
 def test_what_came_while_nobody_looked_has_come(clock: list[float]) -> None:
-    wire = Wire()
-    first, second = wire.start(1.0, "unshard"), wire.start(3.0, "reduce")
+    link = Link()
+    first, second = link.start(1.0, "unshard"), link.start(3.0, "reduce")
     clock[0] = 3.0  # the first came at 2, after which the second had the link to itself
-    wire.wait(first)
+    link.wait(first)
     assert clock[0] == 3.0
-    wire.wait(second)
+    link.wait(second)
     assert clock[0] == pytest.approx(4.0)
 
 
-def _world(rank: int = 1, *, exchanged: bool = True) -> PacedWorld:
+def _world(rank: int = 1, *, exchanged: bool = True) -> RateLimitedWorld:
     def seconds(operation: str, stage: Stage, nbytes: int) -> float:
         return 1.0 + nbytes / 1000
 
-    return PacedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged, contention=[1.5])
+    return RateLimitedWorld(Mesh.parse("2,2"), rank, seconds, exchanges=exchanged, contention=[1.5])
 
 
-def _group(world: PacedWorld, stage: Stage) -> PacedGroup:
-    return world.groups(Mesh.parse("2,2"), [("unshard", stage)])["unshard", stage]
+def _group(world: RateLimitedWorld, stage: Stage) -> RateLimitedGroup:
+    return make_groups(world, Mesh.parse("2,2"), [("unshard", stage)], CPU)["unshard", stage]
 
 
 @pytest.mark.parametrize("exchanged", [True, False])
@@ -100,9 +101,8 @@ def test_gathers_of_a_task_cost_what_the_model_says(clock: list[float], exchange
     inner, outer = _group(world, Stage(1, 2)), _group(world, Stage(0, 2))
     whole, wide = torch.zeros(2, 25), torch.zeros(4, 25)  # 200 and 400 bytes
     gathers = [
-        Gather(whole.view(-1), whole[inner.rank()], inner),
-        Gather(whole.view(-1), whole[inner.rank()], inner),
-        Gather(wide.view(-1), wide[outer.rank()], outer),
+        inner.all_gather([Buffers(whole.view(-1), whole[inner.place])] * 2),
+        outer.all_gather([Buffers(wide.view(-1), wide[outer.place])]),
     ]
     for gather in gathers:
         gather.begin()
@@ -110,29 +110,30 @@ def test_gathers_of_a_task_cost_what_the_model_says(clock: list[float], exchange
         gather.end()
     assert clock[0] == pytest.approx(1.0 + 0.4 + 0.4 + (0.0 if exchanged else 1.0))
     gathers[0].run()  # the next task's wait for a latency of their own
-    assert clock[0] == pytest.approx(1.8 + (0.0 if exchanged else 1.0) + 1.2)
+    assert clock[0] == pytest.approx(1.8 + (0.0 if exchanged else 1.0) + 1.4)
 
 
 def test_what_arrives_is_made_of_what_is_here(clock: list[float]) -> None:
     group = _group(_world(rank=2), Stage(0, 2))
-    assert (group.ranks[group.rank()], group.size()) == (2, 4)
+    assert (group.ranks[group.place], group.size) == (2, 4)
     whole = torch.zeros(4, 3)
-    own = whole[group.rank()]
+    own = whole[group.place]
     own.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    Gather(whole.view(-1), own, group).run()
+    group.all_gather([Buffers(whole.view(-1), own)]).run()
     assert torch.equal(whole, torch.tensor([1.0, 2.0, 3.0]).expand(4, 3))
     part, room = torch.zeros(3), torch.zeros(3)
-    Reduction(part, whole.view(-1), group, room).run()
+    reduction = group.reduce_scatter([Buffers(whole.view(-1), part)], room)
+    reduction.run()
     assert torch.equal(part, torch.tensor([4.0, 8.0, 12.0]))
-    Reduction(part, whole.view(-1), group, room).run(accumulate=True)
+    reduction.run(accumulate=True)
     assert torch.equal(part, torch.tensor([8.0, 16.0, 24.0]))
 
 
 def test_memory_is_that_of_the_cluster() -> None:
     for exchanged in (True, False):
         group = _group(_world(exchanged=exchanged), Stage(0, 2))
-        assert receives_apart(CPU, group) == exchanged
-        assert not exchanges(CPU, group)
+        assert group.needs_scratch == exchanged
+        assert not group.concurrent
 
 
 TICK_NS = 100

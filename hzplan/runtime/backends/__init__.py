@@ -1,0 +1,1 @@
+"""Back ends for collectives: one class each, chosen once per group."""

@@ -1,0 +1,206 @@
+"""Collectives as exchanges point to point, a receive posted before the send beside it.
+
+gloo sends only what a receiver has announced to want, and the announcement travels behind the data that the
+receiver sends itself: a rank that sends first and is late gets its peers' data only when its own have gone,
+one direction after the other. And gloo's own reduce-scatter moves as many bytes as an all-reduce, an exchange
+and a local sum half of that.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hzplan.runtime.backends.base import Buffers, Gather, Group, Reduction
+from hzplan.runtime.backends.convert import Conversion, back, front
+from hzplan.runtime.faults import Transfer, Work, wait
+
+Message = tuple[list[Tensor], int]
+"""A contiguous view, and the place in the group of the rank that it comes from or goes to."""
+
+
+class ExchangeGroup(Group):
+    """A group that sends and receives messages. Both return at once; ``wait`` of the work ends them.
+
+    Messages between two ranks arrive in the order sent, tag by tag. What lies on a GPU (ranks that share one,
+    which NCCL refuses) goes through the host's memory, and the host waits for the current CUDA stream: slow.
+    """
+
+    needs_scratch = concurrent = True
+
+    @abstractmethod
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """Send one tensor in the host's memory to the rank at a place of the group."""
+
+    @abstractmethod
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """Receive into one tensor in the host's memory from the rank at a place of the group."""
+
+    def gather(self, buffers: Buffers) -> Gather:
+        """See Group."""
+        return RingGather(self, buffers)
+
+    def reduction(self, buffers: Buffers, scratch: Tensor) -> Reduction:
+        """See Group. ``scratch``: n elements, or at least 2: two portions, see ``PairwiseReduction``."""
+        return PairwiseReduction(self, buffers, scratch)
+
+    def post_send(self, message: Message, tag: int) -> Transfer:
+        """Send a view."""
+        views, peer = message
+        if not views[0].is_cuda:
+            return Transfer(self.send(views, peer, tag), self.ranks[peer])
+        leaves = [view.cpu() for view in views]
+        return Transfer(_ThroughHost(self.send(leaves, peer, tag), leaves, []), self.ranks[peer])
+
+    def post_receive(self, message: Message, tag: int) -> Transfer:
+        """Receive into a view."""
+        views, peer = message
+        if not views[0].is_cuda:
+            return Transfer(self.recv(views, peer, tag), self.ranks[peer])
+        arrives = [torch.empty_like(view, device="cpu") for view in views]
+        return Transfer(_ThroughHost(self.recv(arrives, peer, tag), arrives, views), self.ranks[peer])
+
+
+class GlooGroup(ExchangeGroup):
+    """Exchanges over one process group. ``handle``: torch's group."""
+
+    def __init__(self, handle: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_process_group_ranks(handle), handle.rank())
+        self.handle = handle
+
+    # As ``dist.irecv`` and ``dist.isend``, without what they check in Python each time.
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """See ExchangeGroup."""
+        return self.handle.send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """See ExchangeGroup."""
+        return self.handle.recv(tensors, peer, tag)
+
+
+class RingGather(Gather):
+    """Every rank passes on to the next one what it had from the one before.
+
+    Each rank then receives from one other only; several senders at once were measured to be slower.
+    """
+
+    def __init__(self, group: ExchangeGroup, buffers: Buffers) -> None:
+        super().__init__(buffers, group.place)
+        self._group = group
+        slices, place, size = self.whole.view(group.size, -1), group.place, group.size
+        passed = [self.part, *(slices[(place - step) % size] for step in range(1, size))]
+        self.receives = [([view], (place - 1) % size) for view in passed[1:]]
+        self._sends = [([view], (place + 1) % size) for view in passed[:-1]]
+        self._own = None if slices[place].data_ptr() == self.part.data_ptr() else slices[place]
+
+    def start(self, tag: int) -> None:
+        """See Gather."""
+        self._tag = tag
+        self._arriving = [self._group.post_receive(message, tag) for message in self.receives]
+        self._sent = [self._group.post_send(message, tag) for message in self._sends[:1]]
+        if self._own is not None:
+            self._own.copy_(self.part)
+
+    def finish(self) -> None:
+        """See Gather."""
+        for arriving, following in zip(self._arriving, [*self._sends[1:], None], strict=True):
+            wait([arriving])
+            if following is not None:
+                self._sent.append(self._group.post_send(following, self._tag))
+        wait(self._sent)
+
+
+class PairwiseReduction(Reduction):
+    """Every rank sends every other one its slice, one after the other, and adds up what arrives.
+
+    In portions of n elements, or where ``scratch`` is smaller of half of it: one is summed while the next one
+    travels. In step k everyone sends to the k-th rank after it, so that no two send to the same. The order of
+    the sum is fixed by the rank, so results do not depend on timing; it is in the buffers' dtype.
+    """
+
+    def __init__(self, group: ExchangeGroup, buffers: Buffers, scratch: Tensor) -> None:
+        self._group = group
+        whole, part, dtype = buffers.whole, buffers.part, buffers.narrow_dtype
+        size, place = group.size, group.place
+        slices, length = whole.view(size, -1), part.numel()
+        portion = length if scratch.numel() >= length else scratch.numel() // 2
+        bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
+        self._part, self._own = part, slices[place]
+        self._steps = [
+            [
+                _Portion(
+                    receive=([arrives], (place - step) % size),
+                    send=([leaves], (place + step) % size),
+                    narrow=None if dtype is None else Conversion(sent, leaves),
+                    widen=None if dtype is None else Conversion(arrives, received),
+                    received=received,
+                    first=self._own[start:end] if step == 1 else part[start:end],
+                    target=part[start:end],
+                )
+                for index, (start, end) in enumerate(bounds)
+                for received in [scratch[index % 2 * portion :][: end - start]]
+                for sent in [slices[(place + step) % size][start:end]]
+                for arrives in [received if dtype is None else back(received, dtype)]
+                for leaves in [sent if dtype is None else front(sent, dtype)]
+            ]
+            for step in range(1, size)
+        ]
+
+    def run(self, *, accumulate: bool, tag: int) -> None:
+        """See Reduction."""
+        if accumulate:
+            self._part.add_(self._own)
+        for portions in self._steps:
+            under_way = [self._begin(portion, tag) for portion in portions[:2]]
+            for index, portion in enumerate(portions):
+                receive, send = under_way[index]
+                wait([receive])
+                if portion.widen is not None:
+                    portion.widen.run()
+                sum_so_far = portion.target if accumulate else portion.first
+                torch.add(sum_so_far, portion.received, out=portion.target)
+                if index + 2 < len(portions):
+                    under_way.append(self._begin(portions[index + 2], tag))
+                wait([send])
+
+    def _begin(self, portion: _Portion, tag: int) -> tuple[Transfer, Transfer]:
+        receive = self._group.post_receive(portion.receive, tag)
+        if portion.narrow is not None:
+            portion.narrow.run()
+        return receive, self._group.post_send(portion.send, tag)
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """One message to a rank and one from another; ``target`` becomes ``first`` plus ``received``."""
+
+    receive: Message
+    send: Message
+    narrow: Conversion | None
+    widen: Conversion | None
+    received: Tensor
+    first: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _ThroughHost:
+    """A transfer from or to the host's memory; ``values`` are kept for as long as it is under way."""
+
+    work: Work
+    values: list[Tensor]
+    into: Sequence[Tensor]
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """See Work; then the current CUDA stream copies what has arrived."""
+        over = self.work.wait(*timeout)
+        for view, values in zip(self.into, self.values[: len(self.into)], strict=True):
+            view.copy_(values)
+        return over

@@ -1,0 +1,109 @@
+"""Process groups: one communicator per stage and stream, created only when a plan uses it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.runtime.backends.base import Group
+from hzplan.runtime.backends.exchange import GlooGroup
+from hzplan.runtime.backends.nccl import NcclGroup
+
+G = TypeVar("G", bound=Group, covariant=True)
+ProcessGroup = GlooGroup | NcclGroup
+"""A group of processes; its ``handle`` is torch's group."""
+
+LATER = 0.1
+"""Added share of the job's timeout, by place in a chain of stages."""
+
+_made: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], dist.ProcessGroup] = {}
+"""Torch's groups by the job's default group, kind and members."""
+
+
+class Maker(Protocol[G]):
+    """A world whose ranks can be joined into groups."""
+
+    def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> G:
+        """The group of this rank in a stage, for tensors on ``device``."""
+
+
+def make_groups(
+    world: Maker[G], mesh: Mesh, wanted: Iterable[tuple[str, Stage]], device: torch.device
+) -> dict[tuple[str, Stage], G]:
+    """This rank's groups, by (stream kind, stage). ``wanted`` must be the same on every rank.
+
+    Unshard, reduce and sync of one stage have a communicator each: collectives on one communicator are
+    ordered by their launch, and streams must not order each other.
+    """
+    return {(kind, stage): world.new_group(mesh, kind, stage, device) for kind, stage in sorted(set(wanted))}
+
+
+def on_device(handle: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
+    """Choose the back end of a process group for tensors on a device.
+
+    The backend is asked, not its name in the job's start, which may leave the choice to torch.
+    """
+    gloo = str(handle._get_backend(device).name()) == "gloo"
+    return GlooGroup(handle) if gloo else NcclGroup(handle)
+
+
+def process_group(mesh: Mesh, kind: str, stage: Stage, rank: int, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of a rank of a mesh in a stage; only its members take part in making it.
+
+    ``ranks``: the job's ranks at all places of the mesh. Groups last as long as the job's default group: a
+    second plan in the same process takes them over, and those of an earlier job are freed.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    for old in [key for key in _made if key[0] is not world]:
+        del _made[old]  # its threads would look after connections that are gone
+    members = tuple(ranks[member] for member in mesh.group(rank, stage))
+    if (world, kind, members) not in _made:
+        _made[world, kind, members] = dist.new_group(
+            list(members),
+            use_local_synchronization=True,
+            sort_ranks=False,
+            timeout=_timeout(mesh, kind, stage),
+            group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
+        )
+    return _made[world, kind, members]
+
+
+def job_timeout() -> timedelta | None:
+    """The timeout of the job's default group; None where there is no job, or it is not known."""
+    if (world := dist.group.WORLD) is None:
+        return None
+    backend = world._get_backend(world._device_types[0])
+    given: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return given
+
+
+def _timeout(mesh: Mesh, kind: str, stage: Stage) -> timedelta | None:
+    """The job's timeout, for a new group's default is another; more for stages that wait for others' first.
+
+    A rank that hangs holds up its group of the first stage, and that group the next stage's. Who waits for
+    the rank itself must be the first to give up.
+    """
+    given = job_timeout()
+    tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= stage.low < high)
+    place = tier if kind == "reduce" else len(mesh.tiers) - 1 - tier
+    return None if given is None else given * (1 + LATER * place)
+
+
+@atexit.register
+def _keep() -> None:
+    """Leave the groups, and the job's own, to the operating system.
+
+    Python would free them while it is taken apart, and a thread of theirs that has to do with the interpreter
+    then aborts the process: now and then, of scripts without this package too.
+    """
+    for (world, *_), group in _made.items():
+        for kept in (world, group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
