@@ -69,7 +69,7 @@ def main() -> NoReturn:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         code = app(prog_name="hzplan", standalone_mode=False)
-        if _place():
+        if _rank_info():
             _leave(code or 0)
         sys.exit(code)
     except KeyboardInterrupt:
@@ -80,7 +80,7 @@ def main() -> NoReturn:
         usage = _usage_message(error)
         if usage:
             _fail(UserError(usage), UserError.exit_code)
-        _fail(error, JobFailed.exit_code if _place() else 1)
+        _fail(error, JobFailed.exit_code if _rank_info() else 1)
 
 
 def _leave(code: int) -> NoReturn:
@@ -96,7 +96,7 @@ def _leave(code: int) -> NoReturn:
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:
     """Say it once, and end."""
-    here = _place()
+    here = _rank_info()
     theirs = not isinstance(error, UserError)
     cause = last_cause(error)
     message = one_line(cause) if theirs else str(error)
@@ -128,9 +128,9 @@ def _usage_message(error: Exception) -> str:
     return f"{error.format_message().rstrip('.')}; see {command} --help"
 
 
-def _place() -> job.Place | None:
+def _rank_info() -> job.RankInfo | None:
     try:
-        return job.place()
+        return job.rank_info()
     except UserError:
         return None
 

@@ -6,16 +6,16 @@ import os
 import sys
 
 from hzplan.errors import UserError
-from hzplan.launch.job import Place, place
+from hzplan.launch.job import RankInfo, rank_info
 
 RANKS_PER_CPU = 16
 
 
-def this_rank(nproc: int | None) -> Place | None:
+def this_rank(nproc: int | None) -> RankInfo | None:
     """This process's place in the job it was started in; None where the ranks are yet to be started here."""
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc {nproc}: at least 1 rank is needed")
-    here = place()
+    here = rank_info()
     if here and nproc is not None and nproc != here.world:
         raise UserError(
             f"--nproc {nproc}, but this process is a rank of a job of {here.world}; leave --nproc out"
@@ -37,7 +37,7 @@ def start_here(world: int) -> None:
     start(sys.argv[1:], world)
 
 
-def say_how_on_a_cluster(here: Place, *, nodes: int | None = None) -> None:
+def say_how_on_a_cluster(here: RankInfo, *, nodes: int | None = None) -> None:
     """Print the launch line for a cluster to who started ranks on one machine; ``nodes``: if known."""
     from hzplan.cli.console import remark
     from hzplan.launch.local import cluster_line

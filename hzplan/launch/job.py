@@ -39,7 +39,7 @@ LAUNCHED = "HZPLAN_LAUNCHED"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A process's rank in the job and on its host."""
 
     rank: int
@@ -52,20 +52,20 @@ class Place:
         """Whether our own launcher started this rank, and tells the user what became of it."""
         return LAUNCHED in os.environ
 
-    def way(self, ranks: Sequence[int]) -> str:
-        """Where others are, as seen from here, for messages; nodes are full but for the last one."""
+    def route_to(self, ranks: Sequence[int]) -> str:
+        """Name the route from this rank to others, for messages; nodes are full but for the last one."""
         nodes = {rank // self.local_world for rank in ranks}
         return " (over the network)" if nodes and self.rank // self.local_world not in nodes else ""
 
 
-def place(env: Mapping[str, str] = os.environ) -> Place | None:
+def rank_info(env: Mapping[str, str] = os.environ) -> RankInfo | None:
     """This process's place, None where it is not part of a job.
 
     Raises UserError when the variables that say so make no sense.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE")
-        here = Place(
+        here = RankInfo(
             rank=_number(env, "RANK"),
             world=world,
             local_rank=_number(env, "LOCAL_RANK", 0),
@@ -74,7 +74,7 @@ def place(env: Mapping[str, str] = os.environ) -> Place | None:
     elif _in_srun(env):
         world = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
         nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
-        here = Place(
+        here = RankInfo(
             rank=_number(env, "SLURM_PROCID"),
             world=world,
             local_rank=_number(env, "SLURM_LOCALID", 0),
@@ -133,7 +133,7 @@ def first_host(nodes: str) -> str:
 class Job:
     """A job that this process has joined."""
 
-    place: Place
+    info: RankInfo
 
     def agree(self, work: Callable[[], T]) -> T:
         """Do what may fail on one rank alone; where it does, it fails on every rank, with the same message.
@@ -150,8 +150,8 @@ class Job:
             result.append(work())
         except UserError as error:
             failure = (error.exit_code, str(error))
-        failures: list[tuple[int, str] | None] = [None] * self.place.world
-        with named("ranks comparing notes: all-gather", self.place.way):
+        failures: list[tuple[int, str] | None] = [None] * self.info.world
+        with named("ranks comparing notes: all-gather", self.info.route_to):
             dist.all_gather_object(failures, failure)
         for rank, found in enumerate(failures):
             if found is not None:
@@ -168,12 +168,12 @@ class Job:
         from hzplan.runtime.faults import named
 
         failure: list[tuple[int, str] | None] = [None]
-        if self.place.rank == 0:
+        if self.info.rank == 0:
             try:
                 work()
             except UserError as error:
                 failure = [(error.exit_code, str(error))]
-        with named("the first rank's word: broadcast", self.place.way):
+        with named("the first rank's word: broadcast", self.info.route_to):
             dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
             code, message = failure[0]
@@ -181,7 +181,7 @@ class Job:
 
 
 @contextmanager
-def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
+def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     """Be a rank while the block runs: torch.distributed over NCCL where every rank here has a GPU, else gloo.
 
     After an error the job is left as it is, because taking leave would wait for the others: the process must
@@ -215,7 +215,7 @@ def join(here: Place, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     dist.destroy_process_group()
 
 
-def _backend(here: Place) -> str:
+def _backend(here: RankInfo) -> str:
     """NCCL for what is on GPUs, beside gloo for what is not. NOT RUN ON A GPU YET.
 
     Where a host has GPUs every rank has one: its own, or the only one that it sees. HZPLAN_BACKEND=gloo keeps
@@ -235,7 +235,7 @@ def _backend(here: Place) -> str:
     return "cuda:nccl,cpu:gloo"
 
 
-def _of_this_attempt(store: Store, here: Place, timeout_s: float) -> Store:
+def _of_this_attempt(store: Store, here: RankInfo, timeout_s: float) -> Store:
     """The part of a store that belongs to this start of the job.
 
     torchrun keeps its store when it restarts a job, and in it the addresses of ranks that are gone, on which
@@ -274,7 +274,7 @@ def _of_this_attempt(store: Store, here: Place, timeout_s: float) -> Store:
     return PrefixStore(f"hzplan/{number}", store)
 
 
-def _give_up(here: Place, where: str, timeout_s: float) -> None:
+def _give_up(here: RankInfo, where: str, timeout_s: float) -> None:
     """End this process, which waits where nothing else can end it.
 
     gloo tries for five times as long as it is told, should a connection get lost while ranks make them.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hzplan.errors import JobFailed
-from hzplan.launch.job import TIMEOUT_S, end_with_parent, meeting_point, place
+from hzplan.launch.job import TIMEOUT_S, end_with_parent, meeting_point, rank_info
 from hzplan.models.workload import load
 from hzplan.peers.contender import NotHere, Setting, Trainer, Turn
 from hzplan.profiler.session.ranks import Ranks
@@ -116,7 +116,7 @@ def _place(setting: Setting) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = Ranks.here().share(free.getsockname()[1])
-    here = place()
+    here = rank_info()
     local = {} if here is None else {"LOCAL_RANK": str(here.local_rank), "LOCAL_SIZE": str(here.local_world)}
     if setting.device.index is not None:  # where every rank sees one GPU only, it has another number
         local["LOCAL_RANK"] = str(setting.device.index)

@@ -38,7 +38,7 @@ class Bucket:
         waits: Collection[str] = (),
     ) -> None:
         """``reduce_dtype``: what gradients travel in; by default what they are kept in. ``offload``: master
-        weights go to the host's memory at once. ``waits``: tensors whose values come later, to ``begin_with``."""
+        weights go to the host's memory at once. ``waits``: tensors whose values come to ``begin_with``."""
         self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.rank, self._world = world.rank, world
         self.reduce_dtype = reduce_dtype

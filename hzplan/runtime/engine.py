@@ -95,8 +95,8 @@ class Engine:
         self._warned = False  # of a step with fewer micro-batches than planned
         self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
 
-    def way(self, ranks: Sequence[int]) -> str:
-        """Over which tiers this rank reaches others, for messages."""
+    def route_to(self, ranks: Sequence[int]) -> str:
+        """Names of the network tiers between this rank and others, for messages."""
         if self.world.is_part:  # they are numbered otherwise in the job
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})

@@ -81,10 +81,12 @@ def _is_late(error: BaseException) -> bool:
     return "timed out" in str(error).lower()
 
 
-def _missed(what: str, way: Callable[[Sequence[int]], str]) -> str:
+def _missed(what: str, route: Callable[[Sequence[int]], str]) -> str:
     """A collective of all ranks timed out, which does not say for whom."""
     ranks = absent(what)
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{way(ranks)}" if ranks else "other ranks"
+    who = (
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{route(ranks)}" if ranks else "other ranks"
+    )
     return f"{who} did not arrive in time"
 
 
@@ -93,10 +95,10 @@ def _unknown(ranks: Sequence[int]) -> str:
 
 
 @contextmanager
-def named(what: str, way: Callable[[Sequence[int]], str] = _unknown) -> Iterator[None]:
+def named(what: str, route: Callable[[Sequence[int]], str] = _unknown) -> Iterator[None]:
     """Errors of the block as StreamError: what was going on, and why it failed.
 
-    ``way``: over what ranks are reached, in words.
+    ``route``: names the network tiers towards ranks, for messages.
     """
     try:
         yield
@@ -106,7 +108,7 @@ def named(what: str, way: Callable[[Sequence[int]], str] = _unknown) -> Iterator
         if isinstance(error, Unfinished):
             why, late = str(error), error.late
         elif lost:
-            why = _missed(what, way) if late else "the connection to another rank broke"
+            why = _missed(what, route) if late else "the connection to another rank broke"
         else:
             why = one_line(error)
         raise StreamError(f"{what}: {why}", lost_peer=lost and not late) from error

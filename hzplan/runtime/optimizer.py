@@ -315,7 +315,7 @@ class ShardedOptimizer(Optimizer):
                 for groups in self._split_over
             ]
         )
-        with named("clipping: all-reduce of the norm", self.engine.way):
+        with named("clipping: all-reduce of the norm", self.engine.route_to):
             self.engine.world.all_reduce(squares)
             for place, groups in enumerate(self._split_over):
                 for group in groups:
@@ -342,7 +342,7 @@ class ShardedOptimizer(Optimizer):
         self.engine.executor.drain()
         names = [*reversed(self._owned_gradients)]
         firsts = torch.stack([self._first_nonfinite[name] for name in names])
-        with named("looking for gradients that are not finite: all-reduce", self.engine.way):
+        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
             self.engine.world.all_reduce(firsts, MIN)
         first = int(firsts.min())
         return (
@@ -364,7 +364,7 @@ class ShardedOptimizer(Optimizer):
             dtype=torch.uint8,
             device=self.engine.device,
         )
-        with named("looking for gradients that are not finite: all-reduce", self.engine.way):
+        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
             self.engine.world.all_reduce(found, MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
 

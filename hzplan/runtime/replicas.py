@@ -27,7 +27,7 @@ def diverged(engine: Engine) -> list[str]:
         mine[engine.world.rank, 2 * index] = checksum(bucket.param)
         mine[engine.world.rank, 2 * index + 1] = checksum(bucket.master)
     everyone = mine.to(engine.device)
-    with named("comparing replicas: all-reduce", engine.way):
+    with named("comparing replicas: all-reduce", engine.route_to):
         engine.world.all_reduce(everyone)
     found: dict[str, set[int]] = defaultdict(set)
     for index, (unit, bucket) in enumerate(buckets):

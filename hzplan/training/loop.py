@@ -129,7 +129,7 @@ class _Trainer:
             said = Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
             following = Pending(
                 *(step, loss, now - ended, exposed, said, self.rank, self.world),
-                way=self.optimizer.engine.way,
+                route=self.optimizer.engine.route_to,
             )
             if pending:
                 self.finish(pending)
@@ -288,7 +288,7 @@ class _Trainer:
         if self.world == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with named("figures of all ranks: all-reduce", self.optimizer.engine.way):
+        with named("figures of all ranks: all-reduce", self.optimizer.engine.route_to):
             dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
 

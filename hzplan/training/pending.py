@@ -36,19 +36,19 @@ class Pending:
         said: Said,
         rank: int,
         world: int,
-        way: Callable[[Sequence[int]], str],
+        route: Callable[[Sequence[int]], str],
     ) -> None:
         self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
         mine = torch.zeros(world, 3, dtype=torch.float64)
         mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
-        self._world, self._way = world, way
+        self._world, self._route = world, route
         self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
         self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
 
     def said(self) -> tuple[float, list[Said]]:
         """The mean loss, and every rank's numbers."""
         if self._work is not None:
-            with named(f"the mean loss of step {self.step}: all-reduce", self._way):
+            with named(f"the mean loss of step {self.step}: all-reduce", self._route):
                 self._work.wait()
         loss, *numbers = self._numbers.tolist()
         return loss / self._world, [Said(*numbers[at : at + 3]) for at in range(0, 3 * self._world, 3)]

@@ -9,27 +9,29 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hzplan.errors import CheckFailed, Infeasible, JobFailed, UserError
-from hzplan.launch.job import Place, first_host, meeting_point, place, record_failure, with_exit_code
+from hzplan.launch.job import RankInfo, first_host, meeting_point, rank_info, record_failure, with_exit_code
 from hzplan.launch.local import _explain, cluster_line
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
 
 
 def test_no_job() -> None:
-    assert place({}) is None
-    assert place({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # a batch script
+    assert rank_info({}) is None
+    assert (
+        rank_info({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+    )  # a batch script
 
 
 def test_torchrun() -> None:
     env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert place(env | SRUN) == Place(3, 8, 1, 2)
-    assert place({"RANK": "3", "WORLD_SIZE": "8"}) == Place(3, 8, 0, 1)
+    assert rank_info(env | SRUN) == RankInfo(3, 8, 1, 2)
+    assert rank_info({"RANK": "3", "WORLD_SIZE": "8"}) == RankInfo(3, 8, 0, 1)
 
 
 def test_srun() -> None:
-    assert place(SRUN) == Place(5, 8, 1, 4)
+    assert rank_info(SRUN) == RankInfo(5, 8, 1, 4)
     step = {"SLURM_JOB_ID": "20007", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6"}
-    assert place(SRUN | step) == Place(5, 6, 1, 3)
+    assert rank_info(SRUN | step) == RankInfo(5, 6, 1, 3)
     assert meeting_point(step | {"SLURM_STEP_NODELIST": "gpu[07-09]"}) == ("gpu07", 20007)
     assert meeting_point(step | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}) == ("here", 1)
 
@@ -40,7 +42,7 @@ def test_srun() -> None:
 )
 def test_half_a_job(env: dict[str, str]) -> None:
     with pytest.raises(UserError, match="RANK"):
-        place(env)
+        rank_info(env)
 
 
 @pytest.mark.parametrize(

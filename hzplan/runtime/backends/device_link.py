@@ -32,7 +32,7 @@ extern "C" __global__ void hold(volatile int* under_way, int stream, double alon
     under_way[stream] = 0;
 }
 """
-"""One thread. The streams that have something under way share the link equally, as ``rate_limited.Link``'s do."""
+"""One thread. Streams with a transfer under way share the link equally, as in ``rate_limited.Link``."""
 
 ON_A_GPU = """
 static __device__ unsigned long long NOW() {

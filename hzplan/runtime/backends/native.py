@@ -22,7 +22,7 @@ class NativeGroup(Group):
 
     @abstractmethod
     def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """Sum ``whole`` [group size × n] into ``part`` [n]; done in the order of the current device stream."""
+        """Sum ``whole`` [group size × n] into ``part`` [n], in the order of the current device stream."""
 
     def gather(self, buffers: Buffers) -> Gather:
         """See Group."""

@@ -35,7 +35,7 @@ Seconds = Callable[[str, Stage, int], float]
 
 @cache
 def _lateness_s() -> float:
-    """Measure the third quartile of how much later than asked waits of this process end, seconds: about 1e-4."""
+    """Measure the lateness of this process's waits, seconds, third quartile: about 1e-4."""
     never, found = threading.Event(), []
     for _ in range(TRIES):
         began = time.perf_counter()
