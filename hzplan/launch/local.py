@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def start(arguments: Sequence[str], ranks: int) -> None:
     """Run ``hzplan <arguments>`` as this many ranks on this machine and return when all are done.
 
-    A rank finds its place in the environment (``launch.job.rank_info``). When one fails, the others are ended.
+    Ranks read the environment (``launch.job.rank_info``). When one fails, the others are ended.
 
     Raises what a rank failed with, where that is the user's mistake; JobFailed naming the rank otherwise;
     KeyboardInterrupt after Ctrl-C.

@@ -84,9 +84,8 @@ def _is_late(error: BaseException) -> bool:
 def _missed(what: str, route: Callable[[Sequence[int]], str]) -> str:
     """A collective of all ranks timed out, which does not say for whom."""
     ranks = absent(what)
-    who = (
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{route(ranks)}" if ranks else "other ranks"
-    )
+    listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    who = f"{listed}{route(ranks)}" if ranks else "other ranks"
     return f"{who} did not arrive in time"
 
 

@@ -17,9 +17,8 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_S
 
 def test_no_job() -> None:
     assert rank_info({}) is None
-    assert (
-        rank_info({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
-    )  # a batch script
+    script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # of a batch
+    assert rank_info(script) is None
 
 
 def test_torchrun() -> None:
