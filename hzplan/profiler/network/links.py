@@ -27,8 +27,9 @@ FACTOR = 4
 MIN_REPEATS = 3
 MAX_REPEATS = 20
 STAGE_BUDGET_S = 4.0
+"""Seconds for the samples of one stage, all operations and sizes together."""
 BATCH_S = 0.004
-"""Calls shorter than this are timed several at once, or the start of the ranks would be the measure."""
+"""Least seconds of a sample; shorter calls are timed several in a row, as ranks do not start at once."""
 MAX_CALLS = 16
 
 OPERATIONS: Mapping[Operation, str] = {
@@ -37,7 +38,7 @@ OPERATIONS: Mapping[Operation, str] = {
     "all_reduce": "reduce",
     "all_to_all": "reduce",
 }
-"""What is measured, and the stream whose communicator carries it in a step."""
+"""The measured collectives, and the stream whose communicator carries each in a step."""
 
 
 @dataclass(frozen=True)
