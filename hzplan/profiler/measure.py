@@ -231,7 +231,7 @@ def _measure_model(
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, left))}", PASS_S * len(left))
     if left:
         passes = record_passes(ranks, model, left, lambda done: parts.at(RECORDING_SHARE * done))
-        if model.shapes is not None and passes[0].uses != model.shapes.uses:
+        if reused and model.shapes is not None and passes[0].uses != model.shapes.uses:
             raise UserError(
                 f"{workload.name}: modules are used in another order with values than without; profile "
                 "without --known"
