@@ -248,21 +248,21 @@ class _Model:
         from hzplan.profiler import measure
 
         mesh, names = _tiers(self.mesh)
-        kept = self.output.with_name(f"{self.output.name}.partial")
+        partial_path = self.output.with_name(f"{self.output.name}.partial")
         profile = measure(
             workload,
             mesh=mesh,
             tier_names=names,
             progress=progress,
-            keep=kept,
-            said=remark,
-            known=self.read_known(),
+            partial_path=partial_path,
+            message=remark,
+            earlier=self.read_known(),
             **self.how,
         )
 
         def write(as_json: bool) -> None:
             profile.save(self.output)
-            kept.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             self.say_length(profile)
             show(profile, self.output, as_json=as_json)
 
@@ -284,7 +284,7 @@ class _Model:
 
         links = Links.load(path)
         return measure_with(
-            links, self.ready(), progress=progress, known=self.read_known(), said=remark, **self.how
+            links, self.ready(), progress=progress, earlier=self.read_known(), message=remark, **self.how
         )
 
     def for_cluster(self, name: str, nodes: int | None, progress: Progress) -> Profile:
@@ -293,13 +293,13 @@ class _Model:
         from hzplan.profiler.analytic import measure_for
 
         cluster, device, mesh = self._cluster(name, nodes)
-        known = self.read_known()
+        earlier = self.read_known()
         return measure_for(
             *(cluster, device, self.ready()),
             mesh=mesh,
             progress=progress,
-            known=known,
-            said=remark,
+            earlier=earlier,
+            message=remark,
             **self.how,
         )
 

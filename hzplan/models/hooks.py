@@ -1,6 +1,6 @@
-"""The one place where hooks are registered: they tell a listener when a unit's turn begins.
+"""The one place where hooks are registered: they tell a listener when a call of a unit begins.
 
-A turn lasts until the next one begins, so turns cut a forward and backward into segments without gaps; the
+A call lasts until the next one begins, so calls cut a forward and backward into segments without gaps; the
 profiler times them and the runtime schedules them, from the same events.
 """
 
@@ -19,19 +19,20 @@ from torch.utils.hooks import RemovableHandle
 from hzplan.models.units import Unit
 
 SMALL_ELEMENTS = 1 << 14
-"""Gradients of fewer elements, of norms and biases, are not worth a call of Python each."""
+"""Least elements of a gradient that a listener is told of; smaller ones, of norms and biases, are not worth a
+call of Python each."""
 
 
 class Listener(Protocol):
-    """What hears of a model's progress, on the thread that computes."""
+    """Follows a model's forward and backward, on the thread that computes."""
 
     def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
-        """A unit's turn begins; its parameters must be whole when this returns."""
+        """A unit's call begins; its parameters must be unsharded when this returns."""
 
     def gradient(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete, in ``parameter.grad``.
 
-        Not said of small ones, which a listener finds there when a turn ends.
+        Not called for small ones, which a listener finds there when a call ends.
         """
 
     def backward_end(self) -> None:
@@ -42,7 +43,7 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
     """Register the hooks; the function returned removes them.
 
     Where a unit's parameters are bfloat16, floating tensors passed to its forward are cast to it too, inside
-    its turn, as FSDP2 does: what comes before may be in float32.
+    its call, as FSDP2 does: earlier modules may compute in float32.
     """
     hooks = _Hooks(listener)
     handles: list[RemovableHandle] = []
@@ -66,7 +67,7 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
 
 
 def _outside_of_graphs() -> Callable[[Any], Any]:
-    """What keeps torch.compile from tracing a hook; who has compiled nothing need not wait for its import."""
+    """Keeps torch.compile from tracing a hook, where it is imported; else its import is not waited for."""
     return torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
 
 
@@ -88,7 +89,7 @@ def _cast_inputs(
 class _Hooks:
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self.graph_task = -1  # autograd's number of the backward that is being heard
+        self.graph_task = -1  # autograd's number of the current backward
 
     def before_forward(self, unit: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: object) -> None:

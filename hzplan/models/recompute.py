@@ -1,7 +1,7 @@
-"""Recomputation (activation checkpointing) of units: forward keeps what went in, and is computed again.
+"""Recomputation (activation checkpointing) of units: forward keeps its inputs, and is computed again.
 
-The wrapper lies inside of a unit's hooks: what they hear is the same with it and without, so the recorded
-uses are, and the second forward happens within the unit's turn of backward, when its parameters are whole.
+The wrapper lies inside of a unit's hooks: the recorded uses are the same with it and without, and the second
+forward happens within the unit's backward call, when its parameters are unsharded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hzplan.models.units import Unit
 
 
 def leaves(units: Iterable[Unit]) -> frozenset[str]:
-    """The units that have no other unit inside, whose turn a second forward of theirs would begin, and whose
-    forward is Python's."""
+    """The units whose forward is Python's and that have no other unit inside; a second forward would begin
+    calls of inner units."""
     listed = list(units)
     modules = {id(unit.module) for unit in listed}
     return frozenset(
@@ -41,7 +41,7 @@ def recompute(
     own = module.__dict__.get("forward")
     changing = _Buffers()
 
-    def again(this: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    def recomputing(this: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         forward = own if own is not None else functools.partial(type(this).forward, this)
         if not torch.is_grad_enabled() or not wanted():
             return forward(*arguments, **keywords)
@@ -53,7 +53,7 @@ def recompute(
         )
 
     # A method, so that a copy of the module is bound to the copy.
-    module.forward = types.MethodType(functools.wraps(type(module).forward)(again), module)
+    module.forward = types.MethodType(functools.wraps(type(module).forward)(recomputing), module)
 
     def undo() -> None:
         module.__dict__.pop("forward", None)
@@ -88,13 +88,13 @@ class _Buffers:
             }
             return found
         changed = self._changed.get(mode, set())
-        kept = [(key, tensor, tensor.clone()) for key, tensor in _buffers(module) if key in changed]
+        saved = [(key, tensor, tensor.clone()) for key, tensor in _buffers(module) if key in changed]
         try:
             return forward(*arguments)
         finally:
-            inner = dict(module.named_modules()) if kept else {}
+            inner = dict(module.named_modules()) if saved else {}
             with torch.no_grad():
-                for (path, name), tensor, values in kept:
+                for (path, name), tensor, values in saved:
                     tensor.copy_(values)
                     inner[path]._buffers[name] = tensor
 

@@ -62,8 +62,11 @@ class Workload:
         return deferred_if_possible(build) if self.name.startswith(BUILT_IN) else build()
 
     def units_of(self, model: nn.Module) -> tuple[Unit, ...]:
-        """The units of a model that ``build`` made."""
-        return find_units(model, blocks_like(model, self.units))
+        """The units of a model that ``build`` made; UserError where no parameter is trained."""
+        units = find_units(model, blocks_like(model, self.units))
+        if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
+            raise UserError(f"{self.name}: no parameter is trained, so there is nothing to plan")
+        return units
 
 
 def load(spec: str, *, seq_len: int | None = None) -> Workload:

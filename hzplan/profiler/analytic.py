@@ -20,16 +20,13 @@ from hzplan.formats.profile import (
     OptimizerEntry,
     OptimizerPoint,
     Profile,
-    UseCost,
-    UseEntry,
 )
 from hzplan.models.workload import Workload
 from hzplan.profiler.measure import measure_with
-from hzplan.profiler.model.entries import joined_units, model_entry
-from hzplan.profiler.model.fake import FakeTurn, Rates
+from hzplan.profiler.model.entries import joined_units, largest_elements, model_entry
 from hzplan.profiler.model.optimizer import footprint
-from hzplan.profiler.model.recompute import differences, with_again
-from hzplan.profiler.model.shapes import Shapes, in_shapes
+from hzplan.profiler.model.recompute import recompute_differences, use_entries
+from hzplan.profiler.model.shapes import Rates, trace_shapes
 from hzplan.profiler.network.links import LAST_BYTES
 from hzplan.profiler.session.machine import provenance, rank_memory_bytes
 from hzplan.profiler.session.ranks import Ranks
@@ -67,21 +64,23 @@ def analyse(
         device.bytes_per_s.value * device.bytes_share.value,
         device.launch_s.value,
     )
-    sizes = sorted(set(micro_batches))
-    shapes = in_shapes(workload, dtype, sizes, rates, mesh.world, progress)
-    entries, uses = shapes.entries, _uses(shapes)
-    tensors = [tensor.spec for unit in entries for tensor in unit.tensors]
-    largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    shapes = trace_shapes(workload, torch_dtype, sorted(set(micro_batches)), mesh.world, rates, progress)
+    recompute = {
+        size: recompute_differences(shapes.costs[size], recomputed)
+        for size, recomputed in shapes.recompute.items()
+    }
+    uses = use_entries(shapes.uses, shapes.reads, [*shapes.costs.values()], recompute, shapes.recomputable)
     progress("modelled", 1.0)
     return Profile(
         provenance=provenance(),
         modelled=ModelledEntry(cluster=cluster.name, device=device.name),
-        model=model_entry(workload, tensors, dtype),
+        model=model_entry(workload, shapes.units, dtype),
         cluster=_cluster(cluster, mesh, int(device.memory_bytes.value), peak),
-        optimizer=_optimizer(optimizer, dtype, rates, largest),
-        units=joined_units(entries, uses),
+        optimizer=_optimizer(optimizer, dtype, rates, largest_elements(shapes.units)),
+        units=joined_units(shapes.units, uses),
         uses=uses,
-        collectives=collectives(cluster, mesh, travelling_bytes(entries, dtype)),
+        collectives=collectives(cluster, mesh, travelling_bytes(shapes.units, dtype)),
         host=_host(device),
     )
 
@@ -96,8 +95,8 @@ def measure_for(
     dtype: Dtype,
     optimizer: str,
     progress: Callable[[str, float], None],
-    known: Mapping[str, Profile] | None = None,
-    said: Callable[[str], None] = lambda text: None,
+    earlier: Mapping[str, Profile] | None = None,
+    message: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure a model in one process, on a device as the cluster's, whose links are not there.
 
@@ -126,8 +125,8 @@ def measure_for(
         dtype=dtype,
         optimizer=optimizer,
         progress=progress,
-        known=known,
-        said=said,
+        earlier=earlier,
+        message=message,
     )
     return profile.model_copy(update={"modelled": ModelledEntry(cluster=cluster.name)})
 
@@ -153,35 +152,6 @@ def _cluster(cluster: ClusterModel, mesh: Mesh, memory_bytes: int, peak_flops: f
 def _kind(cluster: ClusterModel) -> str:
     """Of its devices, torch's name."""
     return "cuda" if cluster.backend == "nccl" else "cpu"
-
-
-def _uses(shapes: Shapes) -> tuple[UseEntry, ...]:
-    costs = {size: _costs(size, turns) for size, turns in shapes.turns.items()}
-    again = {size: differences(costs[size], _costs(size, turns)) for size, turns in shapes.again.items()}
-    uses = [
-        UseEntry(
-            unit=use.unit,
-            phase=use.phase,
-            reads_parameters=shapes.reads(use),
-            costs=tuple(of[index] for of in costs.values()),
-        )
-        for index, use in enumerate(shapes.uses)
-    ]
-    return with_again(uses, again, shapes.leaves)
-
-
-def _costs(size: int, turns: Sequence[FakeTurn]) -> list[UseCost]:
-    return [
-        UseCost(
-            micro_batch=size,
-            seconds=nanoseconds(turn.seconds),
-            spread=0.0,
-            flops=turn.flops,
-            retained_bytes=turn.retained_bytes,
-            peak_bytes=turn.peak_bytes,
-        )
-        for turn in turns
-    ]
 
 
 def _host(device: Device) -> HostEntry | None:

@@ -1,17 +1,17 @@
-"""A whole profile: units at every micro-batch size, optimizer, machine, links."""
+"""A whole profile: a model's units at every micro-batch size, its optimizer, a cluster's links.
+
+A model's part: find its units, record their calls, time them, time the optimizer's steps. A cluster's part:
+links, interference with compute, host memory, stragglers. Steps are functions of ``model`` and ``network``.
+"""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
@@ -24,18 +24,15 @@ from hzplan.formats.profile import (
     Profile,
     StragglerEntry,
     UnitEntry,
-    UseCost,
     UseEntry,
-    signature,
 )
-from hzplan.models.units import Unit, master_dtype_of
+from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.model.calls import Turns
-from hzplan.profiler.model.entries import as_dtype, joined_units, model_entry, unit_entry
-from hzplan.profiler.model.fake import Rates
+from hzplan.profiler.model.build import RunnableModel, build_model
+from hzplan.profiler.model.entries import as_dtype, joined_units, largest_elements, model_entry
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
-from hzplan.profiler.model.shapes import Shapes, in_shapes
-from hzplan.profiler.model.shared_weights import fold, is_too_large
+from hzplan.profiler.model.passes import record_passes
+from hzplan.profiler.model.reuse import EarlierCosts, with_reused
 from hzplan.profiler.model.time import measure_uses
 from hzplan.profiler.network.host import measure_host
 from hzplan.profiler.network.interference import measure_interference
@@ -45,8 +42,7 @@ from hzplan.profiler.network.wakeup import measure_wakeup
 from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
-from hzplan.profiler.session.resume import Kept
-from hzplan.profiler.session.reuse import Known, merged
+from hzplan.profiler.session.resume import PartialResults
 from hzplan.runtime.backends.groups import on_device
 
 # About how many seconds each part takes at most, for the progress shown.
@@ -54,18 +50,17 @@ PASS_S = 12.0  # without recomputation and with it
 OPTIMIZER_S = 2.0
 MACHINE_S = 1.0
 STAGE_S = 4.0
-TOGETHER_S = 2.0
+INTERFERENCE_S = 2.0
 HOST_S = 2.0
-
-NO_RATES = Rates(1.0, 1.0, 0.0)
-"""Where shapes are asked for memory and FLOPs only."""
+RECORDING_SHARE = 0.2  # of PASS_S, before passes are timed
 
 PRODUCT_SIZE, PRODUCTS = 512, 8
-"""Of the matrices that stand for a model where there is none, and how many are multiplied at once."""
+"""Rows of square matrices, and products in a row: the compute that stands for a model when only links are
+measured."""
 
 
-class _Model(Strict):
-    """What was measured of a model. ``largest_bytes``: of the largest unit's gradients, which travel."""
+class ModelResult(Strict):
+    """A model's part of a profile. ``largest_bytes``: the largest unit's gradients, as they travel."""
 
     entry: ModelEntry
     units: tuple[UnitEntry, ...]
@@ -102,60 +97,52 @@ def measure(
     progress: Callable[[str, float], None],
     seed: int = 0,
     memory_bytes: int | None = None,
-    known: Mapping[str, Profile] | None = None,
-    keep: Path | None = None,
-    said: Callable[[str], None] = lambda text: None,
+    earlier: Mapping[str, Profile] | None = None,
+    partial_path: Path | None = None,
+    message: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure a model and the links between ranks; the same profile on every rank.
 
     Every rank of an initialised torch.distributed job calls it with the same arguments, or one process
-    without a ranks. ``micro_batches``: sequences per forward and backward; ``dtype``: what the model computes
-    in, torch's name (bfloat16 is trained with float32 master weights, gradients and optimizer state);
-    ``optimizer``: one of ``OPTIMIZERS``; ``progress`` gets what is being measured and the fraction done;
-    ``memory_bytes``: what a rank may use (default: its device's memory, or its share of the host's); of a
-    model whose weights take most of it only distinct units are made. ``known``: profiles, by what messages
-    call them, whose units need not be measured again where shapes and micro-batches are the same. ``keep``:
-    a file for parts that are done, to be removed when the profile is written; the same call goes on where one
-    before was cut short. ``said`` hears of both.
+    without a job. ``micro_batches``: sequences per forward and backward; ``dtype``: the one that the model
+    computes in, torch's name (bfloat16 is trained with float32 master weights, gradients and optimizer
+    state); ``optimizer``: one of ``OPTIMIZERS``; ``progress`` is told the current part and the fraction done;
+    ``memory_bytes``: a rank's memory (default: its device's, or its share of the host's); a model whose
+    weights take most of it is measured weight-shared. ``earlier``: profiles, by their names in messages,
+    whose costs are reused where shapes and micro-batches are the same. ``partial_path``: a file for partial
+    results, to be removed when the profile is written; the same call resumes from it after an interruption.
+    ``message`` is told of both.
 
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """
     ranks = Ranks.here()
     _check_mesh(ranks, mesh, tier_names)
-    batches = _checked(micro_batches, dtype, optimizer)
-    parts = Progress(progress, _model_s(batches) + _links_s(mesh))
+    sizes = _checked(micro_batches, dtype, optimizer)
+    parts = Progress(progress, _model_s(sizes) + _links_s(mesh))
     memory = memory_bytes or rank_memory_bytes(ranks)
-    before = Known.of(known or {}, ranks.device, dtype, local_ranks(ranks))
-    running = _run(ranks, workload, batches, dtype, seed, memory)
-    tensors = [tensor for unit in running.units for tensor in unit.tensors]
+    message = message if ranks.rank == 0 else lambda text: None
+    reusable = EarlierCosts.of_profiles(earlier or {}, ranks.device, dtype, local_ranks(ranks))
+    model = build_model(ranks, workload, dtype, sizes, seed, memory, trace=bool(reusable), message=message)
     question = (
-        *(
-            workload.name,
-            signature(tensors),
-            [unit.name for unit in running.units],
-            batches,
-            dtype,
-            optimizer,
-        ),
+        *(workload.name, model.entries, sizes, dtype, optimizer),
         *(str(mesh), tier_names, seed, memory, torch.__version__, ranks.gather(platform.node())),
-        [fingerprint(profile) for profile in (known or {}).values()],
+        [fingerprint(profile) for profile in (earlier or {}).values()],
     )
-    kept = Kept.open(ranks, keep, question, said)
-    model = kept.part(
+    partial = PartialResults(ranks, partial_path, question, message)
+    result = partial.result(
         "model",
-        _Model,
-        lambda: _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said),
+        ModelResult,
+        lambda: _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message),
     )
-    links = kept.part(
+    links = partial.result(
         "links",
         Links,
         lambda: _measure_links(
-            *(ranks, mesh, tier_names, dtype, model.largest_bytes, running.once, parts, memory)
+            *(ranks, mesh, tier_names, dtype, result.largest_bytes, model.run_smallest, parts, memory)
         ),
     )
-    profile = model.profile(links)
     parts.finish("measured")
-    return profile
+    return result.profile(links)
 
 
 def measure_with(
@@ -168,27 +155,27 @@ def measure_with(
     progress: Callable[[str, float], None],
     seed: int = 0,
     memory_bytes: int | None = None,
-    known: Mapping[str, Profile] | None = None,
-    said: Callable[[str], None] = lambda text: None,
+    earlier: Mapping[str, Profile] | None = None,
+    message: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure a model in one process, for a cluster whose links were measured before.
 
     Arguments and errors as for ``measure``. Nobody else computes meanwhile: where the ranks of a node share
     processors or memory, times are those of a rank that has them to itself.
     """
-    batches = _checked(micro_batches, dtype, optimizer)
+    sizes = _checked(micro_batches, dtype, optimizer)
     ranks = Ranks.here()
-    parts = Progress(progress, _model_s(batches) + MACHINE_S)
+    parts = Progress(progress, _model_s(sizes) + MACHINE_S)
     memory = memory_bytes or rank_memory_bytes(ranks)
-    before = Known.of(known or {}, ranks.device, dtype, local_ranks(ranks))
-    running = _run(ranks, workload, batches, dtype, seed, memory)
-    model = _measure_model(ranks, workload, running, batches, dtype, optimizer, parts, before, said)
+    reusable = EarlierCosts.of_profiles(earlier or {}, ranks.device, dtype, local_ranks(ranks))
+    model = build_model(ranks, workload, dtype, sizes, seed, memory, trace=bool(reusable), message=message)
+    result = _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
     wakeup = measure_wakeup(ranks) if links.cluster.device == ranks.device.type == "cpu" else None
     parts.finish("measured")
     cluster = links.cluster.model_copy(update={"peak_flops": peak, "wakeup_seconds": wakeup})
-    return model.profile(links.model_copy(update={"cluster": cluster}))
+    return result.profile(links.model_copy(update={"cluster": cluster}))
 
 
 def measure_links_alone(
@@ -198,9 +185,9 @@ def measure_links_alone(
     dtype: str,
     progress: Callable[[str, float], None],
 ) -> Links:
-    """Measure a cluster without a model: large buffers travel, and matrix products are what is disturbed.
+    """Measure a cluster without a model: links carry large buffers and disturb matrix products.
 
-    Every rank calls it with the same arguments; the same on every rank.
+    Every rank calls it with the same arguments and gets the same.
     """
     ranks = Ranks.here()
     _check_mesh(ranks, mesh, tier_names)
@@ -218,117 +205,60 @@ def measure_links_alone(
     return ranks.share(links)
 
 
-def _model_s(batches: Sequence[int]) -> float:
-    return PASS_S * len(batches) + OPTIMIZER_S
+def _model_s(micro_batches: Sequence[int]) -> float:
+    return PASS_S * len(micro_batches) + OPTIMIZER_S
 
 
 def _links_s(mesh: Mesh) -> float:
-    return MACHINE_S + STAGE_S * len(mesh.stages()) + TOGETHER_S * len(mesh.tiers) + HOST_S
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A model that can be run. ``shapes``: what is known of it where it is folded."""
-
-    model: nn.Module
-    units: tuple[Unit, ...]
-    turns: Turns
-    steps: Mapping[int, Callable[[], Tensor]]
-    shapes: Shapes | None
-
-    def once(self) -> None:
-        """A forward and backward of the smallest micro-batch."""
-        self.turns.run(self.steps[min(self.steps)])
-
-
-def _run(
-    ranks: Ranks, workload: Workload, batches: Sequence[int], dtype: str, seed: int, memory_bytes: int
-) -> _Running:
-    """A model, ready to be measured; folded where its weights alone would take most of the memory."""
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    if any(ranks.gather(is_too_large(workload, torch_dtype, memory_bytes))):
-        shapes = in_shapes(workload, dtype, batches, NO_RATES, ranks.size)
-        folded = fold(workload, torch_dtype, ranks.device, seed)
-        turns = Turns(folded.units, ranks.size)
-        losses = _steps(ranks, workload, folded.model, batches, seed)
-        forwards = {size: partial(folded.step, loss, lambda: turns.unit) for size, loss in losses.items()}
-        return _Running(folded.model, folded.units, turns, forwards, shapes)
-    model, units = _build(workload, seed, torch_dtype, ranks.device)
-    steps = _steps(ranks, workload, model, batches, seed)
-    return _Running(model, units, Turns(units, ranks.size), steps, None)
+    return MACHINE_S + STAGE_S * len(mesh.stages()) + INTERFERENCE_S * len(mesh.tiers) + HOST_S
 
 
 def _measure_model(
     ranks: Ranks,
     workload: Workload,
-    running: _Running,
-    batches: Sequence[int],
+    model: RunnableModel,
     dtype: str,
     optimizer: str,
+    reusable: EarlierCosts,
     parts: Progress,
-    known: Known,
-    said: Callable[[str], None],
-) -> _Model:
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    entries = tuple(unit_entry(unit) for unit in running.units)
-    shapes, taken = _taken(ranks, workload, running, batches, dtype, known, said)
-    left = {size: step for size, step in running.steps.items() if size not in taken}
+    message: Callable[[str], None],
+) -> ModelResult:
+    """Record and time the calls of units, then the optimizer's steps, as far as they cannot be reused."""
+    reused = reusable.costs_of(model.shapes) if model.shapes is not None and reusable else {}
+    left = [size for size in model.steps if size not in reused]
+    if model.shapes is not None and reusable:
+        known = ", ".join(map(str, reused)) or "no size"
+        message(f"--known: every unit's times are known at micro-batch {known}; {len(left)} to measure")
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, left))}", PASS_S * len(left))
-    mine: float | None = None
     if left:
-        measured, mine = measure_uses(
-            *(ranks, running.turns, running.units, left),
-            label=workload.name,
-            progress=parts.at,
-            shapes=running.shapes,
-        )
-        order = [(use.unit, use.phase) for use in measured]
-        if shapes is not None and taken and order != [(use.unit, use.phase) for use in shapes.uses]:
+        passes = record_passes(ranks, model, left, lambda done: parts.at(RECORDING_SHARE * done))
+        if reused and model.shapes is not None and passes[0].uses != model.shapes.uses:
             raise UserError(
                 f"{workload.name}: modules are used in another order with values than without; profile "
                 "without --known"
             )
-        uses = merged(measured, taken)
+        measured, own_seconds = measure_uses(
+            ranks, model, passes, lambda done: parts.at(RECORDING_SHARE + (1 - RECORDING_SHARE) * done)
+        )
+        uses, stragglers = with_reused(measured, reused), slow_compute(ranks, own_seconds)
     else:
-        assert shapes is not None
-        uses = known.entries(shapes, taken)
-    largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in entries)
+        assert model.shapes is not None
+        uses, stragglers = reusable.use_entries(model.shapes, reused), ()
+    largest = largest_elements(model.entries)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
-    steps = known.optimizer(optimizer, min(largest, LAST_ELEMENTS))
-    return _Model(
-        entry=model_entry(workload, [t.spec for unit in entries for t in unit.tensors], as_dtype(dtype)),
-        units=joined_units(entries, uses),
+    steps = reusable.optimizer(optimizer, min(largest, LAST_ELEMENTS)) or measure_optimizer(
+        ranks, optimizer, torch_dtype, largest, model.run_smallest, parts.at
+    )
+    return ModelResult(
+        entry=model_entry(workload, model.entries, as_dtype(dtype)),
+        units=joined_units(model.entries, uses),
         uses=uses,
-        optimizer=steps or measure_optimizer(ranks, optimizer, torch_dtype, largest, running.once, parts.at),
+        optimizer=steps,
         largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
-        stragglers=slow_compute(ranks, mine) if mine is not None else (),
+        stragglers=stragglers,
         ranks_per_host=local_ranks(ranks),
     )
-
-
-def _taken(
-    ranks: Ranks,
-    workload: Workload,
-    running: _Running,
-    batches: Sequence[int],
-    dtype: str,
-    known: Known,
-    said: Callable[[str], None],
-) -> tuple[Shapes | None, dict[int, list[UseCost]]]:
-    """The model in shapes, and by micro-batch size what is known of it."""
-    if not known.costs:
-        return None, {}
-    say = said if ranks.rank == 0 else lambda text: None
-    try:
-        shapes = running.shapes or in_shapes(workload, dtype, batches, NO_RATES, ranks.size)
-    except UserError as error:
-        say(f"--known: all is measured: {error}")
-        return None, {}
-    taken = known.taken(shapes)
-    sizes = ", ".join(map(str, taken)) or "no size"
-    left = len(batches) - len(taken)
-    say(f"--known: every unit's times are known at micro-batch {sizes}; {left} to measure")
-    return shapes, taken
 
 
 def _measure_links(
@@ -341,14 +271,15 @@ def _measure_links(
     parts: Progress,
     memory_bytes: int,
 ) -> Links:
-    """A link's time depends on bytes, whatever they are; what travels is of the dtype of gradients."""
+    """Measure a cluster; ``compute`` is the work that links disturb. Messages have the gradients' dtype: only
+    their bytes decide how long they take."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
     travelling = master_dtype_of(torch_dtype)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, torch_dtype)
     parts.part("links", STAGE_S * len(mesh.stages()))
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
-    parts.part("compute and links together", TOGETHER_S * len(mesh.tiers))
+    parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))
     interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
     parts.part("the host's memory", HOST_S)
     apart = ranks.device.type != "cpu"  # else there is no memory but the host's
@@ -396,33 +327,3 @@ def _checked(micro_batches: Sequence[int], dtype: str, optimizer: str) -> list[i
     if optimizer not in OPTIMIZERS:
         raise UserError(f"optimizer {optimizer} cannot be profiled; use one of {', '.join(OPTIMIZERS)}")
     return sorted(set(micro_batches))
-
-
-def _build(
-    workload: Workload, seed: int, dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Module, tuple[Unit, ...]]:
-    """The model, the same on every rank, and its units. As in the runtime, buffers keep the master dtype."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = workload.build().to(device=device, dtype=master_dtype_of(dtype))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    units = workload.units_of(model)
-    if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
-        raise UserError(f"{workload.name}: no parameter is trained, so there is nothing to plan")
-    return model, units
-
-
-def _steps(
-    ranks: Ranks, workload: Workload, model: nn.Module, micro_batches: Sequence[int], seed: int
-) -> Mapping[int, Callable[[], Tensor]]:
-    """What computes the loss of a micro-batch, by its size; each rank on data of its own."""
-    generator = torch.Generator().manual_seed(seed * ranks.size + ranks.rank)
-    return {
-        size: partial(
-            workload.loss,
-            model,
-            tree_map_only(Tensor, lambda t: t.to(ranks.device), workload.batch(size, generator)),
-        )
-        for size in micro_batches
-    }

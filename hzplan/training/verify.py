@@ -1,7 +1,7 @@
 """Does a plan's group structure train like one process? Answered on a small copy of the model, in threads.
 
 The copy has the plan's tensors and levels in a fraction of the width; of many layers with the same levels as
-their neighbours two are there (``models.thin``), and three of more micro-batches. The mesh has the plan's
+their neighbours two are there (``scaled_down``), and three of more micro-batches. The mesh has the plan's
 levels too, two ranks where it has more. Ranks are threads that send each other copies; everything else is the
 runtime as it is. In float64, so that a wrong slice is not mistaken for rounding.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.thin import thin
+from hzplan.models.scaled_down import scale_down
 from hzplan.models.units import blocks_of, find_units
 from hzplan.models.workload import BUILT_IN, Workload, load, narrow
 from hzplan.runtime.apply import Choice, apply, full_parameters
@@ -143,7 +143,9 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
 
     # As many that a slot and a gradient buffer are used by more than two.
     buffers = min(choice.gradient_buffers or 0, MOST_BUFFERS)
-    renamed = thin(model, [unit.name for unit in plan.units], kind, max(choice.prefetch + 2, buffers + 1))
+    renamed = scale_down(
+        model, [unit.name for unit in plan.units], kind, max(choice.prefetch + 2, buffers + 1)
+    )
     return replace(
         choice,
         levels={new: of for name, of in choice.levels.items() if (new := renamed(name)) is not None},

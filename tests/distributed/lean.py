@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hzplan.core.schedule import Use
 from hzplan.models.units import find_units
 from hzplan.profiler.model import entries
-from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.reads import unread_uses
 
 SMALL = 2
@@ -21,9 +21,9 @@ SMALL = 2
 def lean(model: nn.Module, step: Callable[[], Tensor]) -> tuple[tuple[Use, ...], dict[str, Any]]:
     """The uses of a forward and backward, and what units need whole."""
     units = find_units(model)
-    turns = Turns(units, 1)
-    uses, unread = turns.run(step), unread_uses(turns, units, step)
-    turns.detach()
+    calls = RecordedCalls(units, 1)
+    uses, unread = calls.run(step), unread_uses(calls, units, step)
+    calls.detach()
     with patch.object(entries, "SMALL", SMALL):
         requires = entries.joined(
             {unit.name: unit.requires for unit in units},

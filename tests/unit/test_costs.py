@@ -13,8 +13,8 @@ from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.schedule import Kind
 from hzplan.cost.model import CostModel
 from hzplan.formats.profile import OptimizerPoint, Profile
-from hzplan.profiler.model.costs import use_costs
 from hzplan.profiler.model.memory import Segment
+from hzplan.profiler.model.time import use_costs
 
 MEASURED = "plans/profiles/gpt-small-2x2-500mbit.json"
 MEMORY = (Segment(1, 1),) * 3

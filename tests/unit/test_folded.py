@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.units import blocks_like, blocks_of, find_units
 from hzplan.models.workload import Workload, load
 from hzplan.profiler.measure import measure
-from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.build import share_weights, weights_exceed
+from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.memory import memory_trace
-from hzplan.profiler.model.shared_weights import fold, is_too_large
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.training.batches import SyntheticBatches
@@ -55,26 +56,28 @@ def measured(workload: Workload, **options: Any) -> Profile:
 def test_a_folded_model_has_distinct_units_only(tied: bool) -> None:
     workload = deep(tied=tied)
     whole = sum(p.numel() for p in workload.build().parameters())
-    folded = fold(workload, torch.float32, torch.device("cpu"), seed=0)
+    folded = share_weights(workload, torch.float32, torch.device("cpu"), seed=0)
     assert sum(p.numel() for p in folded.model.parameters()) == whole
     storages = {p.untyped_storage().data_ptr(): p.nbytes for p in folded.model.parameters()}
-    block = sum(p.nbytes for p in folded.units[2].module.parameters())
+    units = workload.units_of(folded.model)
+    block = sum(p.nbytes for p in units[2].module.parameters())
     assert sum(storages.values()) == 4 * whole - 11 * block
-    assert [unit.name for unit in folded.units] == [unit.name for unit in find_units(workload.build())]
+    assert [unit.name for unit in units] == [unit.name for unit in find_units(workload.build())]
 
 
 def test_what_units_save_is_there_once() -> None:
     """Memory held over from forward to backward: one block's instead of twelve's."""
     workload = deep()
     batch = workload.batch(2, torch.Generator().manual_seed(0))
-    folded = fold(workload, torch.float32, torch.device("cpu"), seed=0)
-    turns = Turns(folded.units, 1)
+    folded = share_weights(workload, torch.float32, torch.device("cpu"), seed=0)
+    calls = RecordedCalls(workload.units_of(folded.model), 1)
+    loss = partial(workload.loss, folded.model, batch)
     model = workload.build()
-    plain = Turns(find_units(model), 1)
+    plain = RecordedCalls(find_units(model), 1)
     held = []
     for each, step in (
         (plain, lambda: workload.loss(model, batch)),
-        (turns, lambda: folded.step(lambda: workload.loss(folded.model, batch), lambda: turns.unit)),
+        (calls, lambda: folded.forward(loss, lambda: calls.current_unit)),
     ):
         each.run(step)
         with memory_trace(torch.device("cpu")) as trace:
@@ -89,7 +92,7 @@ def test_what_units_save_is_there_once() -> None:
 def test_a_model_too_large_for_memory_is_profiled_as_if_it_were_not() -> None:
     workload = deep()
     weights = 4 * sum(p.numel() for p in workload.build().parameters())
-    assert is_too_large(workload, torch.float32, weights) and not is_too_large(
+    assert weights_exceed(workload, torch.float32, weights) and not weights_exceed(
         workload, torch.float32, 4 * weights
     )
     whole, folded = measured(workload), measured(workload, memory_bytes=weights)
@@ -121,20 +124,20 @@ def test_a_measurement_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(measuring, "_measure_model", counting)
     with monkeypatch.context() as cut, pytest.raises(UserError, match="gone"):
         cut.setattr(measuring, "_measure_links", lost)
-        measured(deep(), keep=kept)
+        measured(deep(), partial_path=kept)
     assert counted == ["model"] and kept.exists()
-    profile = measured(deep(), keep=kept, said=said.append)
+    profile = measured(deep(), partial_path=kept, message=said.append)
     assert counted == ["model"] and said == [
         f"model: taken from {kept}, measured before"
     ]  # and links were measured
-    again = measured(deep(), keep=kept, said=said.append)
+    again = measured(deep(), partial_path=kept, message=said.append)
     assert len(said) == 3 and again == profile.model_copy(update={"provenance": again.provenance})
     # Another question, a damaged file and an old one are no reason to trust it.
-    measured(deep(tied=False), keep=kept)
+    measured(deep(tied=False), partial_path=kept)
     assert counted == ["model"] * 2
     for text in ("{", "[]", json.dumps({**json.loads(kept.read_text()), "time": 0})):
         kept.write_text(text)
-        measured(deep(tied=False), keep=kept)
+        measured(deep(tied=False), partial_path=kept)
     assert counted == ["model"] * 5
 
 

@@ -15,7 +15,7 @@ from hzplan.formats.profile import Profile
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.workload import Workload, load
 from hzplan.profiler.measure import measure
-from hzplan.profiler.session.reuse import Known
+from hzplan.profiler.model.reuse import EarlierCosts
 
 measuring = importlib.import_module("hzplan.profiler.measure")  # the package has a function of that name
 
@@ -47,17 +47,17 @@ def test_only_a_new_size_is_measured(small: Profile, monkeypatch: pytest.MonkeyP
     asked: list[list[int]] = []
     real = measuring.measure_uses
 
-    def noted(ranks: Any, turns: Any, units: Any, steps: Any, **options: Any) -> Any:
-        asked.append([*steps])
-        return real(ranks, turns, units, steps, **options)
+    def noted(ranks: Any, model: Any, passes: Any, progress: Any) -> Any:
+        asked.append([each.micro_batch for each in passes])
+        return real(ranks, model, passes, progress)
 
     monkeypatch.setattr(measuring, "measure_uses", noted)
     said: list[str] = []
-    more = measured(model(2), [1, 2], known={"small": small}, said=said.append)
+    more = measured(model(2), [1, 2], earlier={"small": small}, message=said.append)
     assert asked == [[2]] and "micro-batch 1; 1 to measure" in said[0]
     assert [use.costs[0] for use in more.uses] == [use.costs[0] for use in small.uses]
     assert more.micro_batches == (1, 2) and more.units == small.units
-    again = measured(model(2), [2, 1], known={"more": more})
+    again = measured(model(2), [2, 1], earlier={"more": more})
     assert asked == [[2]] and again.uses == more.uses and again.optimizer == more.optimizer
 
 
@@ -67,7 +67,7 @@ def test_more_layers_of_the_same_are_known(small: Profile, monkeypatch: pytest.M
 
     with monkeypatch.context() as patched:
         patched.setattr(measuring, "measure_uses", never)
-        deeper = measured(model(5), [1], known={"small": small})
+        deeper = measured(model(5), [1], earlier={"small": small})
     seconds = {(use.unit, use.phase): use.costs[0].seconds for use in small.uses}
     for use in deeper.uses:
         like = f"layers.{min(1, int(use.unit[7:]))}" if use.unit.startswith("layers.") else use.unit
@@ -97,7 +97,7 @@ def test_what_keeps_other_bytes_is_measured(small: Profile) -> None:
 
     said: list[str] = []
     workload = replace(load("gpt:nano"), name="model", build=build, vocab=300)
-    measured(workload, [1], known={"small": small}, said=said.append)
+    measured(workload, [1], earlier={"small": small}, message=said.append)
     assert "at micro-batch no size; 1 to measure" in said[0]
 
 
@@ -110,7 +110,7 @@ def test_a_model_that_looks_at_values_is_measured(small: Profile) -> None:
 
     said: list[str] = []
     workload = replace(load("gpt:nano"), name="looks", build=lambda: Looks(config), vocab=300)
-    assert measured(workload, [1], known={"small": small}, said=said.append).uses
+    assert measured(workload, [1], earlier={"small": small}, message=said.append).uses
     assert said[0].startswith("--known: all is measured: looks: ")
 
 
@@ -118,14 +118,14 @@ def test_updates_that_were_timed_without_a_norm_are_measured(small: Profile) -> 
     old = small.optimizer.model_copy(update={"norm": None})
     known = {"small": small, "old": small.model_copy(update={"optimizer": old})}
     for name, taken in (("small", True), ("old", False)):
-        found = Known.of({name: known[name]}, torch.device("cpu"), "float32", 1)
+        found = EarlierCosts.of_profiles({name: known[name]}, torch.device("cpu"), "float32", 1)
         elements = small.optimizer.points[-1].elements
         assert (found.optimizer(small.optimizer.name, elements) is not None) == taken
 
 
 def test_other_shapes_are_measured(small: Profile) -> None:
     said: list[str] = []
-    wider = measured(model(2, width=64), [1], known={"small": small}, said=said.append)
+    wider = measured(model(2, width=64), [1], earlier={"small": small}, message=said.append)
     assert "at micro-batch no size; 1 to measure" in said[0]
     assert wider.uses != small.uses
 
@@ -145,4 +145,4 @@ def test_what_was_made_otherwise_is_refused(
 ) -> None:
     other = small.model_copy(update={part: getattr(small, part).model_copy(update=changes)})
     with pytest.raises(UserError, match=why):
-        measured(model(2), [1], known={"old": other})
+        measured(model(2), [1], earlier={"old": other})

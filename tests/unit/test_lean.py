@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hzplan.core.schedule import Use
 from hzplan.models.units import find_units
-from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.entries import joined
 from hzplan.profiler.model.reads import unread_uses
 
@@ -58,14 +58,14 @@ def unread(model: nn.Module) -> list[str]:
     """The uses of a model that read no parameter."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     units = find_units(model)
-    turns = Turns(units, 1)
+    calls = RecordedCalls(units, 1)
 
     def step() -> Tensor:
         loss: Tensor = model(torch.tensor([0, 1, 4])).square().sum()
         return loss
 
-    uses, found = turns.run(step), unread_uses(turns, units, step)
-    turns.detach()
+    uses, found = calls.run(step), unread_uses(calls, units, step)
+    calls.detach()
     assert all(map(torch.equal, before, model.parameters())), "values are as they were"
     return [str(uses[index]) for index in sorted(found)]
 

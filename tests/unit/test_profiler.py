@@ -27,9 +27,8 @@ from hzplan.models.gpt import PRESETS, closed_form_forward_flops, closed_form_pa
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import default_mesh, measure
-from hzplan.profiler.model import optimizer
-from hzplan.profiler.model import time as uses
-from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model import optimizer, passes
+from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.flops import FlopProbe
 from hzplan.profiler.model.memory import HostMemory, Segment
 from hzplan.profiler.model.optimizer import measure_optimizer
@@ -55,12 +54,12 @@ def workload_of(build: Callable[[], nn.Module], features: int, rows: int = 1) ->
 
 
 def trace(model: nn.Module, step: Callable[[], Tensor]) -> tuple[tuple[Use, ...], list[Segment]]:
-    turns = Turns(find_units(model), world=4)
-    ran = turns.run(step)
+    calls = RecordedCalls(find_units(model), world=4)
+    ran = calls.run(step)
     memory = HostMemory()
     with memory:
-        assert turns.run(step, memory) == ran
-    turns.detach()
+        assert calls.run(step, memory) == ran
+    calls.detach()
     return ran, memory.segments()
 
 
@@ -145,12 +144,12 @@ def test_recomputation_and_tied_modules_are_uses_like_others() -> None:
 def test_gradients_are_scaled_into_the_buffer() -> None:
     model, data = nn.Linear(5, 7), torch.randn(4, 5)
     expected = torch.autograd.grad(model(data).sum(), [model.weight, model.bias])
-    turns = Turns(find_units(model), world=4)
-    turns.run(lambda: model(data).sum())
+    calls = RecordedCalls(find_units(model), world=4)
+    calls.run(lambda: model(data).sum())
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(turns._slots[id(parameter)], gradient / 4)
+        torch.testing.assert_close(calls._slots[id(parameter)], gradient / 4)
         assert parameter.grad is None
-    turns.detach()
+    calls.detach()
     model(data).sum().backward()
     assert model.weight.grad is not None  # no hook is left
 
@@ -159,9 +158,9 @@ def test_flops_of_a_gpt_in_closed_form() -> None:
     workload = load("gpt:nano")
     model = workload.build()
     batch = workload.batch(3, torch.Generator())
-    turns, probe = Turns(find_units(model), world=1), FlopProbe()
+    calls, probe = RecordedCalls(find_units(model), world=1), FlopProbe()
     with probe.counter:
-        ran = turns.run(lambda: workload.loss(model, batch), probe)
+        ran = calls.run(lambda: workload.loss(model, batch), probe)
     flops = dict(zip(ran, probe.flops(), strict=True))
     assert sum(flops.values()) == 3 * closed_form_forward_flops(PRESETS["nano"], 3)
     assert flops[Use("layers.0", "backward")] == 2 * flops[Use("layers.0", "forward")]
@@ -241,10 +240,10 @@ def test_gradients_are_scaled_in_float32() -> None:
     linear = nn.Linear(700, 300, bias=False).bfloat16()
     data = torch.randn(4, 700).bfloat16()
     (exact,) = torch.autograd.grad(linear(data).float().square().sum(), [linear.weight])
-    turns = Turns(find_units(linear), world=3)
-    turns.run(lambda: linear(data).float().square().sum())
-    found = turns._slots[id(linear.weight)]
-    turns.detach()
+    calls = RecordedCalls(find_units(linear), world=3)
+    calls.run(lambda: linear(data).float().square().sum())
+    found = calls._slots[id(linear.weight)]
+    calls.detach()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, exact.float() / 3, rtol=1e-6, atol=0)
 
@@ -260,9 +259,9 @@ def test_floating_inputs_of_a_bfloat16_unit_are_cast() -> None:
             return x * self.weight
 
     for model, seen in ((Takes(), torch.float32), (Takes().bfloat16(), torch.bfloat16)):
-        turns = Turns(find_units(model), world=1)
+        calls = RecordedCalls(find_units(model), world=1)
         model(torch.ones(2, 3), masks=[torch.ones(2), torch.ones(2, dtype=torch.int64)])
-        turns.detach()
+        calls.detach()
         assert model.seen == [seen, seen, torch.int64]
 
 
@@ -314,7 +313,7 @@ def test_temporaries_of_an_optimizer_are_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "WARM_UPS", 1)
+    monkeypatch.setattr(passes, "WARM_UPS", 1)
 
     def refused(workload: Workload, says: str, **changed: object) -> None:
         arguments: dict[str, object] = {

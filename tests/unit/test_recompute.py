@@ -22,7 +22,7 @@ from hzplan.models.recompute import leaves, recompute, switched
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
-from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.memory import HostMemory
 from hzplan.runtime.apply import recomputed_modules
 from hzplan.solver.solve import Infeasible, Request, Solved, solve
@@ -73,10 +73,10 @@ def _peak(chosen: Callable[[tuple], list]) -> int:
     units = workload.units_of(model)
     for unit in chosen(units):
         recompute(unit.module)
-    turns, batch = Turns(units, 1), workload.batch(2, torch.Generator().manual_seed(0))
-    turns.run(lambda: workload.loss(model, batch))
+    calls, batch = RecordedCalls(units, 1), workload.batch(2, torch.Generator().manual_seed(0))
+    calls.run(lambda: workload.loss(model, batch))
     with HostMemory() as trace:
-        turns.run(lambda: workload.loss(model, batch), trace)
+        calls.run(lambda: workload.loss(model, batch), trace)
     level = peak = 0
     for segment in trace.segments():
         peak = max(peak, level + segment.peak_bytes)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hzplan.models.thin import neighbourhoods, thin
+from hzplan.models.scaled_down import neighbourhoods, scale_down
 
 
 @given(st.lists(st.integers(0, 3)), st.integers(1, 9))
@@ -39,12 +39,12 @@ def test_layers_go_experts_and_other_lists_stay() -> None:
     model = Model()
     third = model.layers[3]
     units = [f"layers.{index}.experts" for index in range(6)] + ["heads.0"]
-    renamed = thin(model, units, lambda name: name in ("layers.3", "layers.4"))
+    renamed = scale_down(model, units, lambda name: name in ("layers.3", "layers.4"))
     # kinds: no no no yes yes no
     assert renamed("layers.2.experts.0.weight") == "layers.2.experts.0.weight"
     assert len(model.layers) == 6 and len(model.heads) == 4 and len(model.layers[0].experts) == 5
     assert model.layers[3] is third
-    renamed = thin(model, units, lambda name: name == "layers.5")
+    renamed = scale_down(model, units, lambda name: name == "layers.5")
     assert len(model.layers) == 4 and model.heads is not None
     assert renamed("layers.4.experts.0.weight") == "layers.2.experts.0.weight"
     assert renamed("layers.3") is None and renamed("heads.0.bias") == "heads.0.bias"

@@ -1,11 +1,11 @@
-"""A model's side of a profile: what it is, its units, and which small units travel with a large neighbour."""
+"""A model's entries in a profile: itself, its units, and small units that travel with a neighbour."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from hzplan.core.layout import Dtype, TensorSpec
+from hzplan.core.layout import Dtype
 from hzplan.core.schedule import Use
 from hzplan.errors import UserError
 from hzplan.formats.profile import ModelEntry, TensorEntry, UnitEntry, UseEntry, signature
@@ -13,7 +13,7 @@ from hzplan.models.units import Unit
 from hzplan.models.workload import Workload
 
 SMALL = 16
-"""A unit is small beside another that has so many times its bytes."""
+"""A unit is small beside a neighbour of at least so many times its bytes: messages hardly get longer."""
 
 
 def as_dtype(name: str) -> Dtype:
@@ -24,8 +24,9 @@ def as_dtype(name: str) -> Dtype:
     raise UserError(f"dtype {name} cannot be profiled; use one of {', '.join(get_args(Dtype))}")
 
 
-def model_entry(workload: Workload, tensors: Sequence[TensorSpec], dtype: Dtype) -> ModelEntry:
+def model_entry(workload: Workload, units: Sequence[UnitEntry], dtype: Dtype) -> ModelEntry:
     """The model, computing in ``dtype``."""
+    tensors = [tensor.spec for unit in units for tensor in unit.tensors]
     return ModelEntry(
         name=workload.name,
         parameters=sum(tensor.numel for tensor in tensors),
@@ -33,6 +34,11 @@ def model_entry(workload: Workload, tensors: Sequence[TensorSpec], dtype: Dtype)
         dtype=dtype,
         seq_len=workload.seq_len,
     )
+
+
+def largest_elements(units: Sequence[UnitEntry]) -> int:
+    """Elements of the largest unit's parameters."""
+    return max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
 
 
 def unit_entry(unit: Unit) -> UnitEntry:
@@ -67,27 +73,28 @@ def joined(
     joined that no other unit's needs tie already, and that are used as often as the neighbour, next to it.
     Of two neighbours it is the one nearer to an end of the model, so that repeated blocks stay alike.
     """
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for index, use in enumerate(uses):
-        places.setdefault(use.unit, []).append(index)
+        positions.setdefault(use.unit, []).append(index)
     free = {
         unit
-        for unit in places
+        for unit in positions
         if requires[unit] == (unit,) and not any(unit in needs for u, needs in requires.items() if u != unit)
     }
     middle = sum(use.phase == "forward" for use in uses) / 2
     carrier: dict[str, str] = {}
     for unit in free:
         beside = [
-            {uses[i].unit for i in (place - 1, place + 1) if 0 <= i < len(uses)} for place in places[unit]
+            {uses[i].unit for i in (position - 1, position + 1) if 0 <= i < len(uses)}
+            for position in positions[unit]
         ]
         candidates = [
             other
             for other in set.intersection(*beside) & free
-            if nbytes[unit] * SMALL <= nbytes[other] and len(places[other]) == len(places[unit])
+            if nbytes[unit] * SMALL <= nbytes[other] and len(positions[other]) == len(positions[unit])
         ]
         if candidates:
-            carrier[unit] = max(candidates, key=lambda other: (abs(places[other][0] - middle), other))
+            carrier[unit] = max(candidates, key=lambda other: (abs(positions[other][0] - middle), other))
     together: dict[str, list[str]] = {}
     for unit in requires:
         if unit in carrier and carrier[unit] not in carrier:  # nobody is carried by what is carried itself

@@ -1,4 +1,4 @@
-"""Counting the floating-point operations of turns."""
+"""Floating-point operations of a model's calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 from torch.utils.module_tracker import ModuleTracker
 
+from hzplan.profiler.session.clock import Probe
 
-class FlopProbe:
+
+class FlopProbe(Probe):
     """Counts the FLOPs of matrix products and convolutions, a multiply-add as two.
 
     Attention's backward counts its four products: what a fused kernel computes again is no progress.
@@ -20,20 +22,16 @@ class FlopProbe:
     def __init__(self) -> None:
         self.counter = FlopCounterMode(display=False, custom_mapping=_formulas())
         self.counter.mod_tracker = cast(ModuleTracker, _WholeModel())
-        self._cuts: list[int] = []
-        self._end = 0
+        self._totals: list[int] = []
 
     def cut(self) -> None:
-        """A turn begins."""
-        self._cuts.append(self.counter.get_total_flops())
+        self._totals.append(self.counter.get_total_flops())
 
-    def end(self) -> None:
-        """The backward is over."""
-        self._end = self.counter.get_total_flops()
+    end = cut
 
     def flops(self) -> list[int]:
-        """The FLOPs of every turn."""
-        return [end - start for start, end in itertools.pairwise([*self._cuts, self._end])]
+        """The FLOPs of every call."""
+        return [end - start for start, end in itertools.pairwise(self._totals)]
 
 
 class _WholeModel:

@@ -1,16 +1,16 @@
-"""Memory that turns allocate and free, to the byte."""
+"""Memory that a model's calls allocate and free, to the byte."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from hzplan.profiler.session.probe import Probe
+from hzplan.profiler.session.clock import Probe
 from hzplan.profiler.session.rounds import no_garbage_collection
 
 
@@ -22,18 +22,7 @@ class Segment:
     peak_bytes: int
 
 
-class MemoryTrace(Probe, Protocol):
-    """A probe, and a context manager that it is used in; the last segment lasts until that is left."""
-
-    def __enter__(self) -> MemoryTrace: ...
-
-    def __exit__(self, *failure: object) -> None: ...
-
-    def segments(self) -> list[Segment]:
-        """Memory from each cut to the next."""
-
-
-class HostMemory:
+class HostMemory(Probe):
     """Every allocation of a tensor's memory on the CPU, to the byte, from torch's profiler."""
 
     _MARK = "hzplan cut"
@@ -51,12 +40,8 @@ class HostMemory:
         self._quiet.__exit__(None, None, None)
 
     def cut(self) -> None:
-        """A segment begins."""
         with record_function(self._MARK):
             pass
-
-    def end(self) -> None:
-        """Nothing: what is freed after the backward belongs to the last turn."""
 
     def segments(self) -> list[Segment]:
         """Memory from each cut to the next; allocations before the first cut are left out."""
@@ -84,7 +69,7 @@ class HostMemory:
         return [*found, Segment(level, peak)] if begun else []
 
 
-class CudaMemory:
+class CudaMemory(Probe):
     """What the caching allocator has given out on the current CUDA device."""
 
     def __enter__(self) -> CudaMemory:
@@ -98,12 +83,8 @@ class CudaMemory:
         self._quiet.__exit__(None, None, None)
 
     def cut(self) -> None:
-        """A segment begins."""
         self._levels.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
         torch.cuda.reset_peak_memory_stats()
-
-    def end(self) -> None:
-        """Nothing: what is freed after the backward belongs to the last turn."""
 
     def segments(self) -> list[Segment]:
         """Memory from each cut to the next."""
@@ -113,6 +94,6 @@ class CudaMemory:
         ]
 
 
-def memory_trace(device: torch.device) -> MemoryTrace:
-    """Follows a device's memory."""
+def memory_trace(device: torch.device) -> HostMemory | CudaMemory:
+    """Follows a device's memory; a context in which one pass runs."""
     return CudaMemory() if device.type == "cuda" else HostMemory()

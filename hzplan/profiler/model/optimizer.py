@@ -1,4 +1,4 @@
-"""What an optimizer step costs: seconds by elements, state, temporaries; and the norm that clipping takes."""
+"""Cost of an optimizer step: seconds by elements, state, temporaries; and of the norm for clipping."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ MIN_REPEATS = 3
 MAX_REPEATS = 10
 BUDGET_S = 2.0
 TRACED_ELEMENTS = 1 << 16
+"""Elements of the parameter whose step is followed for temporaries; constants are no share of so many."""
 
 
 def measure_optimizer(
@@ -102,7 +103,7 @@ class _Stepper:
 
     @torch.no_grad()
     def step(self) -> None:
-        """What the runtime's update does."""
+        """Step as the runtime's update does."""
         torch._foreach_mul_([self._gradient], 1.0)
         self.optimizer.step()
         if self.published is not None:
@@ -110,7 +111,7 @@ class _Stepper:
 
     @torch.no_grad()
     def norm(self) -> None:
-        """What clipping does with what a rank owns."""
+        """The clipping coefficient of a rank's own gradients."""
         clipping(square_sum([self._gradient], self._gradient.device).sqrt(), 1.0)
 
     @property
@@ -142,7 +143,7 @@ def footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int,
 
 
 def _seconds(ranks: Ranks, call: Callable[[], None]) -> float:
-    """Of a call, on all ranks at once."""
+    """Seconds of a call, on all ranks at once."""
     ranks.finish_device()
     ranks.barrier()
     started = time.perf_counter()

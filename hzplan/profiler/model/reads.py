@@ -5,7 +5,7 @@ Nothing has to be gathered for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from hzplan.core.schedule import Use
 from hzplan.models.units import Unit
-from hzplan.profiler.model.calls import Turns
+from hzplan.profiler.model.calls import RecordedCalls, Step
+from hzplan.profiler.session.clock import Probe
 
 Saved = tuple[Tensor, str | None]
 
 
-def unread_uses(turns: Turns, units: Sequence[Unit], step: Callable[[], Tensor]) -> frozenset[int]:
+def unread_uses(calls: RecordedCalls, units: Sequence[Unit], step: Step) -> frozenset[int]:
     """The indices of backward uses in which none of the parameters that the unit may need are read.
 
-    Found by watching what autograd takes back of what it saved; then proven, because saving can be hidden
+    Found by watching which saved tensors autograd takes back; then proven, because saving can be hidden
     (recomputation, functions that keep tensors themselves): in one more pass the parameters are NaN during
     those uses, and every gradient must still be finite.
     """
@@ -34,58 +35,54 @@ def unread_uses(turns: Turns, units: Sequence[Unit], step: Callable[[], Tensor])
     def unpack(saved: Saved) -> Tensor:
         tensor, unit = saved
         if unit is not None:
-            read.add((turns.turn, unit))
+            read.add((calls.index, unit))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        uses = turns.run(step)
+        uses = calls.run(step)
     requires = {unit.name: unit.requires for unit in units}
     unread = frozenset(
         index
         for index, use in enumerate(uses)
         if use.phase == "backward" and not any((index, unit) in read for unit in requires[use.unit])
     )
-    return unread if _finite_without(turns, units, uses, unread, step) else frozenset()
-
-
-def _finite_without(
-    turns: Turns,
-    units: Sequence[Unit],
-    uses: Sequence[Use],
-    unread: frozenset[int],
-    step: Callable[[], Tensor],
-) -> bool:
-    """Whether gradients are finite when parameters are NaN in the uses that are said not to read them."""
     if not unread:
-        return True
+        return unread
     parameters = {unit.name: [p for _, p in unit.parameters] for unit in units}
-    requires = {unit.name: unit.requires for unit in units}
-    hidden: Mapping[nn.Parameter, Tensor] = {}
-
-    def on_turn(index: int) -> None:
-        nonlocal hidden
-        _restore(hidden)
-        hidden = {}
-        if index in unread:
-            concerned = [p for unit in requires[uses[index].unit] for p in parameters[unit]]
-            hidden = {p: p.detach().clone() for p in concerned}
-            for parameter in concerned:
-                parameter.data.fill_(torch.nan)
-
-    finite = True
-
-    def on_gradient(gradient: Tensor) -> None:
-        nonlocal finite
-        finite &= bool(gradient.isfinite().all())
-
+    hiding = _NotANumber(
+        {index: [p for unit in requires[uses[index].unit] for p in parameters[unit]] for index in unread}
+    )
+    as_before: Sequence[Use] = ()
     try:
         with suppress(Exception):  # the user's model may raise anything about NaN
-            return turns.run(step, on_turn=on_turn, on_gradient=on_gradient) == tuple(uses) and finite
-        return False
+            as_before = calls.run(step, hiding)
     finally:
-        _restore(hidden)
+        hiding.restore()
+    return unread if as_before == uses and hiding.finite else frozenset()
 
 
-def _restore(hidden: Mapping[nn.Parameter, Tensor]) -> None:
-    for parameter, values in hidden.items():
-        parameter.data.copy_(values)
+class _NotANumber(Probe):
+    """Makes parameters NaN during calls, and sees whether gradients stay ``finite``."""
+
+    def __init__(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """``parameters``: to be hidden, by the position of the call."""
+        self._parameters = parameters
+        self._values: Mapping[nn.Parameter, Tensor] = {}
+        self._index = -1
+        self.finite = True
+
+    def cut(self) -> None:
+        self.restore()
+        self._index += 1
+        self._values = {p: p.detach().clone() for p in self._parameters.get(self._index, ())}
+        for parameter in self._values:
+            parameter.data.fill_(torch.nan)
+
+    def gradient(self, gradient: Tensor) -> None:
+        self.finite &= bool(gradient.isfinite().all())
+
+    def restore(self) -> None:
+        """Give parameters their values back."""
+        for parameter, values in self._values.items():
+            parameter.data.copy_(values)
+        self._values = {}

@@ -22,8 +22,9 @@ FACTOR = 4
 MIN_REPEATS = 3
 MAX_REPEATS = 10
 BUDGET_S = 2.0
-CALLS = 4
-"""Copies each way that are timed together: one begins while another ends."""
+"""Seconds of copies after which no other round is begun."""
+COPIES = 4
+"""Copies in each direction timed together: as in a step, one begins while another ends."""
 
 
 def measure_host(
@@ -56,20 +57,20 @@ def measure_host(
 def _both(nbytes: int, device: torch.device, threads: ThreadPoolExecutor) -> Callable[[], None]:
     """Copies to the device and from it, side by side as a step's streams do them."""
     on_gpu = device.type == "cuda"
-    kept = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
-    here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    on_device = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
 
     def copy(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> None:
         with torch.cuda.stream(stream):
-            for _ in range(CALLS):
+            for _ in range(COPIES):
                 target.copy_(source, non_blocking=True)
 
-    ways = [(here[0], kept[0], streams[0]), (kept[1], here[1], streams[1])]
+    directions = [(on_device[0], on_host[0], streams[0]), (on_host[1], on_device[1], streams[1])]
 
     def run() -> None:
-        for done in [threads.submit(copy, *way) for way in ways]:
-            done.result()  # a GPU has then been told
+        for submitted in [threads.submit(copy, *direction) for direction in directions]:
+            submitted.result()  # on a GPU the copies are then enqueued
 
     return run
 
@@ -79,4 +80,4 @@ def _seconds(ranks: Ranks, both: Callable[[], None]) -> float:
     started = time.perf_counter()
     both()
     ranks.finish_device()
-    return (time.perf_counter() - started) / CALLS
+    return (time.perf_counter() - started) / COPIES

@@ -1,4 +1,4 @@
-"""What compute and communication cost each other while both run: tier by tier, all ranks at once."""
+"""Interference of compute and communication while both run: tier by tier, all ranks at once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.world import ProcessWorld
 
 ROUNDS = 3
-TOGETHER_S = 0.4
-COMPUTE_CALLS = 4
-"""As many calls of compute, or as many seconds, communication lasts at least while both run."""
-MOST_BYTES = 4 << 20
+TOGETHER_S, COMPUTE_CALLS = 0.4, 4
+"""Least seconds of communication beside compute, and least calls of compute meanwhile: the longer of both."""
+MAX_BYTES = 4 << 20
+"""Size of the buffers gathered and reduced: enough to be bound by the link, small enough to be repeated."""
 ALONE_CALLS, ALONE_S = 3, 0.15
-"""How often compute, and how long communication, runs alone."""
+"""Calls of compute alone, and least seconds of communication alone."""
 PAIRS_S, MIN_PAIRS = 0.2, 3
-"""How long, or how often at least, gathers and reductions run beside each other."""
+"""Least seconds, and least number, of gathers beside reductions: the longer of both."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ def measure_interference(
     compute: Callable[[], None],
     progress: Callable[[float], None],
 ) -> tuple[InterferenceEntry, ...]:
-    """For every tier: how much slower ``compute`` gets while its collectives run, and these while it does.
+    """For every tier: the slowdown of ``compute`` while its collectives run, and of these while compute does.
 
-    Gathers and reductions over the whole tier in turn, as the runtime issues them, on buffers of
+    Gathers and reductions alternate over the whole tier, as the runtime issues them, on buffers of
     ``largest_bytes`` of a model, at most 4 MiB. Medians over rounds of the mean rank. The same on every rank.
     """
     tiers = range(len(mesh.tiers)) if ranks.size > 1 else range(0)
-    found = []
+    entries = []
     for tier in tiers:
         stage = Stage(*mesh.tier_bounds[tier])
         if mesh.group_size(stage) == 1:  # nobody to communicate with
-            found.append(InterferenceEntry(compute_loss=0.0, communication_slowdown=1.0))
+            entries.append(InterferenceEntry(compute_loss=0.0, communication_slowdown=1.0))
             continue
         gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes)
         rounds = []
@@ -71,19 +71,19 @@ def measure_interference(
             for number in range(ROUNDS):
                 rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce)))
                 progress((tier + (number + 1) / ROUNDS) / len(mesh.tiers))
-        found.append(_entry(rounds))
-    return tuple(found)
+        entries.append(_entry(rounds))
+    return tuple(entries)
 
 
 def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
     """From samples by round and rank."""
-    lost = [statistics.fmean(1 - s.compute / s.compute_together for s in by_rank) for by_rank in rounds]
-    slower = [
+    losses = [statistics.fmean(1 - s.compute / s.compute_together for s in by_rank) for by_rank in rounds]
+    slowdowns = [
         statistics.fmean(s.communication_together / s.communication for s in by_rank) for by_rank in rounds
     ]
     return InterferenceEntry(
-        compute_loss=round(min(1.0, max(0.0, statistics.median(lost))), 4),
-        communication_slowdown=round(max(1.0, statistics.median(slower)), 4),
+        compute_loss=round(min(1.0, max(0.0, statistics.median(losses))), 4),
+        communication_slowdown=round(max(1.0, statistics.median(slowdowns)), 4),
         contention=round(
             max(1.0, statistics.median(max(s.contention for s in by_rank) for by_rank in rounds)), 4
         ),
@@ -97,7 +97,7 @@ def _communication(
     kinds = [("unshard", stage), ("reduce", stage)]
     groups = make_groups(ProcessWorld(), mesh, kinds, ranks.device)
     size = mesh.group_size(stage)
-    elements = max(size, min(largest_bytes, MOST_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
+    elements = max(size, min(largest_bytes, MAX_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
     whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
     scratch = torch.zeros(
         scratch_bytes(whole.nbytes // size) // IN_FLIGHT // dtype.itemsize, dtype=dtype, device=ranks.device
@@ -113,7 +113,7 @@ def _communication(
 def _sample(
     ranks: Ranks, compute: Callable[[], None], gather: Callable[[], object], reduce: Callable[[], object]
 ) -> _Sample:
-    """Sums over many calls, not the middle of them: what one call loses to another is the other's gain."""
+    """Means over many calls, not medians: the time that one call loses to another is the other's gain."""
 
     def communicate() -> None:
         gather()
@@ -134,7 +134,7 @@ def _sample(
 def _contention(
     ranks: Ranks, gather: Callable[[], object], reduce: Callable[[], object], calls: int
 ) -> float:
-    """As many gathers beside as many reductions, over all of them one after the other."""
+    """Seconds of gathers beside as many reductions, over seconds of all of them one after the other."""
 
     def seconds(first: Callable[[], object], second: Callable[[], object]) -> float:
         ranks.barrier()
@@ -155,7 +155,7 @@ def _contention(
 
 
 def _seconds(ranks: Ranks, call: Callable[[], None], calls: int) -> float:
-    """Of a call, of so many one after the other."""
+    """Mean seconds of so many calls in a row."""
     ranks.barrier()
     began = time.perf_counter()
     for _ in range(calls):

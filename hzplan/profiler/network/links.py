@@ -28,8 +28,9 @@ FACTOR = 4
 MIN_REPEATS = 3
 MAX_REPEATS = 20
 STAGE_BUDGET_S = 4.0
+"""Seconds for the samples of one stage, all operations and sizes together."""
 BATCH_S = 0.004
-"""Calls shorter than this are timed several at once, or the start of the ranks would be the measure."""
+"""Least seconds of a sample; shorter calls are timed several in a row, as ranks do not start at once."""
 MAX_CALLS = 16
 
 OPERATIONS: Mapping[Operation, str] = {
@@ -38,11 +39,11 @@ OPERATIONS: Mapping[Operation, str] = {
     "all_reduce": "reduce",
     "all_to_all": "reduce",
 }
-"""What is measured, and the stream whose communicator carries it in a step."""
+"""The measured collectives, and the stream whose communicator carries each in a step."""
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCollective:
     """A collective to time: ``run`` issues it on ``bytes`` bytes, ``calls`` times in a row per sample."""
 
     operation: Operation
@@ -67,18 +68,22 @@ def measure_links(
         return ()
     kinds = [(kind, stage) for stage in stages for kind in OPERATIONS.values()]
     groups = make_groups(ProcessWorld(), mesh, kinds, ranks.device)
-    cases = [case for stage in stages for case in _cases(ranks, mesh, stage, groups, dtype, largest_bytes)]
+    timed = [
+        each
+        for stage in stages
+        for each in _timed_collectives(ranks, mesh, stage, groups, dtype, largest_bytes)
+    ]
     results = rounds(
         ranks,
-        [partial(_seconds, ranks, case.run, case.calls) for case in cases],
+        [partial(_seconds, ranks, each.run, each.calls) for each in timed],
         at_least=MIN_REPEATS,
         at_most=MAX_REPEATS,
         budget_s=STAGE_BUDGET_S * len(stages),
         progress=progress,
     )
     samples = {
-        (case.operation, case.stage, case.bytes): [max(by_rank) for by_rank in result]
-        for case, result in zip(cases, results, strict=True)
+        (each.operation, each.stage, each.bytes): [max(by_rank) for by_rank in result]
+        for each, result in zip(timed, results, strict=True)
     }
     return tuple(
         _curve(
@@ -100,15 +105,15 @@ def measure_norm(ranks: Ranks) -> float:
     return nanoseconds(statistics.median(map(max, zip(*ranks.gather(seconds), strict=True))))
 
 
-def _cases(
+def _timed_collectives(
     ranks: Ranks,
     mesh: Mesh,
     stage: Stage,
     groups: Mapping[tuple[str, Stage], ProcessGroup],
     dtype: torch.dtype,
     largest_bytes: int,
-) -> Iterator[Case]:
-    """What to time for a stage, each called before; every rank decides alike."""
+) -> Iterator[TimedCollective]:
+    """The collectives to time for a stage, each warmed up by a call; every rank decides alike."""
     size = mesh.group_size(stage)
     last = min(largest_bytes, LAST_BYTES) // mesh.shards[stage.low]
     wanted = sizes(FIRST_BYTES, last, FACTOR, size * dtype.itemsize)
@@ -123,7 +128,7 @@ def _cases(
             run = issue(whole[: nbytes // dtype.itemsize])
             run()
             once = max(ranks.gather(_seconds(ranks, run, 1)))
-            yield Case(operation, stage, nbytes, max(1, min(MAX_CALLS, int(BATCH_S / once))), run)
+            yield TimedCollective(operation, stage, nbytes, max(1, min(MAX_CALLS, int(BATCH_S / once))), run)
             if index >= 1 and once * FACTOR * MIN_REPEATS > STAGE_BUDGET_S / len(OPERATIONS):
                 break
 

@@ -1,4 +1,4 @@
-"""Ranks that hold the others up: slow to compute, or behind a slow link. Found by comparing them."""
+"""Stragglers: ranks that compute more slowly than the others, or are behind a slower link."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.backends.groups import process_group
 
 SLOW = 1.3
-"""A rank is named when it takes so many times as long as the others."""
+"""Least slowdown, over the median of the others, at which a rank is named."""
 SHIFTS = 4
-"""To so many other ranks of a group a rank sends, one after the other."""
+"""Other ranks of its group that a rank sends to at most, one after the other."""
 REPEATS = 3
-SENT_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 def slow_compute(ranks: Ranks, seconds: float) -> tuple[StragglerEntry, ...]:
@@ -43,11 +43,10 @@ def slow_links(ranks: Ranks, mesh: Mesh) -> tuple[StragglerEntry, ...]:
         stage = Stage(low, high)
         if mesh.group_size(stage) < 3:
             continue
-        mine = _arrivals(ranks, mesh, stage)
-        found = dict[tuple[int, int], float]()
-        for arrived in ranks.gather(mine):
-            found |= arrived
-        for rank, times in slow_ends(found, ranks.size, partial(_members, mesh, stage)).items():
+        seconds = dict[tuple[int, int], float]()
+        for of_rank in ranks.gather(_arrivals(ranks, mesh, stage)):
+            seconds |= of_rank
+        for rank, times in slow_ends(seconds, ranks.size, partial(_members, mesh, stage)).items():
             slow[rank] = max(times, slow.get(rank, 0.0))
     return entries(ranks, "links", slow)
 
@@ -55,8 +54,8 @@ def slow_links(ranks: Ranks, mesh: Mesh) -> tuple[StragglerEntry, ...]:
 def slower_than_others(seconds: Sequence[float]) -> list[float]:
     """For every rank how many times as long it takes as the median of the others; 1 for a rank alone."""
     return [
-        mine / statistics.median(others) if (others := [*seconds[:rank], *seconds[rank + 1 :]]) else 1.0
-        for rank, mine in enumerate(seconds)
+        own / statistics.median(others) if (others := [*seconds[:rank], *seconds[rank + 1 :]]) else 1.0
+        for rank, own in enumerate(seconds)
     ]
 
 
@@ -94,12 +93,12 @@ def entries(
 
 
 def _arrivals(ranks: Ranks, mesh: Mesh, stage: Stage) -> dict[tuple[int, int], float]:
-    """Median seconds until a message has come here, by its sender and this rank; all ranks send at once."""
+    """Median seconds until a message arrives, by its sender and this rank; all ranks send at once."""
     members = mesh.group(ranks.rank, stage)
     place, size = members.index(ranks.rank), len(members)
     group = process_group(mesh, "unshard", stage, ranks.rank, range(ranks.size))
-    message = torch.zeros(SENT_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device)
-    room = torch.empty_like(message)
+    message = torch.zeros(MESSAGE_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device)
+    received = torch.empty_like(message)
     found: dict[tuple[int, int], float] = {}
     for shift in range(1, min(size - 1, SHIFTS) + 1):
         to, sender = members[(place + shift) % size], members[(place - shift) % size]
@@ -108,7 +107,7 @@ def _arrivals(ranks: Ranks, mesh: Mesh, stage: Stage) -> dict[tuple[int, int], f
             ranks.barrier()
             began = time.perf_counter()
             receive, send = (
-                dist.P2POp(dist.irecv, room, sender, group),
+                dist.P2POp(dist.irecv, received, sender, group),
                 dist.P2POp(dist.isend, message, to, group),
             )
             works = dist.batch_isend_irecv([receive, send])

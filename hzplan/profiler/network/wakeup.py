@@ -1,4 +1,4 @@
-"""How long after the end of one stream's task another stream's, which waited for it, begins."""
+"""Wake-up latency: from the end of one stream's task to the begin of another stream's that waits for it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hzplan.runtime.executor import Executor
 
 STEPS = 8
 TASK_S = 3e-3
-"""About as long as a short collective: a thread that waits for less is still awake."""
+"""Seconds of a task, about a short collective's: threads that wait for less do not go to sleep."""
 TIERS = 2
 UNITS = ("first", "second")
 SIZE = 512
-"""Of the matrices that are multiplied."""
+"""Rows of the square matrices that compute multiplies."""
 
 
 def measure_wakeup(ranks: Ranks) -> float:
     """Seconds, from steps whose tasks only sleep, run by the runtime's own threads while this one multiplies
     matrices; all ranks at once.
 
-    The median over what was handed over, of the slowest rank. Where ranks share processors the mean is twice
-    as much: those that wait for a processor, which what compute and links cost each other has already.
+    The slowest rank's median over all wake-ups. Where ranks share processors the mean is twice as much, of
+    those that wait for a processor; interference accounts for them already.
     """
     schedule = build(
         [Use(unit, "forward") for unit in UNITS] + [Use(unit, "backward") for unit in reversed(UNITS)],
@@ -68,7 +68,7 @@ def measure_wakeup(ranks: Ranks) -> float:
 
 
 def wakeups(schedule: Schedule, begins: Sequence[float], ends: Sequence[float]) -> Iterator[float]:
-    """Of one step: from the end of what a task waited for last, where that was another stream's."""
+    """One step's wake-ups, seconds, from the end of the last task waited for if that is another stream's."""
     for task in schedule.tasks[1:]:
         before = max(task.after, key=lambda index: ends[index])
         if schedule.tasks[before].stream != task.stream:

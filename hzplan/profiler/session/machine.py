@@ -1,4 +1,4 @@
-"""What a rank has to work with: memory, arithmetic, and the versions that were measured."""
+"""A rank's machine: memory, FLOPs per second, and the versions that measure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from hzplan.profiler.session.ranks import Ranks, local_ranks
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 PEAK_SIZES = (256, 1024, 4096)
+"""Rows of the square matrices that are multiplied."""
 PEAK_REPEATS = 3
 PEAK_BATCH_S = 0.06
-"""Longer than a scheduler's slice: ranks that share a core must not find it free."""
+"""Least seconds of a sample, more than a scheduler's slice, so that ranks on one core compete for it."""
 PEAK_MAX_CALLS = 64
 PEAK_LONGEST_S = 0.5
+"""No larger product is tried that is expected to take more seconds."""
 
 
 def rank_memory_bytes(ranks: Ranks) -> int:

@@ -1,4 +1,4 @@
-"""How far a measurement has come, as one fraction over parts of different length."""
+"""Progress of a measurement, as one fraction over parts of different length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement has found so far, kept in a file beside the result: one that was cut short goes on."""
+"""Partial results of a measurement, in a file beside its result: one that was cut short goes on from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,63 +15,53 @@ from hzplan.errors import UserError
 from hzplan.formats.base import read_json, write_text
 from hzplan.profiler.session.ranks import Ranks
 
-MOST_AGE_S = 24 * 3600.0
-"""A cluster of yesterday may be another one."""
+MAX_AGE_S = 24 * 3600.0
+"""Oldest partial results, in seconds, that a restarted measurement resumes from: nodes may have changed
+since."""
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-@dataclass
-class Kept:
-    """Parts by name. Nothing is kept where there is no file to keep it in."""
+class PartialResults:
+    """Results by name, of one measurement. Every rank makes one and calls it alike."""
 
-    ranks: Ranks
-    path: Path | None = None
-    question: str = ""
-    said: Callable[[str], None] = lambda text: None
-    _parts: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self, ranks: Ranks, path: Path | None, question: object, message: Callable[[str], None]
+    ) -> None:
+        """Rank 0 reads those of an earlier try at the same question, if there are any, and writes new ones;
+        without a ``path`` none are.
 
-    @classmethod
-    def open(
-        cls,
-        ranks: Ranks,
-        path: Path | None,
-        question: object,
-        said: Callable[[str], None] = lambda text: None,
-    ) -> Kept:
-        """What rank 0 finds in the file of an earlier try at the same question; every rank calls it.
-
-        ``question`` is anything whose text tells it from others; ``said`` hears what is taken over.
+        ``question``: anything whose text tells it from others; ``message`` is told of results read.
         """
-        digest = hashlib.sha256(repr(question).encode()).hexdigest()
-        parts = _read(path, digest) if ranks.rank == 0 and path is not None else {}
-        return cls(ranks, path, digest, said, ranks.share(parts))
+        self._ranks, self._path, self._message = ranks, path, message
+        self._question = hashlib.sha256(repr(question).encode()).hexdigest()
+        earlier = _read(path, self._question) if ranks.rank == 0 and path is not None else {}
+        self._results = ranks.share(earlier)
 
-    def part(self, name: str, kind: Any, measure: Callable[[], Found]) -> Found:
-        """What was kept under a name, or what ``measure`` finds; the same on every rank.
+    def result(self, name: str, kind: Any, measure: Callable[[], Result]) -> Result:
+        """The result of an earlier try, or of ``measure``; the same on every rank.
 
-        ``kind``: what pydantic reads it as.
+        ``kind``: the type that pydantic reads it as.
         """
-        adapter: TypeAdapter[Found] = TypeAdapter(kind)
-        if name in self._parts:
+        adapter: TypeAdapter[Result] = TypeAdapter(kind)
+        if name in self._results:
             try:
-                found = adapter.validate_json(json.dumps(self._parts[name]), strict=True)
+                found = adapter.validate_json(json.dumps(self._results[name]), strict=True)
             except ValidationError:
                 pass
             else:
-                if self.ranks.rank == 0:
-                    self.said(f"{name}: taken from {self.path}, measured before")
+                self._message(f"{name}: taken from {self._path}, measured before")
                 return found
-        found = self.ranks.share(measure())
-        self._parts[name] = adapter.dump_python(found, mode="json")
-        if self.ranks.rank == 0 and self.path is not None:
-            entry = {"question": self.question, "time": time.time(), "parts": self._parts}
-            write_text(self.path, json.dumps(entry) + "\n")
+        found = self._ranks.share(measure())
+        self._results[name] = adapter.dump_python(found, mode="json")
+        if self._ranks.rank == 0 and self._path is not None:
+            entry = {"question": self._question, "time": time.time(), "parts": self._results}
+            write_text(self._path, json.dumps(entry) + "\n")
         return found
 
 
 def _read(path: Path, question: str) -> dict[str, Any]:
-    """The parts in a file, if they answer the question."""
+    """The results in a file, if they answer the question."""
     if not path.exists():
         return {}
     try:
@@ -81,9 +70,6 @@ def _read(path: Path, question: str) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict) or data.get("question") != question:
         return {}
-    age, parts = time.time() - _number(data.get("time")), data.get("parts")
-    return parts if isinstance(parts, dict) and 0 <= age <= MOST_AGE_S else {}
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    written, results = data.get("time"), data.get("parts")
+    age = time.time() - (float(written) if isinstance(written, int | float) else 0.0)
+    return results if isinstance(results, dict) and 0 <= age <= MAX_AGE_S else {}

@@ -1,4 +1,4 @@
-"""Measuring several things in turns, so that a disturbance spoils a sample of each and all of none."""
+"""Measurements in rounds, a sample of each: a disturbance spoils one sample of each and all of none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 def rounds(
     ranks: Ranks,
-    cases: Sequence[Callable[[], Result]],
+    measurements: Sequence[Callable[[], Result]],
     *,
     at_least: int,
     at_most: int,
@@ -36,21 +36,21 @@ def rounds(
     progress: Callable[[float], None],
     enough: Callable[[list[list[list[Result]]]], bool] = lambda results: False,
 ) -> list[list[list[Result]]]:
-    """Run every case once a round; the results by case, round and rank, the same on every rank.
+    """Make every measurement once a round; its results by round and rank, the same on every rank.
 
-    All ranks run a case at the same time; it begins with a barrier of its own. After ``at_least`` rounds it
-    ends when ``enough`` says so of the results so far, or when another round would exceed the budget.
+    All ranks make a measurement at the same time; it begins with a barrier of its own. Rounds end, after
+    ``at_least`` of them, when ``enough`` of the results so far, or when another would exceed the budget.
     """
-    results: list[list[list[Result]]] = [[] for _ in cases]
+    results: list[list[list[Result]]] = [[] for _ in measurements]
     started = time.perf_counter()
     with no_garbage_collection():
         for done in range(1, at_most + 1):
-            mine = []
-            for index, case in enumerate(cases):
-                mine.append(case())
-                share = (done - 1 + (index + 1) / len(cases)) / at_most
+            own = []
+            for index, measurement in enumerate(measurements):
+                own.append(measurement())
+                share = (done - 1 + (index + 1) / len(measurements)) / at_most
                 progress(max(share, min(1.0, (time.perf_counter() - started) / budget_s)))
-            gathered = ranks.gather((mine, time.perf_counter() - started))
+            gathered = ranks.gather((own, time.perf_counter() - started))
             for index, result in enumerate(results):
                 result.append([rank[index] for rank, _ in gathered])
             elapsed = max(spent for _, spent in gathered)

@@ -1,4 +1,4 @@
-"""What repeated measurements say: the middle, the scatter, and curves that rise."""
+"""Statistics of repeated measurements: means without outliers, spread, and curves that rise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 TRIMMED = 0.05
-"""The share of samples at each end that a mean leaves out: what happened once is no property."""
+"""Share of samples at each end that a mean leaves out: rare disturbances are no property of the machine."""
 
 
 def trimmed_mean(samples: Sequence[float]) -> float:
@@ -26,7 +26,7 @@ def trimmed_mean(samples: Sequence[float]) -> float:
 
 
 def nanoseconds(seconds: float) -> float:
-    """Rounded to what a profile is read at."""
+    """Seconds rounded to nanoseconds, a profile's resolution."""
     return round(seconds, 9)
 
 

@@ -1,0 +1,138 @@
+"""One forward and backward at each micro-batch size: the order of its calls, their memory and FLOPs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hzplan.core.schedule import Use
+from hzplan.errors import UserError, one_line
+from hzplan.models.recompute import Switch
+from hzplan.profiler.model.build import RunnableModel
+from hzplan.profiler.model.calls import RecordedCalls, Step
+from hzplan.profiler.model.flops import FlopProbe
+from hzplan.profiler.model.memory import Segment, memory_trace
+from hzplan.profiler.session.ranks import Ranks
+
+WARM_UPS = 2
+"""Passes before the first that counts: allocators, caches and libraries are then set up."""
+
+NOT_FIXED = "the order in which modules are used must be fixed for a plan; take branches out that depend on"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward at a micro-batch size, as far as it is the same every time."""
+
+    micro_batch: int
+    step: Step
+    uses: tuple[Use, ...]
+    memory: tuple[Segment, ...]
+    flops: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """One rank's uses, twice, and their memory; or why they failed."""
+
+    uses: tuple[Use, ...] = ()
+    repeated: tuple[Use, ...] = ()
+    memory: Sequence[Segment] = ()
+    failure: str = ""
+
+
+def record_passes(
+    ranks: Ranks,
+    model: RunnableModel,
+    micro_batches: Sequence[int],
+    progress: Callable[[float], None],
+) -> list[Pass]:
+    """Record a pass of every size; the same on every rank. All ranks run at the same time.
+
+    A weight-shared model's memory and FLOPs are those of its shapes.
+
+    Raises UserError when the model cannot run, or does not use its units in the same order every time.
+    """
+    shapes = model.shapes if model.weight_shared else None
+    passes = []
+    for size in micro_batches:
+        step = model.steps[size]
+        by_rank = ranks.gather(_record(ranks, model.calls, step, follow_memory=shapes is None))
+        for rank, recorded in enumerate(by_rank):
+            if recorded.failure:
+                where = f" on rank {rank}" if ranks.size > 1 else ""
+                raise UserError(
+                    f"{model.name}: a forward and backward with micro-batch {size} failed{where}: "
+                    f"{recorded.failure}"
+                )
+        uses = by_rank[0].uses
+        if any({recorded.uses, recorded.repeated} != {uses} for recorded in by_rank):
+            raise UserError(f"{model.name}: {NOT_FIXED} rank, data or chance")
+        if shapes is not None:
+            if uses != shapes.uses:
+                raise UserError(f"{model.name}: {NOT_FIXED} values")
+            memory = tuple(Segment(cost.retained_bytes, cost.peak_bytes) for cost in shapes.costs[size])
+            flops = [cost.flops for cost in shapes.costs[size]]
+        else:
+            memory = _middle([recorded.memory for recorded in by_rank])
+            # Counting has no noise, but costs seconds of imports: one rank does it.
+            flops = ranks.share(_flops(model.calls, step) if ranks.rank == 0 else [])
+        passes.append(Pass(size, step, uses, memory, tuple(flops)))
+        progress(len(passes) / len(micro_batches))
+    return passes
+
+
+def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bool) -> _Recorded:
+    try:
+        for _ in range(WARM_UPS):
+            uses = calls.run(step)
+        if not uses:
+            return _Recorded(failure="its loss uses no module that has parameters")
+        if not follow_memory:
+            return _Recorded(uses, uses)
+        with memory_trace(ranks.device) as trace:
+            repeated = calls.run(step, trace)
+        return _Recorded(uses, repeated, trace.segments())
+    except Exception as error:  # the user's model, which may raise anything
+        return _Recorded(failure=one_line(error))
+
+
+def record_recomputation(
+    ranks: Ranks, calls: RecordedCalls, passes: Sequence[Pass], switch: Switch
+) -> list[Pass]:
+    """The same passes with every unit's forward computed again; none where the model does not allow it."""
+    recomputing = []
+    for recorded in passes:
+        step, memory, as_before = switch.around(recorded.step), list[Segment](), False
+        try:
+            calls.run(step)
+            with memory_trace(ranks.device) as trace:
+                as_before = calls.run(step, trace) == recorded.uses
+            memory = trace.segments()
+        except Exception:  # the user's model, which may not bear to be run twice
+            as_before = False
+        by_rank = ranks.gather((as_before, memory))
+        if not all(same for same, _ in by_rank):
+            return []
+        middle = _middle([segments for _, segments in by_rank])
+        recomputing.append(Pass(recorded.micro_batch, step, recorded.uses, middle, recorded.flops))
+    return recomputing
+
+
+def _middle(by_rank: Sequence[Sequence[Segment]]) -> tuple[Segment, ...]:
+    """The middle rank's memory; ranks differ only where the model looks at its data."""
+    return tuple(
+        Segment(
+            statistics.median_high(segment.retained_bytes for segment in segments),
+            statistics.median_high(segment.peak_bytes for segment in segments),
+        )
+        for segments in zip(*by_rank, strict=True)
+    )
+
+
+def _flops(calls: RecordedCalls, step: Step) -> list[int]:
+    probe = FlopProbe()
+    with probe.counter:
+        calls.run(step, probe)
+    return probe.flops()
