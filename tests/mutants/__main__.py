@@ -1,0 +1,161 @@
+"""``python -m tests.mutants``: breaks the product on purpose, one line at a time; ``make mutants``.
+
+Every mutant is made in a copy of the tree, never in the tree itself. First its hinted tests run, and where they
+pass, all of ``make test``. A test that fails without the mutant too has seen nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parents[2]
+HINTED_S, WHOLE_S = 300.0, 3600.0
+"""Limits of the hinted tests and of a whole suite, in seconds; a run that exceeds its limit hangs."""
+
+HANGS = "a hang"
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake: ``old`` in ``file`` (under hzplan/) becomes ``new``. ``tests``: where to look first."""
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+    def mutated(self, root: Path = ROOT) -> str:
+        """The file's text with the mistake; ValueError where ``old`` is not in it exactly once."""
+        path = root / "hzplan" / self.file
+        if not path.exists():
+            raise ValueError(f"{self.name}: no file hzplan/{self.file}")
+        text = path.read_text(encoding="utf-8")
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: fragment found {found} times in hzplan/{self.file}: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+def mutants() -> list[Mutant]:
+    """All of ``mutants.toml``."""
+    data = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8"))
+    return [Mutant(**{**one, "tests": tuple(one["tests"])}) for one in data["mutant"]]
+
+
+def problems(some: Sequence[Mutant]) -> list[str]:
+    """Why mutants cannot be made from the tree as it is, a line each."""
+    found = []
+    for mutant in some:
+        try:
+            compile(mutant.mutated(), mutant.file, "exec")
+        except (ValueError, SyntaxError) as error:
+            found.append(str(error))
+    return found
+
+
+def copy_of(root: Path, folder: Path) -> Path:
+    """The files of a tree that git knows, or would, copied into a folder."""
+    listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.check_output(listing, text=True).split("\0")):
+        if (root / name).is_file():  # else removed, and not yet committed
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name)
+    return folder
+
+
+def failing(tree: Path, command: Sequence[str], limit_s: float) -> str | None:
+    """Run tests in a tree until one fails: its name, HANGS at the limit, None where all pass."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment["PYTEST_ADDOPTS"] = "-x --tb=no -rfE -p no:cacheprovider"
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return HANGS
+    if process.returncode == 0:
+        return None
+    named = FAILED.search(said)
+    return named[1] if named else f"exit code {process.returncode}: {' '.join(said.split()[-30:])}"
+
+
+def whole(target: str) -> list[str]:
+    """A target of the Makefile, as it runs its tests, with this interpreter and nothing installed."""
+    return ["make", "-o", ".venv/.installed", target, f"PY={sys.executable}"]
+
+
+def tried(mutant: Mutant, clean: Path, target: str | None) -> tuple[str | None, float]:
+    """Which test sees a mutant, None where none does, and the seconds that it took to know."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hzplan-mutant-") as folder:
+        tree = copy_of(ROOT, Path(folder))
+        (tree / "hzplan" / mutant.file).write_text(mutant.mutated(), encoding="utf-8")
+        pytest = [sys.executable, "-m", "pytest"]
+        found = failing(tree, [*pytest, *mutant.tests], HINTED_S) if mutant.tests else None
+        if found is None and target is not None:
+            found = failing(tree, whole(target), WHOLE_S)
+    if found is not None and "::" in found and failing(clean, [*pytest, found], HINTED_S) is not None:
+        print(f"{mutant.name}: {found} fails without it too", file=sys.stderr)
+        found = None
+    return found, time.monotonic() - began
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="A mutant's name; may be repeated.")] = None,
+    jobs: Annotated[int, typer.Option(help="So many mutants at once.")] = 1,
+    everything: Annotated[bool, typer.Option("--all", help="Fall back to test-all, not test.")] = False,
+    hinted: Annotated[bool, typer.Option("--hinted", help="Run the hinted tests alone.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only see that every mutant can be made.")] = False,
+) -> None:
+    """Break the product one line at a time, and say which test sees it; exit 1 where none does."""
+    chosen = [mutant for mutant in mutants() if not only or mutant.name in only]
+    if unknown := {*(only or [])} - {mutant.name for mutant in chosen}:
+        raise SystemExit(f"no mutant is called {', '.join(sorted(unknown))}")
+    if found := problems(chosen):
+        raise SystemExit("\n".join(found))
+    if check:
+        print(f"{len(chosen)} mutants can be made")
+        return
+    target = None if hinted else "test-all" if everything else "test"
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="hzplan-clean-") as folder, ThreadPoolExecutor(jobs) as pool:
+        clean = copy_of(ROOT, Path(folder))
+        for mutant, (test, seconds) in zip(
+            chosen, pool.map(partial(tried, clean=clean, target=target), chosen), strict=True
+        ):
+            print(f"{mutant.name:35} {seconds:6.0f} s  {test or 'SURVIVED'}", flush=True)
+            survived += [] if test else [mutant]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutants caught")
+    for mutant in survived:
+        print(f"not seen: {mutant.name} (hzplan/{mutant.file}): {mutant.breaks}")
+    raise SystemExit(bool(survived))
+
+
+if __name__ == "__main__":
+    typer.run(main)
