@@ -1,7 +1,7 @@
 """``python -m tests.mutants``: breaks the product on purpose, one line at a time; ``make mutants``.
 
-Every mutant is made in a copy of the tree, never in the tree itself. First its hinted tests run, and where they
-pass, all of ``make test``. A test that fails without the mutant too has seen nothing.
+Every mutant is made in a copy of the tree, never in the tree itself. Its hinted tests run first; where they pass,
+all of ``make test`` does. A test that fails, or hangs, without the mutant too has seen nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ ROOT = Path(__file__).parents[2]
 HINTED_S, WHOLE_S = 300.0, 3600.0
 """Limits of the hinted tests and of a whole suite, in seconds; a run that exceeds its limit hangs."""
 
-HANGS = "a hang"
+CLEAN, HANGS = "clean", "a hang"
+RUNNING: set[int] = set()
+"""Process groups of the tests that run now, to be ended with this process."""
+NOTHING_RAN = (4, 5)
+"""What pytest answers where a hint names no test."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -85,44 +89,45 @@ def failing(tree: Path, command: Sequence[str], limit_s: float) -> str | None:
     """Run tests in a tree until one fails: its name, HANGS at the limit, None where all pass."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     environment["PYTEST_ADDOPTS"] = "-x --tb=no -rfE -p no:cacheprovider"
-    with subprocess.Popen(
-        command,
-        cwd=tree,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes) as process:
+        RUNNING.add(process.pid)
         try:
             said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return HANGS
-    if process.returncode == 0:
-        return None
-    named = FAILED.search(said)
-    return named[1] if named else f"exit code {process.returncode}: {' '.join(said.split()[-30:])}"
+        finally:
+            RUNNING.discard(process.pid)
+    if named := FAILED.search(said):
+        return named[1]
+    last = " ".join(said.split()[-30:])
+    if process.returncode in NOTHING_RAN:
+        print(f"{' '.join(command)}: {last}", file=sys.stderr)
+    return None if process.returncode in (0, *NOTHING_RAN) else f"exit code {process.returncode}: {last}"
 
 
-def whole(target: str) -> list[str]:
-    """A target of the Makefile, as it runs its tests, with this interpreter and nothing installed."""
-    return ["make", "-o", ".venv/.installed", target, f"PY={sys.executable}"]
+def tried(mutant: Mutant, folder: Path, target: str | None) -> tuple[str | None, float]:
+    """Which test sees a mutant, None where none does, and the seconds that it took to know.
 
-
-def tried(mutant: Mutant, clean: Path, target: str | None) -> tuple[str | None, float]:
-    """Which test sees a mutant, None where none does, and the seconds that it took to know."""
+    ``folder`` has an unchanged copy of the tree; ``target``: of the Makefile, None for the hinted tests alone.
+    """
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hzplan-mutant-") as folder:
-        tree = copy_of(ROOT, Path(folder))
-        (tree / "hzplan" / mutant.file).write_text(mutant.mutated(), encoding="utf-8")
-        pytest = [sys.executable, "-m", "pytest"]
-        found = failing(tree, [*pytest, *mutant.tests], HINTED_S) if mutant.tests else None
-        if found is None and target is not None:
-            found = failing(tree, whole(target), WHOLE_S)
-    if found is not None and "::" in found and failing(clean, [*pytest, found], HINTED_S) is not None:
-        print(f"{mutant.name}: {found} fails without it too", file=sys.stderr)
-        found = None
+    tree, pytest = copy_of(ROOT, folder / mutant.name), [sys.executable, "-m", "pytest"]
+    (tree / "hzplan" / mutant.file).write_text(mutant.mutated(), encoding="utf-8")
+    # As the Makefile runs them, with this interpreter and nothing installed.
+    whole = ["make", "-o", ".venv/.installed", str(target), f"PY={sys.executable}"]
+    runs = [([*pytest, *mutant.tests], HINTED_S)] * bool(mutant.tests) + [(whole, WHOLE_S)] * bool(target)
+    found = None
+    for command, limit_s in runs:
+        found = failing(tree, command, limit_s)
+        again = [*pytest, found] if found and "::" in found else command
+        if found and failing(folder / CLEAN, again, limit_s):
+            print(f"{mutant.name}: {found} without it too", file=sys.stderr)
+            found = None
+        if found:
+            break
+    shutil.rmtree(tree, ignore_errors=True)
     return found, time.monotonic() - began
 
 
@@ -143,14 +148,23 @@ def main(
         print(f"{len(chosen)} mutants can be made")
         return
     target = None if hinted else "test-all" if everything else "test"
-    survived = []
-    with tempfile.TemporaryDirectory(prefix="hzplan-clean-") as folder, ThreadPoolExecutor(jobs) as pool:
-        clean = copy_of(ROOT, Path(folder))
-        for mutant, (test, seconds) in zip(
-            chosen, pool.map(partial(tried, clean=clean, target=target), chosen), strict=True
-        ):
+    folder, survived = Path(tempfile.mkdtemp(prefix="hzplan-mutants-")), []
+
+    def end(number: int, frame: object) -> None:
+        for group in RUNNING:
+            os.killpg(group, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+    copy_of(ROOT, folder / CLEAN)
+    with ThreadPoolExecutor(jobs) as pool:
+        results = pool.map(partial(tried, folder=folder, target=target), chosen)
+        for mutant, (test, seconds) in zip(chosen, results, strict=True):
             print(f"{mutant.name:35} {seconds:6.0f} s  {test or 'SURVIVED'}", flush=True)
             survived += [] if test else [mutant]
+    shutil.rmtree(folder, ignore_errors=True)
     print(f"{len(chosen) - len(survived)} of {len(chosen)} mutants caught")
     for mutant in survived:
         print(f"not seen: {mutant.name} (hzplan/{mutant.file}): {mutant.breaks}")
