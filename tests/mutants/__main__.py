@@ -1,7 +1,7 @@
 """``python -m tests.mutants``: breaks the product on purpose, one line at a time; ``make mutants``.
 
-Every mutant is made in a copy of the tree, never in the tree itself. Its hinted tests run first; where they pass,
-all of ``make test`` does. A test that fails, or hangs, without the mutant too has seen nothing.
+Every mutant is made in a copy of the tree, never in the tree itself. Its hinted tests run first; where they
+pass, all of ``make test`` does. A test that fails, or hangs, without the mutant too has seen nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,12 +25,8 @@ import typer
 ROOT = Path(__file__).parents[2]
 HINTED_S, WHOLE_S = 300.0, 3600.0
 """Limits of the hinted tests and of a whole suite, in seconds; a run that exceeds its limit hangs."""
-
 CLEAN, HANGS = "clean", "a hang"
-RUNNING: set[int] = set()
-"""Process groups of the tests that run now, to be ended with this process."""
-NOTHING_RAN = (4, 5)
-"""What pytest answers where a hint names no test."""
+NOTHING_RAN = (4, 5)  # pytest's exit codes where a hint names no test
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -45,11 +39,11 @@ class Mutant:
     file: str
     old: str
     new: str
-    tests: tuple[str, ...] = ()
+    tests: list[str]
 
-    def mutated(self, root: Path = ROOT) -> str:
+    def mutated(self) -> str:
         """The file's text with the mistake; ValueError where ``old`` is not in it exactly once."""
-        path = root / "hzplan" / self.file
+        path = ROOT / "hzplan" / self.file
         if not path.exists():
             raise ValueError(f"{self.name}: no file hzplan/{self.file}")
         text = path.read_text(encoding="utf-8")
@@ -61,7 +55,7 @@ class Mutant:
 def mutants() -> list[Mutant]:
     """All of ``mutants.toml``."""
     data = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8"))
-    return [Mutant(**{**one, "tests": tuple(one["tests"])}) for one in data["mutant"]]
+    return [Mutant(**one) for one in data["mutant"]]
 
 
 def problems(some: Sequence[Mutant]) -> list[str]:
@@ -75,96 +69,84 @@ def problems(some: Sequence[Mutant]) -> list[str]:
     return found
 
 
-def copy_of(root: Path, folder: Path) -> Path:
-    """The files of a tree that git knows, or would, copied into a folder."""
-    listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+def copy_to(folder: Path) -> Path:
+    """Copy the files of the tree that git knows, or would, into a folder."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, subprocess.check_output(listing, text=True).split("\0")):
-        if (root / name).is_file():  # else removed, and not yet committed
+        if (ROOT / name).is_file():  # else removed, and not yet committed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, folder / name)
+            shutil.copy2(ROOT / name, folder / name)
     return folder
 
 
 def failing(tree: Path, command: Sequence[str], limit_s: float) -> str | None:
     """Run tests in a tree until one fails: its name, HANGS at the limit, None where all pass."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    environment["PYTEST_ADDOPTS"] = "-x --tb=no -rfE -p no:cacheprovider"
+    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    env |= {"PYTEST_ADDOPTS": "-x --tb=no -rfE -p no:cacheprovider"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes) as process:
-        RUNNING.add(process.pid)
+    with subprocess.Popen(command, cwd=tree, env=env, start_new_session=True, **pipes) as process:
         try:
             said, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # an interruption too: tests have a session of their own
             os.killpg(process.pid, signal.SIGKILL)
-            return HANGS
-        finally:
-            RUNNING.discard(process.pid)
-    if named := FAILED.search(said):
-        return named[1]
-    last = " ".join(said.split()[-30:])
+            if isinstance(error, subprocess.TimeoutExpired):
+                return HANGS
+            raise
+    last = f"exit code {process.returncode}: {' '.join(said.split()[-30:])}"
     if process.returncode in NOTHING_RAN:
         print(f"{' '.join(command)}: {last}", file=sys.stderr)
-    return None if process.returncode in (0, *NOTHING_RAN) else f"exit code {process.returncode}: {last}"
+    named = FAILED.search(said)
+    return None if process.returncode in (0, *NOTHING_RAN) else named[1] if named else last
 
 
 def tried(mutant: Mutant, folder: Path, target: str | None) -> tuple[str | None, float]:
     """Which test sees a mutant, None where none does, and the seconds that it took to know.
 
-    ``folder`` has an unchanged copy of the tree; ``target``: of the Makefile, None for the hinted tests alone.
+    ``folder`` has an unchanged copy of the tree. ``target``: the Makefile's; None: the hinted tests alone.
     """
-    began = time.monotonic()
-    tree, pytest = copy_of(ROOT, folder / mutant.name), [sys.executable, "-m", "pytest"]
+    began, found = time.monotonic(), None
+    tree, pytest = copy_to(folder / mutant.name), [sys.executable, "-m", "pytest"]
     (tree / "hzplan" / mutant.file).write_text(mutant.mutated(), encoding="utf-8")
     # As the Makefile runs them, with this interpreter and nothing installed.
     whole = ["make", "-o", ".venv/.installed", str(target), f"PY={sys.executable}"]
     runs = [([*pytest, *mutant.tests], HINTED_S)] * bool(mutant.tests) + [(whole, WHOLE_S)] * bool(target)
-    found = None
-    for command, limit_s in runs:
+    while runs and found is None:
+        command, limit_s = runs.pop(0)
         found = failing(tree, command, limit_s)
         again = [*pytest, found] if found and "::" in found else command
         if found and failing(folder / CLEAN, again, limit_s):
             print(f"{mutant.name}: {found} without it too", file=sys.stderr)
             found = None
-        if found:
-            break
     shutil.rmtree(tree, ignore_errors=True)
     return found, time.monotonic() - began
 
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="A mutant's name; may be repeated.")] = None,
-    jobs: Annotated[int, typer.Option(help="So many mutants at once.")] = 1,
     everything: Annotated[bool, typer.Option("--all", help="Fall back to test-all, not test.")] = False,
     hinted: Annotated[bool, typer.Option("--hinted", help="Run the hinted tests alone.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only see that every mutant can be made.")] = False,
 ) -> None:
-    """Break the product one line at a time, and say which test sees it; exit 1 where none does."""
+    """Break the product one line at a time, and say which test sees it; exit 1 where none does.
+
+    One mutant at a time: what else runs makes tests hang that do not.
+    """
     chosen = [mutant for mutant in mutants() if not only or mutant.name in only]
     if unknown := {*(only or [])} - {mutant.name for mutant in chosen}:
         raise SystemExit(f"no mutant is called {', '.join(sorted(unknown))}")
     if found := problems(chosen):
         raise SystemExit("\n".join(found))
     if check:
-        print(f"{len(chosen)} mutants can be made")
-        return
+        raise SystemExit(print(f"{len(chosen)} mutants can be made"))
+    survived = []
     target = None if hinted else "test-all" if everything else "test"
-    folder, survived = Path(tempfile.mkdtemp(prefix="hzplan-mutants-")), []
-
-    def end(number: int, frame: object) -> None:
-        for group in RUNNING:
-            os.killpg(group, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(128 + number)
-
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
-    copy_of(ROOT, folder / CLEAN)
-    with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(partial(tried, folder=folder, target=target), chosen)
-        for mutant, (test, seconds) in zip(chosen, results, strict=True):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="hzplan-mutants-", ignore_cleanup_errors=True) as name:
+        copy_to(Path(name, CLEAN))
+        for mutant in chosen:
+            test, seconds = tried(mutant, Path(name), target)
             print(f"{mutant.name:35} {seconds:6.0f} s  {test or 'SURVIVED'}", flush=True)
             survived += [] if test else [mutant]
-    shutil.rmtree(folder, ignore_errors=True)
     print(f"{len(chosen) - len(survived)} of {len(chosen)} mutants caught")
     for mutant in survived:
         print(f"not seen: {mutant.name} (hzplan/{mutant.file}): {mutant.breaks}")
