@@ -69,6 +69,10 @@ soak: $(STAMP) ## train 2,000 steps under random plans in turn, beside one proce
 convergence: $(STAMP) ## train small models for 5,000 steps in bf16, under a plan and under FSDP2 (an hour)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.convergence --docs docs/convergence.md
 
+.PHONY: mutants
+mutants: $(STAMP) ## break the product line by line: which test sees it? (MUTANTS='--only NAME', '--all')
+	$(PY) -m tests.mutants $(MUTANTS)
+
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
