@@ -1,18 +1,16 @@
-"""Starts pythons by forking one that has imported torch and hzplan: a process costs milliseconds, not seconds.
+"""Starts pythons by forking one that has imported torch and hzplan: in milliseconds, not seconds.
 
-``Popen`` is ``subprocess.Popen``; where it is asked for this same Python with a module, a script or code, the
-process is forked instead of executed. Who forks is a server, one for each process of pytest: it has no threads
-and has run nothing but imports. What a command starts in its turn (the ranks of ``hzplan run``, of torchrun) is
-forked by the command itself; a process that is a rank executes what it starts.
+``Popen`` is ``subprocess.Popen``; asked for this Python with a module, a script or code, it forks a process
+instead of executing one. Who forks is a server, one for each process of pytest, which has no threads and has
+done nothing but import. What a forked command starts in its turn (the ranks of ``hzplan run`` or of torchrun)
+the command itself forks. Ranks execute what they start: they have threads.
 
-To its parent a forked process is a child like any other: it is waited for and signalled, has its own arguments,
-environment, folder, standard streams and session, and ends with its own exit code. Three things are different
-from a new process, which is why each kind of launch also has a test with ``cold=True``, and why
-HZPLAN_TESTS_COLD=1 executes everything: all processes hash strings alike, ``/proc/*/cmdline`` is the server's,
-and the interpreter is not taken apart at the end.
-
-What cannot be forked is executed: other programs and options, environments with variables for Python itself,
-systems other than Linux.
+To its parent a forked process is a child like any other. It is waited for and signalled, and has its own
+arguments, environment, folder, standard streams, session and exit code. It differs from a new process in
+three ways: all hash strings alike, ``/proc/PID/cmdline`` and ``environ`` are the server's, and the
+interpreter is not taken apart at the end. Tests of these, and one of each kind of launch, say
+``cold=True``; HZPLAN_TESTS_COLD=1 makes every process a new one. New processes, too, are other programs,
+other options of Python's, those with variables for Python itself, and all where the system is not Linux.
 """
 
 from __future__ import annotations
@@ -58,6 +56,9 @@ IMPORTED = (
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LARGEST = 1 << 18
 """Bytes of a request: arguments and environment."""
+
+_SIGNALS = [getattr(signal, f"SIG{name}") for name in ("TERM", "HUP", "QUIT", "CHLD", "USR1", "USR2")]
+"""What a new process does not handle."""
 
 _real_popen = subprocess.Popen
 
@@ -120,14 +121,25 @@ class Popen(_real_popen):  # type: ignore[type-arg]
         command = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
         program = program_of(command) if all(isinstance(word, str) for word in command) else None
         if executable or preexec_fn or pass_fds or shell or program is None or not _forkable(variables):
-            super()._execute_child(  # type: ignore[misc]
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest
+            usual = super()._execute_child  # type: ignore[misc]
+            usual(
+                args,
+                executable,
+                preexec_fn,
+                close_fds,
+                pass_fds,
+                cwd,
+                env,
+                startupinfo,
+                creationflags,
+                shell,
+                *rest,
             )
             return
         process = Process(program, None if cwd is None else os.fspath(cwd), variables, bool(rest[-2]))
         stdin, _, _, stdout, _, stderr = rest[:6]
         streams = [number if number != -1 else usual for usual, number in enumerate((stdin, stdout, stderr))]
-        self.pid = _fork(process, streams) if _in_server else _server().fork(process, streams)
+        self.pid = _fork(process, streams) if _usual_path else _server().fork(process, streams)
         self._child_created = True
         self._close_pipe_fds(*rest[:6])  # type: ignore[attr-defined]
 
@@ -140,7 +152,7 @@ def _forkable(variables: Mapping[str, str]) -> bool:
     return not others and str(ROOT) in variables.get("PYTHONPATH", "").split(os.pathsep)
 
 
-# ---- the server, as seen by who asks -------------------------------------------------------------------------
+# ---- the server, as seen by who asks -------------------------------------------------------------------
 
 
 class _Server:
@@ -153,7 +165,7 @@ class _Server:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self._process = _real_popen(
-            [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+            [sys.executable, "-c", "from tests.warm import serve; serve()", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
             env=kept | {"PYTHONPATH": str(ROOT)},
@@ -187,10 +199,10 @@ def _server() -> _Server:
     return _servers[0]
 
 
-# ---- the server itself ---------------------------------------------------------------------------------------
+# ---- the server itself ---------------------------------------------------------------------------------
 
-_in_server = False
 _usual_path: list[str] = []
+"""``sys.path`` of this Python, without what differs between commands; empty where this is not the server."""
 
 
 def _serve(asked: socket.socket) -> None:
@@ -248,10 +260,10 @@ def _be(process: Process, streams: Sequence[int]) -> NoReturn:
 
 
 def _forget() -> None:
-    """Undo what the parent did since it imported: signals, hooks, logs, random numbers, its user's modules."""
+    """Undo what the parent did since it imported: signals, hooks, logs, random numbers, user's modules."""
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
@@ -326,14 +338,13 @@ def _run(program: Program) -> int:
     return code & 0xFF
 
 
-def _main() -> None:
-    global _in_server, _usual_path
+def serve() -> None:
+    """Be the server; its only argument is the number of the socket on which it is asked."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _usual_path = [path for path in sys.path if path and Path(path).resolve() != ROOT]
+    _usual_path[:] = [path for path in sys.path if path and Path(path).resolve() != ROOT]
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}  # as hzplan.cli.main sets them
     subprocess.Popen = Popen  # type: ignore[misc]
-    _in_server = True
     found = pkgutil.walk_packages(hzplan.__path__, "hzplan.")
     ours = [module.name for module in found if not module.name.startswith("hzplan.peers")]
     for name in (*IMPORTED, *ours):
@@ -341,10 +352,3 @@ def _main() -> None:
             importlib.import_module(name)
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    # Under its own name, which is what programs import it by.
-    from tests import warm
-
-    warm._main()

@@ -1,7 +1,7 @@
 """Running the command line as a user does, in a process of its own.
 
-``cold=True`` is for tests of the process itself and of how it starts others: it is executed, not forked from one
-that has imported everything (``tests.warm``).
+Processes are forked from one that has imported everything (``tests.warm``). ``cold=True`` starts a new one,
+for tests of the process itself and of how it starts others.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def hzplan(*arguments: object, cwd: Path, timeout_s: float = 120.0, cold: bool =
     return python("-m", "hzplan", *arguments, cwd=cwd, timeout_s=timeout_s, cold=cold, **extra)
 
 
-def torchrun(
-    nproc: int, *arguments: object, cwd: Path, timeout_s: float = 200.0, cold: bool = False
-) -> Done:
+def torchrun(nproc: int, *arguments: object, cwd: Path, timeout_s: float = 200.0, cold: bool = False) -> Done:
     """Run a script, or a module after ``-m``, on local ranks in a folder."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc)
     return python(*launcher, *arguments, cwd=cwd, timeout_s=timeout_s, cold=cold, OMP_NUM_THREADS="1")

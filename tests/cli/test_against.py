@@ -43,7 +43,6 @@ def compared(folder: Path, plan: Path, *arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_every_peer_trains_the_same_and_is_measured(tmp_path: Path) -> None:
     plan, other = tmp_path / "plan.json", tmp_path / "other.json"
     make_plan(mesh="2|2", levels=Levels(1, 1, 2), accumulation=2, clip=True).save(plan)

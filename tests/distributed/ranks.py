@@ -25,8 +25,8 @@ POLL_S = 0.01
 def on_ranks(world: int, target: str, payload: Any, folder: Path, *, join: bool = True) -> Any:
     """Call ``module:function(payload)`` on every rank of one job and return rank 0's answer, as JSON.
 
-    Without ``join`` ranks do not meet, and the function is called with the rank's number and the world besides.
-    Each rank is a process of its own. When one fails the others are killed.
+    Without ``join`` ranks do not meet, and the function is also given the rank's number and the world. Each
+    rank is a process of its own; when one fails the others are killed.
 
     Raises RuntimeError with the standard error of the rank that failed first.
     """
