@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -59,6 +60,15 @@ def on_ranks(world: int, target: str, payload: Any, folder: Path, *, join: bool 
         text = said[failed].read_text(errors="replace")
         raise RuntimeError(f"rank {failed} ended with exit code {codes[failed]}:\n{text}")
     return json.loads((folder / "result.json").read_text())
+
+
+def chosen(request: pytest.FixtureRequest, name: str = "case") -> list[Any]:
+    """Values of a parameter in those tests of the module that share this fixture and are to be run."""
+    fixture, found = request.fixturename, []
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function) and fixture in item.fixturenames:
+            found.append(item.callspec.params[name])
+    return found
 
 
 def _rank(rank: int, world: int, target: str, folder: Path, join: bool) -> None:
