@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
+PARALLEL := --numprocesses 2 --dist loadgroup
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-full accuracy faults fuzz exhaustive soak convergence clean $(VENV)
+.PHONY: help demo test test-all lint bench bench-full accuracy faults fuzz exhaustive soak convergence clean $(VENV)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  (PYTHON=python3.12 make … picks the interpreter, ARGS='-k plan' make test goes to pytest)"
 
 .venv: $(STAMP) ## set up .venv with the tested versions (PYTHON: 3.11 or newer)
@@ -33,8 +34,12 @@ $(STAMP): constraints.txt pyproject.toml
 demo: $(STAMP) ## profile, plan and train a small GPT on this machine
 	$(BIN)/hzplan demo
 
-test: $(STAMP) ## run the tests (ARGS='…' goes to pytest)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
+test: $(STAMP) ## run the tests that guard every claim, within 8 minutes on 2 cores (ARGS='…' goes to pytest)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(ARGS),-m "not long" $(PARALLEL))
+
+test-all: $(STAMP) ## run all tests, and each kind of launch once without warm processes (20 minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL)
+	OMP_NUM_THREADS=1 HZPLAN_TESTS_COLD=1 $(PY) -m pytest $(PARALLEL) -m "launch and not long"
 
 lint: $(STAMP) ## check style, types and the layers of the code
 	$(BIN)/ruff check .

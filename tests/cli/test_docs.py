@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import ROOT, hzplan
 
 
-def test_the_quickstart_is_as_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt:tiny", pytest.param("hf:llama3-8b", marks=pytest.mark.long)])
+def test_the_quickstart_is_as_written(model: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]
     assert len(lines) > 4
     for line in lines:
-        words = shlex.split(line.replace("llama3-70b", "llama3-8b").replace("64GiB,76GiB", "32GiB,64GiB"))
+        words = shlex.split(line.replace("hf:llama3-70b", model).replace("64GiB,76GiB", "32GiB,64GiB"))
         done = hzplan(*words[1:], cwd=tmp_path, timeout_s=180)
         assert done.code == 0, (line, done.stderr)
     assert (tmp_path / "sharding.py").exists()

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,12 @@ import pytest
 from hzplan import emulate
 from hzplan.emulate import Cluster
 from hzplan.emulate.front import execute
-from tests.cli.command import Done, environment, hzplan, started
+from tests.cli import command
+from tests.cli.command import Done, environment
 
+# Processes are looked for by their environment, which a forked one does not show.
+hzplan = partial(command.hzplan, cold=True)
+started = partial(command.started, cold=True)
 SMALL = ("emulate", "--nodes", 2, "--nproc", 2, "--network", "500mbit", "--no-verify")
 
 
@@ -321,8 +326,8 @@ def test_nothing_is_left_however_it_ends(tmp_path: Path) -> None:
     for number, (name, after_s, script) in enumerate(CASES):
         mark = f"HZ_MARK={uuid.uuid4().hex}"
         verify = ["--no-verify"] if number % 2 else []
-        command = ("emulate", *size, *verify, "--", "sh", "-c", script)
-        with started(*command, cwd=tmp_path, HZ_MARK=mark.split("=")[1]) as process:
+        words = ("emulate", *size, *verify, "--", "sh", "-c", script)
+        with started(*words, cwd=tmp_path, HZ_MARK=mark.split("=")[1]) as process:
             assert process.stdout
             if after_s is not None:
                 time.sleep(after_s)

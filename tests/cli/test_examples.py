@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ROOT, Done, hzplan, torchrun
+from tests.cli.command import ROOT, Done, hzplan, python, torchrun
 
 EXAMPLES = ROOT / "examples"
 
@@ -45,7 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_both_loops_train_alike(folder: Path) -> None:
     done = torchrun(2, "train.py", cwd=folder)
     assert done.code == 0, done.stderr
@@ -57,6 +54,7 @@ def test_both_loops_train_alike(folder: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.launch
 def test_an_error_in_the_loop_stays_what_it_is(folder: Path) -> None:
     """Collectives are under way in threads when the interpreter ends, which must not abort it."""
     raising = "    if step == 3 and dist.get_rank() == 1:\n        raise ValueError('mine')\n"
@@ -71,10 +69,8 @@ def test_an_error_in_the_loop_stays_what_it_is(folder: Path) -> None:
 
 def one_process(folder: Path, script: str) -> list[float]:
     """What a script of its own prints, without ranks."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", script, cwd=folder, timeout_s=300)
+    assert done.code == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
@@ -97,7 +93,6 @@ for entry in trainer.state.log_history:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_trainer_trains_as_it_would_alone(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = shutil.copytree(EXAMPLES, tmp_path / "examples")
@@ -137,7 +132,6 @@ for step in range(60):
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_lightning_trains_as_one_process_would(folder: Path) -> None:
     pytest.importorskip("lightning")
     done = torchrun(2, "train_lightning.py", cwd=folder)

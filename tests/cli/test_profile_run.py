@@ -16,7 +16,7 @@ import pytest
 from hzplan.cli import COMMANDS
 from hzplan.core.hierarchy import Levels
 from hzplan.formats.profile import Profile
-from tests.cli.command import environment, hzplan, started
+from tests.cli.command import environment, hzplan, python, started
 from tests.plans import make_plan
 
 RUN_KEYS = {
@@ -56,7 +56,7 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
         "trace.json",
         "--json",
     )
-    done = hzplan("run", "plan.json", *arguments, "--json", cwd=tmp_path)
+    done = hzplan("run", "plan.json", *arguments, "--json", cwd=tmp_path, cold=True)
     assert done.code == 0, done.stderr
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
@@ -97,6 +97,7 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.launch
 def test_plans_differ_in_memory_not_in_losses(tmp_path: Path) -> None:
     results = []
     for name, levels in (("ddp", Levels(0, 0, 0)), ("zero1", Levels(0, 0, 1))):
@@ -134,7 +135,7 @@ class Regression:
     (tmp_path / "regression.py").write_text(source)
     script = "from tests.plans import make_plan; from pathlib import Path\n"
     script += "make_plan('regression:Regression', mesh='2', micro_batch=16).save(Path('plan.json'))"
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), check=True)
+    assert python("-c", script, cwd=tmp_path).code == 0
 
     refused = hzplan("run", "plan.json", "regression:Regression", "--data", "regression.py", cwd=tmp_path)
     assert refused.code == 2
@@ -148,7 +149,8 @@ class Regression:
 
 @pytest.mark.distributed
 def test_profile_measures_and_says_what_to_type_next(tmp_path: Path) -> None:
-    done = hzplan("profile", "gpt:nano", "--nproc", 2, "--micro-batch", "2,1", "-o", "p.json", cwd=tmp_path)
+    arguments = ("--nproc", 2, "--micro-batch", "2,1", "-o", "p.json")
+    done = hzplan("profile", "gpt:nano", *arguments, cwd=tmp_path, cold=True)
     assert done.code == 0, done.stderr
     profile = Profile.load(tmp_path / "p.json")
     assert profile.mesh.world == 2
@@ -194,6 +196,7 @@ def test_units_that_were_asked_for_are_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.launch
 def test_profile_as_json_on_a_given_mesh(tmp_path: Path) -> None:
     arguments = ("--nproc", 2, "--mesh", "1|2", "--micro-batch", "1", "--dtype", "bf16", "--json")
     done = hzplan("profile", "gpt:nano", *arguments, cwd=tmp_path)
@@ -231,7 +234,7 @@ def test_run_joins_an_srun(tmp_path: Path, free_port: int) -> None:
 def test_interruption_ends_the_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
     make_plan("gpt:nano", mesh="2").save(tmp_path / "plan.json")
     command = ("run", "plan.json", "--steps", "1000000", "--metrics", "m.jsonl")
-    with started(*command, cwd=tmp_path) as process:
+    with started(*command, cwd=tmp_path, cold=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("Training"):

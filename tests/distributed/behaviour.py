@@ -91,10 +91,10 @@ def delays(choose: Callable[[Task], float]) -> Iterator[None]:
         yield
 
 
-def random_delays(_: Any) -> dict[str, list[list[float]]]:
-    """By case: the losses of runs in which threads are delayed at random, differently on every rank."""
+def random_delays(number: int) -> dict[str, list[list[float]]]:
+    """By case: the losses of a run without delays, and of runs with random ones, others on every rank."""
     found: dict[str, list[list[float]]] = {}
-    for seed in range(26):
+    for seed in range(number + 1):
         rng = random.Random(100 * seed + dist.get_rank())
         for case in (MIXED, FREE):
             with delays(lambda task, rng=rng, most=0.003 if seed else 0.0: rng.uniform(0, most)):  # type: ignore[misc]

@@ -5,7 +5,6 @@ On ranks of one job that meet anew for every plan, as many of them as it is for.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sys
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
@@ -29,6 +27,7 @@ from hzplan.formats.checkpoint import Checkpoint
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.optimizer import ShardedOptimizer
+from tests.distributed.ranks import on_ranks
 from tests.plans import make_plan
 
 MESHES = ("1", "2", "3", "4", "2|2", "2,2", "5", "6", "2|3", "3,2", "7", "8", "2|2|2", "2,2|2", "4|2", "2|4")
@@ -148,23 +147,24 @@ def _meet(store: dist.Store, name: str, world: int) -> None:
         time.sleep(0.005)  # on fewer processors than ranks, who waits takes from who works
 
 
-def _rank(rank: int, most: int, seeds: list[int], folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", most)
+def differences_of(payload: tuple[list[int], str], rank: int, world: int) -> list[str]:
+    """What differs in these pairs, on rank 0; the ranks meet anew for each."""
+    seeds, folder = payload
+    store = dist.FileStore(f"{folder}/store", world)
     found: list[str] = []
     for seed in seeds:
         place = Path(folder, str(seed))
-        found += differences(seed, most, rank, store, place)
+        found += differences(seed, world, rank, store, place)
         if rank == 0:
             shutil.rmtree(place)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+    return found
 
 
 def wrong_pairs(seeds: list[int], most: int, folder: Path) -> list[str]:
     """What differs in these pairs of plans of at most ``most`` ranks, a line each."""
-    mp.spawn(_rank, (most, seeds, str(folder)), nprocs=most)
-    return [str(line) for line in json.loads((folder / "found.json").read_text())]
+    asked = (seeds, str(folder))
+    found = on_ranks(most, "tests.distributed.pairs:differences_of", asked, folder, join=False)
+    return [str(line) for line in found]
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ def test_launch_order_is_the_schedules(tmp_path: Path) -> None:
         assert found["ran_by_stream"] == found["scheduled_by_stream"]
 
 
-def test_nothing_depends_on_timing(tmp_path: Path) -> None:
-    found = on_ranks(4, f"{MODULE}:random_delays", None, tmp_path)
+@pytest.mark.parametrize("number", [4, pytest.param(25, marks=pytest.mark.long)])
+def test_nothing_depends_on_timing(number: int, tmp_path: Path) -> None:
+    found = on_ranks(4, f"{MODULE}:random_delays", number, tmp_path)
     assert len(found) == 2  # with clipping and without
     for first, *others in found.values():
-        assert len(others) == 25
+        assert len(others) == number
         assert all(losses == first for losses in others)  # bit for bit
 
 

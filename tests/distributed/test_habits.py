@@ -18,6 +18,7 @@ def test_what_is_made_without_memory_is_what_it_would_have_been(tmp_path: Path) 
     assert not any(found.values()), found
 
 
+@pytest.mark.launch
 def test_ragged_and_uneven_batches_count_by_their_tokens(tmp_path: Path) -> None:
     found = on_ranks(4, f"{MODULE}:ragged", None, tmp_path)
     assert len(found) == 8

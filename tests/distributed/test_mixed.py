@@ -12,7 +12,7 @@ import torch
 from hzplan.core.hierarchy import Mesh
 from tests.distributed.mixed import by_hand, cases, in_shards, narrow_cases
 from tests.distributed.oracle import Case
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import chosen, on_ranks
 from tests.distributed.shapes import MODELS
 
 pytestmark = pytest.mark.distributed
@@ -20,16 +20,26 @@ MODULE = "tests.distributed.mixed"
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+def errors(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, float]]:
     """All cases of one world in one job."""
     found: dict[str, dict[str, float]] = {}
     for world in (3, 4):
-        payload = [asdict(case) for case in cases() if Mesh.parse(case.mesh).world == world]
+        payload = [asdict(case) for case in chosen(request) if Mesh.parse(case.mesh).world == world]
         found |= on_ranks(world, f"{MODULE}:run_cases", payload, tmp_path_factory.mktemp(f"world{world}"))
     return found
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def listed(cases: list[Case], short: int) -> list[Any]:
+    """The cases, named; so many of them in ``make test``."""
+    return [
+        pytest.param(case, marks=[] if number < short else pytest.mark.long, id=case.name)
+        for number, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("case", listed(cases(), 7))
 def test_equals_one_process_by_hand(case: Case, errors: dict[str, dict[str, float]]) -> None:
     """A gradient that was rounded to bfloat16 on its way is off by 1e-3, a bfloat16 master by more."""
     assert errors[case.name]["update"] <= 1e-5

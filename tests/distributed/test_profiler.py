@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import hzplan
 from hzplan.formats.profile import Profile
+from tests.cli.command import torchrun
 
 # Fewer repeats than in earnest: what is held here is that ranks agree, not the figures.
 RANK = """
@@ -64,17 +61,8 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     path = tmp_path / "profile.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    source = str(Path(hzplan.__file__).parents[1])
-    done = subprocess.run(
-        [*launch, str(script), str(path), "2|2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(4, script, path, "2|2", cwd=tmp_path, timeout_s=300)
+    assert done.code == 0, done.stderr
     profile = Profile.load(path)
     assert str(profile.mesh) == "2|2"
     assert profile.cluster.backend == "gloo" and profile.cluster.reduce_scatter_by_exchange

@@ -122,7 +122,6 @@ PUBLISHED = {  # parameters, as their authors state them or safetensors' headers
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", known_configs())
 def test_known_models_have_their_parameters(name: str) -> None:
     with torch.device("meta"):
@@ -130,7 +129,6 @@ def test_known_models_have_their_parameters(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(PUBLISHED[name], rel=0.002)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "active"), [("llama3-8b", 7_504_924_672), ("mixtral-8x7b", 12_748_000_000)])
 def test_flops_are_those_of_the_closed_form(name: str, active: int) -> None:
     """Six for every weight that a token meets (all but the embedding's), and attention's four products:
