@@ -13,27 +13,27 @@ from typing import TypeVar
 from hzplan.core.layout import TensorSpec
 from hzplan.core.schedule import Interval, Schedule
 
-LANES = 2
+MAX_IN_FLIGHT = 2
 """Exchanges of a tier that reduce at once: one begins while the other ends."""
 
-MOST_SCRATCH_BYTES = 2 << 20
+MAX_SCRATCH_BYTES = 2 << 20
 """What they receive into, together. More does not make a link faster, and costs memory."""
 
 
 K = TypeVar("K", bound=Hashable)
 
 
-def colour(lives: Mapping[K, Sequence[Interval]], sizes_bytes: Mapping[K, int]) -> dict[K, int]:
+def assign_buffers(live_ranges: Mapping[K, Sequence[Interval]], sizes_bytes: Mapping[K, int]) -> dict[K, int]:
     """Assign buffers to slots, so that buffers that live at the same time have different slots.
 
-    ``lives`` holds the closed intervals of positions in which a buffer is in use. A buffer keeps its slot for
-    good: autograd has saved views of its address. A slot is as large as its largest buffer. Greedy, once
-    largest first and once in order of first use; the smaller total wins, so the result depends on nothing
-    but the arguments.
+    ``live_ranges`` holds the closed intervals of positions in which a buffer is in use. A buffer keeps its
+    slot for good: autograd has saved views of its address. A slot is as large as its largest buffer. Greedy,
+    once largest first and once in order of first use; the smaller total wins, so the result depends on
+    nothing but the arguments.
     """
-    by_size = sorted(lives, key=lambda key: -sizes_bytes[key])
-    by_time = sorted(lives, key=lambda key: lives[key][0])
-    candidates = [_greedy(order, lives) for order in (by_size, by_time)]
+    by_size = sorted(live_ranges, key=lambda key: -sizes_bytes[key])
+    by_time = sorted(live_ranges, key=lambda key: live_ranges[key][0])
+    candidates = [_greedy(order, live_ranges) for order in (by_size, by_time)]
     return min(candidates, key=lambda slots: sum(slot_sizes(slots, sizes_bytes)))
 
 
@@ -45,12 +45,12 @@ def slot_sizes(slots: Mapping[K, int], sizes_bytes: Mapping[K, int]) -> list[int
     return sizes
 
 
-def _greedy(order: Iterable[K], lives: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
+def _greedy(order: Iterable[K], live_ranges: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
     """The first slot that is free, for every buffer. ``busy``: each slot's intervals, sorted, disjoint."""
     slots: dict[K, int] = {}
     busy: list[list[Interval]] = []
     for key in order:
-        own = _merged(lives[key])
+        own = _merged(live_ranges[key])
         slot = next((slot for slot, others in enumerate(busy) if not _meet(own, others)), len(busy))
         if slot == len(busy):
             busy.append([])
@@ -88,9 +88,12 @@ class Slots:
 
 
 def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]) -> Slots:
-    """Colour the schedule's lives, weighing units by the bytes of their tensors."""
+    """Colour the schedule's live_ranges, weighing units by the bytes of their tensors."""
     sizes = {unit: sum(t.nbytes for t in specs) for unit, specs in tensors.items()}
-    return Slots(colour(schedule.unshard_live_ranges, sizes), colour(schedule.gradient_live_ranges, sizes))
+    return Slots(
+        assign_buffers(schedule.unshard_live_ranges, sizes),
+        assign_buffers(schedule.gradient_live_ranges, sizes),
+    )
 
 
 def scratch_bytes(received_bytes: int) -> int:
@@ -98,5 +101,5 @@ def scratch_bytes(received_bytes: int) -> int:
 
     Each lane has room for one such message, or where they are larger for two portions of them.
     """
-    lane = min(MOST_SCRATCH_BYTES // LANES, received_bytes)
-    return LANES * -(-lane // 256) * 256
+    lane = min(MAX_SCRATCH_BYTES // MAX_IN_FLIGHT, received_bytes)
+    return MAX_IN_FLIGHT * -(-lane // 256) * 256

@@ -245,7 +245,7 @@ class _Builder:
         self.fetched: dict[str, int] = {}
         self.stored: dict[str, int] = {}
         self.updated: dict[str, int] = {}
-        self.synced: dict[str, int] = {}
+        self.param_gathered: dict[str, int] = {}
         self.options_read: int | None = (
             None  # the compute task that takes learning rates over for the updates
         )
@@ -378,7 +378,7 @@ class _Builder:
             needed = [step, *(self.updated[unit] for unit in units)]  # which launches it, at the earliest
             for tier in reversed(range(self.tiers)):
                 needed = [self.add(Kind.PARAM_GATHER, f"gather.{tier}", after=needed, units=units, tier=tier)]
-            self.synced |= dict.fromkeys(units, needed[0])
+            self.param_gathered |= dict.fromkeys(units, needed[0])
 
     def with_wraps(self) -> tuple[Task, ...]:
         """Edges from the step before: each stream goes on, a unit's first use needs its update, and learning
@@ -390,8 +390,8 @@ class _Builder:
             heads.setdefault(task.stream, task.index)
         order = {head: {self.tail[stream]} for stream, head in heads.items()}
         needs: dict[int, set[int]] = {}
-        for unit, synced in self.synced.items():
-            needs.setdefault(self.first_unshard[unit], set()).add(synced)
+        for unit, param_gathered in self.param_gathered.items():
+            needs.setdefault(self.first_unshard[unit], set()).add(param_gathered)
         if self.options_read is not None and self.updated:
             needs.setdefault(self.options_read, set()).update(
                 [self.tail[OPTIM_STREAM], *self.stored.values()]
@@ -413,25 +413,25 @@ class _Builder:
     def unshard_live_ranges(self) -> dict[str, tuple[Interval, ...]]:
         accumulation = min(self.accumulation, 3)
         runs = _runs(self.uses, self.requires, self.prefetch, accumulation)
-        lives = {
+        live_ranges = {
             unit: tuple((max(0, first - self.prefetch), last) for first, last in intervals)
             for unit, intervals in runs.items()
         }
         # What no recorded use needs, an evaluation may: it shares with nobody.
         always = ((0, len(self.uses) * accumulation - 1),)
-        return lives | {unit: always for unit in self.requires if unit not in lives}
+        return live_ranges | {unit: always for unit in self.requires if unit not in live_ranges}
 
     def gradient_live_ranges(self) -> dict[str, tuple[Interval, ...]]:
         order = sorted(self.reduced_at)
         micro_batches = min(self.accumulation, 3)
-        lives: dict[str, list[Interval]] = {}
+        live_ranges: dict[str, list[Interval]] = {}
         for micro_batch in range(micro_batches):
             for ordinal, position in enumerate(order, start=micro_batch * len(order)):
                 for unit in self.reduced_at[position]:
-                    lives.setdefault(unit, []).append((ordinal, ordinal + self.gradient_buffers - 1))
+                    live_ranges.setdefault(unit, []).append((ordinal, ordinal + self.gradient_buffers - 1))
         always = [(0, len(order) * micro_batches + self.gradient_buffers)]
-        lives |= {unit: always for unit in self.trainable if unit not in lives}
-        return {unit: tuple(intervals) for unit, intervals in lives.items()}
+        live_ranges |= {unit: always for unit in self.trainable if unit not in live_ranges}
+        return {unit: tuple(intervals) for unit, intervals in live_ranges.items()}
 
 
 def _sorted(indices: Collection[int]) -> tuple[int, ...]:

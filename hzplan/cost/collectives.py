@@ -48,7 +48,7 @@ def _ring_s(tier: TierModel, ranks: int, nbytes: int) -> float:
     return (ranks - 1) * (tier.latency_s.value + nbytes / ranks / rate)
 
 
-def travelling_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:
+def largest_gradient_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:
     """Of the largest unit's gradients."""
     largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
     return largest * ITEM_BYTES[MASTER_DTYPE[dtype]]
@@ -83,7 +83,7 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
             f"with --nodes {nodes}"
         ) from None
     mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
-    largest = travelling_bytes(profile.units, profile.model.dtype)
+    largest = largest_gradient_bytes(profile.units, profile.model.dtype)
     fields = {name: getattr(profile, name) for name in Profile.model_fields}
     fields |= {  # a copy would take what is cached along, the mesh among it
         "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),

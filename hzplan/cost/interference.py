@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-MOST_LOST = 0.95
+MAX_COMPUTE_LOSS = 0.95
 """Of compute's speed, to a tier."""
 
 
@@ -31,7 +31,7 @@ class Interference:
         return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers, wakeup_ns)
 
     @cached_property
-    def surely_lost(self) -> tuple[float, ...]:
+    def compute_loss_bound(self) -> tuple[float, ...]:
         """By tier a share that compute loses whatever else is at work: for every set S of tiers the sum of
         theirs is at most 1 − Π_S (1 − compute_loss), the share that S takes.
 

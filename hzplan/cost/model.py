@@ -15,8 +15,8 @@ from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
 from hzplan.core.schedule import Kind, Schedule, Task, build
 from hzplan.cost.curves import interpolate
-from hzplan.cost.interference import MOST_LOST, Interference
-from hzplan.cost.unit import Part, UnitCost, summed
+from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
+from hzplan.cost.unit import BucketCost, UnitCost, summed
 from hzplan.formats.profile import Profile, RecomputeCost, UseCost
 
 
@@ -60,7 +60,7 @@ class CostModel:
         if not entries:
             return Interference.none(len(self.mesh.tiers), wakeup_ns)
         return Interference(
-            tuple(min(entry.compute_loss, MOST_LOST) for entry in entries),
+            tuple(min(entry.compute_loss, MAX_COMPUTE_LOSS) for entry in entries),
             tuple(entry.communication_slowdown for entry in entries),
             tuple(entry.contention for entry in entries),
             wakeup_ns,
@@ -81,10 +81,10 @@ class CostModel:
         """Nanoseconds of a use's own computation."""
         return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
 
-    def again_ns(self, use_index: int, micro_batch: int) -> int:
+    def recompute_ns(self, use_index: int, micro_batch: int) -> int:
         """Nanoseconds that a use takes longer where its unit computes its forward again."""
-        again = self._use_cost(use_index, micro_batch).recompute
-        return round(again.seconds * 1e9) if again is not None else 0
+        recompute = self._use_cost(use_index, micro_batch).recompute
+        return round(recompute.seconds * 1e9) if recompute is not None else 0
 
     @cached_property
     def recomputable(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class CostModel:
 
     def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
         """Cost of a unit."""
-        return self.together([self.part(bucket) for bucket in buckets])
+        return self.combined([self.part(bucket) for bucket in buckets])
 
     @cached_property
     def _host_curve(self) -> list[tuple[int, float]]:
@@ -193,7 +193,7 @@ class CostModel:
             update_temporary_bytes=unit.update_temporary_bytes + unit.optim_bytes,
         )
 
-    def together(self, parts: Iterable[Part]) -> UnitCost:
+    def combined(self, parts: Iterable[BucketCost]) -> UnitCost:
         """Buckets of one unit: reductions one after the other, gathers of a stage at once.
 
         Gathers of a stage cost what their bytes cost together. Over several stages they share the link, so
@@ -217,7 +217,7 @@ class CostModel:
         unshard, grad_gather, sync = map(summed, times, waited)
         return replace(total, unshard_ns=unshard, grad_gather_ns=grad_gather, param_gather_ns=sync)
 
-    def part(self, bucket: BucketLayout) -> Part:
+    def part(self, bucket: BucketLayout) -> BucketCost:
         """One bucket, for ``together``.
 
         Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
@@ -230,7 +230,7 @@ class CostModel:
             (number, tier, stage, nbytes)
             for number, kind in enumerate((Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER))
             for tier in tiers
-            for stage, nbytes in self.travels(bucket, kind, tier)
+            for stage, nbytes in self.collectives(bucket, kind, tier)
         )
         parameters = replace(
             UnitCost.zero(len(tiers)),
@@ -238,11 +238,13 @@ class CostModel:
             unshard_bytes=bucket.nbytes if mesh.shards[levels.param] > 1 else 0,
         )
         if not bucket.trainable:
-            return Part(parameters, gathers)
+            return BucketCost(parameters, gathers)
 
         def reduced(kind: Kind) -> tuple[int, ...]:
             return tuple(
-                sum(self.collective_ns("reduce_scatter", *way) for way in self.travels(bucket, kind, tier))
+                sum(
+                    self.collective_ns("reduce_scatter", *way) for way in self.collectives(bucket, kind, tier)
+                )
                 for tier in tiers
             )
 
@@ -263,7 +265,7 @@ class CostModel:
                     max(
                         (
                             _received_bytes(bucket, mesh, stage)
-                            for stage, _ in self.travels(bucket, Kind.FINAL_REDUCE, tier)
+                            for stage, _ in self.collectives(bucket, Kind.FINAL_REDUCE, tier)
                         ),
                         default=0,
                     )
@@ -274,9 +276,9 @@ class CostModel:
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
         )
-        return Part(cost, gathers)
+        return BucketCost(cost, gathers)
 
-    def travels(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
+    def collectives(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
         """A bucket's collectives in a task of a kind on a tier: stages, and bytes of their whole buffer."""
         mesh, levels = self.mesh, bucket.levels
         travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
@@ -359,8 +361,10 @@ class CostModel:
             return self.step_ns(schedule)
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
-            again = units[schedule.uses[index].unit].recompute
-            return self.compute_ns(index, micro_batch) + (self.again_ns(index, micro_batch) if again else 0)
+            recompute = units[schedule.uses[index].unit].recompute
+            return self.compute_ns(index, micro_batch) + (
+                self.recompute_ns(index, micro_batch) if recompute else 0
+            )
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
 
 

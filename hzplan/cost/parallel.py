@@ -17,7 +17,7 @@ from math import prod
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES
-from hzplan.cost.collectives import check_whole, collectives, travelling_bytes
+from hzplan.cost.collectives import check_whole, collectives, largest_gradient_bytes
 from hzplan.cost.curves import Curve, interpolate
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, find_cluster
@@ -48,7 +48,7 @@ def share(profile: Profile, parallel: ModelParallel) -> Profile:
     check_whole(profile)
     units, uses = _first_stage(profile, parallel.pipeline)
     width = _width(profile)
-    exchange = _Exchange(profile, parallel, width)
+    exchange = _TensorParallelTime(profile, parallel, width)
     shared = tuple(_share_of_unit(unit, parallel.tensor, width) for unit in units)
     specs = [tensor.spec for unit in shared for tensor in unit.tensors]
     fields = {name: getattr(profile, name) for name in Profile.model_fields}
@@ -78,7 +78,7 @@ def _cluster(profile: Profile, parallel: ModelParallel, units: tuple[UnitEntry, 
     if model is not None:
         mesh = Mesh.of_tiers(*(sizes[tier] for tier in kept))
         links = model.model_copy(update={"tiers": tuple(model.tiers[tier] for tier in kept)})
-        found["collectives"] = collectives(links, mesh, travelling_bytes(units, profile.model.dtype))
+        found["collectives"] = collectives(links, mesh, largest_gradient_bytes(units, profile.model.dtype))
     else:
         mesh, found["collectives"] = _within(profile, parallel, kept)
     names = tuple(profile.cluster.tier_names[tier] for tier in kept)
@@ -232,7 +232,7 @@ def _greedy(lengths: Sequence[float], most: float, count: int) -> list[int]:
     return sizes
 
 
-class _Exchange:
+class _TensorParallelTime:
     """Seconds of tensor parallelism's own collectives in a use: gathers and reductions of activations."""
 
     def __init__(self, profile: Profile, parallel: ModelParallel, width: int) -> None:
@@ -277,7 +277,7 @@ def _among_neighbours(profile: Profile, parallel: ModelParallel) -> list[tuple[i
 
 
 def _share_of_use(
-    use: UseEntry, units: Sequence[UnitEntry], parallel: ModelParallel, exchange: _Exchange
+    use: UseEntry, units: Sequence[UnitEntry], parallel: ModelParallel, exchange: _TensorParallelTime
 ) -> UseEntry:
     unit = next(unit for unit in units if unit.name == use.unit)
     item = ITEM_BYTES[unit.tensors[0].dtype] if unit.tensors else 0
@@ -306,18 +306,18 @@ def _share_of_cost(cost: UseCost, gradient: int, parallel: ModelParallel, exchan
             "peak_bytes": -(-(peak - weight) // ways) + weight // parallel.tensor + more,
         }
 
-    again = cost.recompute
-    if again is not None:
-        again = RecomputeCost(
-            seconds=round(again.seconds / ways + (exchange_s if again.seconds else 0.0), 9),
-            **bytes_of(again.retained_bytes, again.peak_bytes),
+    recompute = cost.recompute
+    if recompute is not None:
+        recompute = RecomputeCost(
+            seconds=round(recompute.seconds / ways + (exchange_s if recompute.seconds else 0.0), 9),
+            **bytes_of(recompute.retained_bytes, recompute.peak_bytes),
         )
     return cost.model_copy(
         update={
             "seconds": round(cost.seconds / ways + exchange_s, 9),
             "straggler_seconds": round(cost.straggler_seconds / ways, 9),
             "flops": cost.flops // ways,
-            "recompute": again,
+            "recompute": recompute,
             **bytes_of(cost.retained_bytes, cost.peak_bytes),
         }
     )

@@ -90,7 +90,7 @@ def floor_ns(
 ) -> float:
     """The second and third of what the objective is the largest of, which need no replay."""
     loads = tier_loads_ns(schedule, durations_ns)
-    lost = interference.surely_lost if interference else (0.0,) * schedule.tiers
+    lost = interference.compute_loss_bound if interference else (0.0,) * schedule.tiers
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
     processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
     return max(processors, *loads)
@@ -121,7 +121,7 @@ def replay_shared(
     each now faster and now slower than the mean, and a collective begins when the last of them has come.
     Exposed time is their mean, compute tasks' times are the first one's.
     """
-    return _Replay(schedule, durations_ns, interference, straggler_ns).run()
+    return _SharedReplay(schedule, durations_ns, interference, straggler_ns).run()
 
 
 PARTS = (-1.0, -1 / 3, 1 / 3, 1.0)
@@ -148,7 +148,7 @@ _Ready = tuple[int, int, str]
 """Of a rank (0 for all), a task, which the end of a stream's task has released."""
 
 
-class _Replay:
+class _SharedReplay:
     """Tasks that wait for so many ends each, those under way, and the time.
 
     Every rank has a compute stream of its own; what ranks do together waits for all of them. A task of a
@@ -179,7 +179,7 @@ class _Replay:
         self.waiting = [self._needed(rank) for rank in range(self.ranks)]
         self.streams = [task.stream for task in schedule.tasks]
         self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
-        self.handed: dict[tuple[int, int], float] = {}  # those on their way to a stream -> when they begin
+        self.waking: dict[tuple[int, int], float] = {}  # those on their way to a stream -> when they begin
         size = self.steps * self.total
         self.starts = [[0.0] * size for _ in range(self.ranks)]  # what they do together: the same for all
         self.ends = [[0.0] * size for _ in range(self.ranks)]
@@ -188,7 +188,7 @@ class _Replay:
     def run(self) -> Timeline:
         """Until all tasks of all steps are done."""
         self._start([(rank, 0, COMPUTE_STREAM) for rank in range(self.ranks)])
-        while self.under_way or self.handed:
+        while self.under_way or self.waking:
             self._pass_time()
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
@@ -234,13 +234,13 @@ class _Replay:
     def _start(self, ready: list[_Ready]) -> None:
         """Start what is ready; tasks of zero length end at once, and what follows them starts.
 
-        What another stream's task has released is handed over first.
+        What another stream's task has released is woken first.
         """
         while ready:
             rank, key, by = ready.pop()
             duration = self._duration_ns(rank, key)
             if duration and self.cost.wakeup_ns and by != self.streams[key % self.total]:
-                self.handed[rank, key] = self.now + self.cost.wakeup_ns
+                self.waking[rank, key] = self.now + self.cost.wakeup_ns
             else:
                 self._begin(rank, key, duration)
             if not duration:
@@ -284,7 +284,7 @@ class _Replay:
         return [by_rank[rank]] if self.computes[index] else by_rank
 
     def _pass_time(self) -> None:
-        """Until the next task ends, or one that was handed over begins."""
+        """Until the next task ends, or one that was woken begins."""
         tasks, total = self.schedule.tasks, self.total
         on_tier = [0] * self.schedule.tiers
         computing = 0.0
@@ -301,7 +301,7 @@ class _Replay:
             _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
         ]
         left = (work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
-        arrival = min(self.handed.values(), default=inf)
+        arrival = min(self.waking.values(), default=inf)
         elapsed = min(min(left, default=inf), arrival - self.now)
         self.now += elapsed
         ready: list[_Ready] = []
@@ -312,8 +312,8 @@ class _Replay:
                 self._end(*one, self.streams[one[1] % total], ready)
             else:
                 self.under_way[one] = more
-        for one in [one for one, begin in self.handed.items() if begin <= self.now + 1e-6]:
-            del self.handed[one]
+        for one in [one for one, begin in self.waking.items() if begin <= self.now + 1e-6]:
+            del self.waking[one]
             self._begin(*one, self._duration_ns(*one))
         self._start(ready)
 
@@ -355,7 +355,7 @@ def _timeline(schedule: Schedule, starts: Sequence[float], ends: Sequence[float]
 
 def critical(schedule: Schedule, timeline: Timeline) -> frozenset[int]:
     """The tasks that a step's end waited for, one after the other: each began when the one before it ended,
-    or was handed over then.
+    or was woken then.
 
     Back from the last compute task to the step's begin, or into the step before.
     """

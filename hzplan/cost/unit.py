@@ -92,7 +92,7 @@ class UnitCost:
         return by_tier[tier] if by_tier else 0
 
 
-class Part(NamedTuple):
+class BucketCost(NamedTuple):
     """A bucket's cost but for gathers, and these: (unshard 0, grad_gather 1 or
     param_gather 2; tier; stage; bytes)."""
 

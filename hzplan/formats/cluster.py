@@ -45,7 +45,7 @@ class TimeFigure(Figure):
     value: Annotated[float, Field(gt=0, le=1)]
 
 
-class Device(Strict):
+class DeviceModel(Strict):
     """One accelerator.
 
     ``flops_per_s``: peak of dense matrix products by dtype, of which ``product_share`` is reached;
@@ -67,7 +67,7 @@ class Device(Strict):
     host_share: ShareFigure | None = None
 
     @classmethod
-    def load(cls, path: Path) -> Device:
+    def load(cls, path: Path) -> DeviceModel:
         """Read a device; UserError of one line when it is not one."""
         return read(path, cls, form="hzplan.device", version=1)
 
@@ -109,7 +109,7 @@ def known_clusters() -> list[str]:
     return sorted(path.stem for folder in FOLDERS for path in (folder / "clusters").glob("*.json"))
 
 
-def find_cluster(name: str) -> tuple[ClusterModel, Device]:
+def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
     """A cluster that comes with hzplan, by name, or the one in a file; and its device, likewise.
 
     A device that does not come with hzplan is a file beside the cluster's. UserError when there is none.
@@ -121,7 +121,7 @@ def find_cluster(name: str) -> tuple[ClusterModel, Device]:
     device = _shipped("devices", cluster.device) or path.parent / f"{cluster.device}.json"
     if not device.exists():
         raise UserError(f"{path}: field device: no {cluster.device}.json beside it, and none that is shipped")
-    return cluster, Device.load(device)
+    return cluster, DeviceModel.load(device)
 
 
 def _shipped(kind: str, name: str) -> Path | None:

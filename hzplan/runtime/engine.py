@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.buffers import LANES, scratch_bytes, slot_sizes
+from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
@@ -127,14 +127,14 @@ class Engine:
         apart = any(receives_apart(device, group) for group in self.groups.values())
         exchanging = any(exchanges(device, group) for group in self.groups.values())
         # What is only paced has no gap at its end that another one could fill.
-        self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
+        self._depth = MAX_IN_FLIGHT if exchanging and self._streams is Streams.TIERS else 1
         sizes = [
             _received_bytes(self.units.values(), tier) if apart else 0 for tier in range(len(self.mesh.tiers))
         ]
         self._scratch = [
             [
-                torch.zeros(scratch_bytes(size) // LANES, dtype=torch.uint8, device=device)
-                for _ in range(LANES)
+                torch.zeros(scratch_bytes(size) // MAX_IN_FLIGHT, dtype=torch.uint8, device=device)
+                for _ in range(MAX_IN_FLIGHT)
             ]
             for size in sizes
         ]
