@@ -1,4 +1,4 @@
-"""Clusters and devices that nobody measured, as data: rates, and where each figure is from.
+"""Models of clusters and devices as data: rates, each with its source.
 
 ``cost_models/clusters/*.json`` and ``cost_models/devices/*.json``, or a user's own files of the same form.
 """
@@ -16,7 +16,7 @@ from hzplan.formats.base import PositiveInt, Strict, read
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (_PACKAGE / "_cost_models", _PACKAGE.parent / "cost_models")
-"""Inside an installed package, and beside it in a checkout."""
+"""Places of ``cost_models``: inside an installed package, and beside it in a checkout."""
 
 
 class Figure(Strict):
@@ -28,19 +28,19 @@ class Figure(Strict):
 
 
 class RateFigure(Figure):
-    """In units per second, not thousands or billions of them."""
+    """A rate in plain units per second (bytes or FLOPs)."""
 
     value: Annotated[float, Field(ge=1e6, le=1e18, allow_inf_nan=False)]
 
 
 class ShareFigure(Figure):
-    """Of a peak."""
+    """A share of a peak rate."""
 
     value: Annotated[float, Field(gt=0, le=1)]
 
 
 class TimeFigure(Figure):
-    """Seconds."""
+    """A time in seconds."""
 
     value: Annotated[float, Field(gt=0, le=1)]
 
