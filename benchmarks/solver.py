@@ -153,8 +153,8 @@ def _one(case: Case, profile: Profile, ratio: float, room: float, request: Reque
     best = outcome.best
     gap = curve[-1][1] / curve[-1][2] - 1
     over = best.predicted.period_ns / best.objective_ns
-    again = len(best.modes.recompute)
-    return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, again, curve)
+    recomputed = len(best.modes.recompute)
+    return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, recomputed, curve)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def main(
 ) -> None:
     """Solve every case and print a table."""
     results = []
-    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim", "again")
+    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim", "recomputed")
     print(f"{'case':<22}" + "".join(f"{title:>10}" for title in titles))
     for case in CASES:
         if only is None or only in case.name:
@@ -235,9 +235,9 @@ modelled, for nodes of eight H100; communication is scaled to take so many times
 ZeRO-3, and memory is so many times the least that fits. Every search is whole: all micro-batch sizes, paces
 and sets of units to recompute. The 405 B model is planned with
 `--model-parallel tp=8,pp=16`: solved is one rank's share of it, over 128 data-parallel ranks. `sim` is the
-predicted step over the objective, in which links are not shared; `again`: how many units are recomputed.
+predicted step over the objective, in which links are not shared; `recomputed`: how many units are.
 
-| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | again |
+| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | recomputed |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|
 """
     page = head + "".join(f"| {' | '.join(_cells(result))} |\n" for result in results)
