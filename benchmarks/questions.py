@@ -25,7 +25,7 @@ from hzplan.cost.model import CostModel
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
 from hzplan.solver.gain import gain
-from hzplan.solver.schemes import Recomputing, Settings, schemes
+from hzplan.solver.schemes import RecomputeOptions, Settings, schemes
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Solved, searches_of, solve
 from hzplan.solver.sweep import with_network
@@ -245,7 +245,7 @@ def eleven(folder: Path) -> Iterator[str]:
         solved = solve(profile, request)
         assert isinstance(solved, Solved), f"{name} fits"
         settings = Settings(searches_of(profile, request), request)
-        offered = settings.recomputing
+        offered = settings.recompute_options
         zero3 = settings.of(schemes(profile.mesh)["ZeRO-3"])
         plain = {frozenset[str](), frozenset(offered.blocks), frozenset(offered.all)}
         by_hand = settings.fastest([one for one in zero3 if one.recompute in plain])
@@ -262,7 +262,7 @@ def eleven(folder: Path) -> Iterator[str]:
         )
 
 
-def _about(one: Evaluation | None, offered: Recomputing) -> str:
+def _about(one: Evaluation | None, offered: RecomputeOptions) -> str:
     """``883 ms, 68.5 GiB, 2 × none``: step, peak, micro-batch size and what is recomputed."""
     if one is None:
         return "does not fit"

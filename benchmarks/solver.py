@@ -32,7 +32,7 @@ from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.problem import build_fastest
 from hzplan.solver.search import FIRST_OFFER
-from hzplan.solver.solve import Infeasible, Request, Solved, Standing, searches_of, solve
+from hzplan.solver.solve import Infeasible, Request, SearchState, Solved, searches_of, solve
 
 CLUSTER = "h100-8x400g"
 RATIOS = (0.3, 1.0, 3.0)
@@ -136,10 +136,10 @@ def measure(case: Case, folder: Path) -> Iterator[Result]:
 def _one(case: Case, profile: Profile, ratio: float, room: float, request: Request) -> Result:
     curve: list[tuple[float, float, float]] = []
 
-    def watch(standing: Standing) -> None:
-        point = standing.best_ms, standing.bound_ms
+    def watch(state: SearchState) -> None:
+        point = state.best_ms, state.bound_ms
         if not curve or curve[-1][1:] != point:
-            curve.append((standing.seconds, *point))
+            curve.append((state.seconds, *point))
 
     started = time.monotonic()
     outcome = solve(profile, request, watch)
@@ -153,8 +153,8 @@ def _one(case: Case, profile: Profile, ratio: float, room: float, request: Reque
     best = outcome.best
     gap = curve[-1][1] / curve[-1][2] - 1
     over = best.predicted.period_ns / best.objective_ns
-    again = len(best.modes.recompute)
-    return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, again, curve)
+    recomputed = len(best.modes.recompute)
+    return Result(case.name, ratio, room, gap, seconds, first(GAP), first(TIGHTER), over, recomputed, curve)
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def beside(case: Case, folder: Path) -> Beside:
     request = Request(int(nothing.smallest.memory.peak * 1.5), batch, TIGHTER)
     one = searches_of(profile, request)[0]
     found = Candidates()
-    while one.open and one.worth(found):
-        one.expand(found, defaultdict(set))
+    while one.has_open_nodes and one.may_improve(found):
+        one.branch(found, defaultdict(set))
     offered = one.offered(found, FIRST_OFFER)
     solvers = (
         pulp.HiGHS(msg=False, threads=1, gapRel=TIGHTER, timeLimit=LIMIT_S),
@@ -186,7 +186,7 @@ def beside(case: Case, folder: Path) -> Beside:
     )
     took, gaps, rows = [], [], 0
     for solver in solvers:
-        problem = build_fastest(one.question, offered, [cut for _, cut in one.lp.cuts])
+        problem = build_fastest(one.question, offered, [cut for _, cut in one.lp.cycles])
         rows = len(problem.lp.constraints)
         started = time.monotonic()
         problem.lp.solve(solver)
@@ -205,7 +205,7 @@ def main(
 ) -> None:
     """Solve every case and print a table."""
     results = []
-    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim", "again")
+    titles = ("comm/comp", "memory", "gap", "s", "to 1%", "to 0.1%", "sim", "recomputed")
     print(f"{'case':<22}" + "".join(f"{title:>10}" for title in titles))
     for case in CASES:
         if only is None or only in case.name:
@@ -235,9 +235,9 @@ modelled, for nodes of eight H100; communication is scaled to take so many times
 ZeRO-3, and memory is so many times the least that fits. Every search is whole: all micro-batch sizes, paces
 and sets of units to recompute. The 405 B model is planned with
 `--model-parallel tp=8,pp=16`: solved is one rank's share of it, over 128 data-parallel ranks. `sim` is the
-predicted step over the objective, in which links are not shared; `again`: how many units are recomputed.
+predicted step over the objective, in which links are not shared; `recomputed`: how many units are.
 
-| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | again |
+| model and ranks | communication/compute | memory | gap | s | to 1 % | to 0.1 % | sim | recomputed |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|
 """
     page = head + "".join(f"| {' | '.join(_cells(result))} |\n" for result in results)

@@ -30,7 +30,7 @@ class CheckFailed(UserError):
     exit_code = 1
 
 
-class Infeasible(UserError):
+class NoPlanFits(UserError):
     """No plan meets the constraints."""
 
     exit_code = 3

@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Recomputing(Setting):
+class RecomputeOptions(Setting):
     """For those who know no plan: the units that it recomputes are, by torch's checkpoint."""
 
     def build_model(self) -> nn.Module:
@@ -87,7 +87,7 @@ def _makers(plan: Plan) -> dict[str, Callable[[], Contender]]:
     workload = load(plan.model.name, seq_len=plan.model.seq_len)
     data = SyntheticBatches(workload, plan.batch.micro_batch, 0)
     ours = Setting(plan, workload, data, lr=LEARNING_RATE, seed=0)
-    others = Recomputing(plan, workload, data, lr=LEARNING_RATE, seed=0)
+    others = RecomputeOptions(plan, workload, data, lr=LEARNING_RATE, seed=0)
     return {
         OURS: partial(Hzplan, ours),
         PLAIN: partial(Local, others),

@@ -13,7 +13,7 @@ from hzplan.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from hzplan.formats.plan import Plan
-    from hzplan.solver.difference import Choice
+    from hzplan.solver.difference import Difference
 
 
 def command(
@@ -60,7 +60,7 @@ def _traffic(path: Path, plan: Plan) -> Mapping[str, int] | None:
     return dict(zip(plan.cluster.tier_names, found, strict=True))
 
 
-def _print_json(changed: Sequence[Choice], numbers: Mapping[str, tuple[float, float]]) -> None:
+def _print_json(changed: Sequence[Difference], numbers: Mapping[str, tuple[float, float]]) -> None:
     from hzplan.solver.difference import shards_text
 
     print(
@@ -84,7 +84,7 @@ def _print_json(changed: Sequence[Choice], numbers: Mapping[str, tuple[float, fl
 
 
 def _show(
-    one: Path, other: Path, changed: Sequence[Choice], numbers: Mapping[str, tuple[float, float]]
+    one: Path, other: Path, changed: Sequence[Difference], numbers: Mapping[str, tuple[float, float]]
 ) -> None:
     from hzplan.cli import console
     from hzplan.solver.difference import shards_text

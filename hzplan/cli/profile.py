@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hzplan.cli.console import Bar
     from hzplan.core.hierarchy import Mesh
     from hzplan.core.layout import Dtype
-    from hzplan.formats.cluster import ClusterModel, Device
+    from hzplan.formats.cluster import ClusterModel, DeviceModel
     from hzplan.formats.profile import Profile
     from hzplan.models.workload import Workload
 
@@ -90,7 +90,7 @@ def command(
     if only is not None:
         if only != "links" or model is not None or links is not None or analytic or known:
             raise UserError("--only links stands without MODEL, --links, --known and --analytic")
-        _in_job(_Links(_dtype(dtype), mesh, output), nproc, as_json=as_json)
+        _in_job(_LinksProfiling(_dtype(dtype), mesh, output), nproc, as_json=as_json)
         return
     if model is None:
         raise UserError(
@@ -104,7 +104,7 @@ def command(
         raise UserError("--cluster has modelled links and --links measured ones; choose one")
     if (cluster is not None or links is not None) and nproc not in (None, 1):
         raise UserError("--nproc is for ranks that measure together; leave it out here")
-    model_here = _Model(
+    model_here = _ModelProfiling(
         *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
         units=tuple(unit or ()),
         known=tuple(known or ()),
@@ -122,7 +122,7 @@ def command(
         _in_job(model_here, nproc, as_json=as_json)
 
 
-def _in_this_process(work: Callable[[Bar], Profile], request: _Model, *, as_json: bool) -> None:
+def _in_this_process(work: Callable[[Bar], Profile], request: _ModelProfiling, *, as_json: bool) -> None:
     """Make a profile here, and show it; UserError in a job, where every rank would."""
     from hzplan.cli import console, ranks
     from hzplan.cli.profile_tables import show
@@ -137,7 +137,7 @@ def _in_this_process(work: Callable[[Bar], Profile], request: _Model, *, as_json
     show(profile, request.output, as_json=as_json)
 
 
-def _in_job(request: _Model | _Links, nproc: int | None, *, as_json: bool) -> None:
+def _in_job(request: _ModelProfiling | _LinksProfiling, nproc: int | None, *, as_json: bool) -> None:
     """Measure on every rank of this job, or of one that is started here."""
     from hzplan.cli import console, ranks
     from hzplan.launch import job
@@ -166,7 +166,7 @@ def _known_clusters() -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Links:
+class _LinksProfiling:
     """To measure a cluster's links without a model."""
 
     dtype: Dtype
@@ -200,7 +200,7 @@ class _Links:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ModelProfiling:
     """To profile a model: where it will run, with links measured before, or in shapes only."""
 
     model: str
@@ -314,7 +314,7 @@ class _Model:
             workload = self.ready()
         return analyse(workload, cluster, device, mesh=mesh, progress=progress, **self.how)
 
-    def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, Device, Mesh]:
+    def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, DeviceModel, Mesh]:
         """A cluster that is known by name or file, with so many nodes."""
         from hzplan.core.hierarchy import Mesh
         from hzplan.formats.cluster import find_cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hzplan.errors import Infeasible, JobFailed, UserError
+from hzplan.errors import JobFailed, NoPlanFits, UserError
 from hzplan.formats.plan import Plan
 
 
@@ -38,14 +38,13 @@ def solved(path: Path, world: int) -> Path:
 
     The batch stays, or becomes the next smaller one that the ranks can share. Links to the slowest tier are
     taken to be as fast as they were. UserError when the plan's profile is not there or cannot be resized,
-    Infeasible when nothing fits.
+    NoPlanFits when nothing fits.
     """
     from hzplan.cost.collectives import with_ranks
     from hzplan.formats.source import profile_of
     from hzplan.solver.emit import emit
     from hzplan.solver.guard import request_of
-    from hzplan.solver.solve import Infeasible as NothingFits
-    from hzplan.solver.solve import Solved, solve
+    from hzplan.solver.solve import Infeasible, Solved, solve
 
     plan = Plan.load(path)
     profile = with_ranks(profile_of(path, plan), world)
@@ -53,8 +52,8 @@ def solved(path: Path, world: int) -> Path:
     batch = plan.batch.global_batch // smallest * smallest or smallest
     request = replace(request_of(plan), global_batch=batch)
     outcome = solve(profile, request)
-    if isinstance(outcome, NothingFits):
-        raise Infeasible(
+    if isinstance(outcome, Infeasible):
+        raise NoPlanFits(
             f"{path}: nothing fits on {world} ranks in {request.memory_bytes / 2**20:,.0f} MiB each; solve "
             "with more --memory, or start more ranks"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hzplan.cli.run_request import TRACED_STEPS, Request
+from hzplan.cli.run_request import TRACED_STEPS, RunRequest
 from hzplan.launch.job import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def command(
     from hzplan.cli import ranks
 
     here = ranks.this_rank(nproc)
-    request = Request(
+    request = RunRequest(
         plan=plan,
         model=model,
         data=data,

@@ -21,7 +21,7 @@ CALIBRATE = 0.2
 """A step predicted wrong by more than this share makes ``run`` mention calibration."""
 
 
-class Report(Watcher):
+class RunReport(Watcher):
     """Rank 0's side of a run; on other ranks it does nothing."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Report(Watcher):
         self._file: IO[str] | None = None
         self._bar = console.Bar("train", shown=shown)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunReport:
         if self._shown and self._corpus is not None:
             console.remark(f"Training on {self._corpus.description}")
         elif self._shown:

@@ -37,7 +37,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """What to train, and every check that needs no other rank."""
 
     plan: Path
@@ -133,7 +133,7 @@ class Request:
         """See to it that there is a plan for that many ranks."""
         self.replanned(world, solves=True)
 
-    def replanned(self, world: int, *, solves: bool) -> Request:
+    def replanned(self, world: int, *, solves: bool) -> RunRequest:
         """The same with a plan for that many ranks; ``solves``: and says so, where it is another."""
         from hzplan.cli import console
         from hzplan.cli.replan import beside, solved
@@ -173,7 +173,7 @@ class Request:
 
     def train(self, ready: Prepared, *, shown: bool, as_json: bool) -> None:
         """Train under the plan; on every rank of the job."""
-        from hzplan.cli.run_report import Report
+        from hzplan.cli.run_report import RunReport
         from hzplan.formats.base import write_text
         from hzplan.show.trace import document
         from hzplan.training.loop import train
@@ -190,7 +190,7 @@ class Request:
             weights=self.weights,
         )
         try:
-            with Report(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
+            with RunReport(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
                 result = train(ready.plan, ready.workload, ready.corpus, options, report)
         except NothingLeft as over:
             if shown:

@@ -76,7 +76,7 @@ def command(
     from hzplan.formats.source import profile_of, profile_path
     from hzplan.solver.evaluate import replay
     from hzplan.solver.explain import alternatives, longest_chain, sharing_s, tier_shares
-    from hzplan.solver.gather import beside
+    from hzplan.solver.report import beside
 
     if plot is not None and sweep is None:
         raise UserError("--plot draws what --sweep finds; give that too")
@@ -178,9 +178,9 @@ def _write_report(
 ) -> None:
     from hzplan.formats.base import write_text
     from hzplan.show.page import page
-    from hzplan.solver.gather import gather
+    from hzplan.solver.report import build_report
 
-    write_text(html, page(gather(str(path), plan, profile, found, _known(plan, profile), measured)))
+    write_text(html, page(build_report(str(path), plan, profile, found, _known(plan, profile), measured)))
 
 
 def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:

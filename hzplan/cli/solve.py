@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from hzplan.errors import Infeasible, JobFailed, UserError
+from hzplan.errors import JobFailed, NoPlanFits, UserError
 
 if TYPE_CHECKING:
     from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.profile import Profile
     from hzplan.solver.baseline import Baseline
-    from hzplan.solver.solve import Infeasible as NothingFits
-    from hzplan.solver.solve import Request, Solved
+    from hzplan.solver.solve import Infeasible, Request, Solved
 
 RESERVED = 0.05
 """The share of a device's memory that is left free when no budget is given: for the CUDA context, NCCL's
@@ -199,20 +198,19 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
     from hzplan.cli import console
     from hzplan.formats.plan import Plan
     from hzplan.solver.evaluate import replay
-    from hzplan.solver.solve import Failed, Standing, solve
-    from hzplan.solver.solve import Infeasible as NothingFits
+    from hzplan.solver.solve import Failed, Infeasible, SearchState, solve
 
     profile, request = asked.profile, asked.request
     near = None if like is None else replay(Plan.load(like), profile, like)
     own = None if baseline is None else _baseline(baseline, profile, request)
     with console.Bar("solve") as bar:
 
-        def show(standing: Standing) -> None:
-            bar.update(str(standing), min(1.0, standing.seconds / request.time_limit_s))
+        def show(state: SearchState) -> None:
+            bar.update(str(state), min(1.0, state.seconds / request.time_limit_s))
 
         outcome = solve(profile, request, show, interruptible=True, baseline=own, like=near)
-    if isinstance(outcome, NothingFits):
-        raise Infeasible(_nothing_fits(profile, request, outcome, as_json=as_json))
+    if isinstance(outcome, Infeasible):
+        raise NoPlanFits(_nothing_fits(profile, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
     _write(asked, outcome, as_json=as_json)
@@ -237,7 +235,7 @@ def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
     return Baseline("yours", plan=replay(plan, profile, path))
 
 
-def _nothing_fits(profile: Profile, request: Request, outcome: NothingFits, *, as_json: bool) -> str:
+def _nothing_fits(profile: Profile, request: Request, outcome: Infeasible, *, as_json: bool) -> str:
     """The smallest memory that would, what takes it, and which pins are in the way."""
     from hzplan.cli import console
     from hzplan.solver.conflict import conflict, decided, more_nodes, moved_to_host
@@ -287,5 +285,5 @@ def _write(asked: _Asked, solved: Solved, *, as_json: bool) -> None:
     plan.save(output)
     gained = gain(solved.best, solved.rows, request)
     reserved = (profile.cluster.memory_bytes, RESERVED) if asked.reserved else None
-    report = solve_report.Report(profile, request, solved, gained, plan, output, reserved)
+    report = solve_report.SolveReport(profile, request, solved, gained, plan, output, reserved)
     print(report.as_json()) if as_json else report.show()

@@ -19,7 +19,7 @@ from hzplan.show import readable
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.gain import Gain
 from hzplan.solver.prefer import tie_of
-from hzplan.solver.schemes import Recomputing
+from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
 
 OPTIMISTIC = (1.04, 1.49)
@@ -28,7 +28,7 @@ predictions were held against."""
 
 
 @dataclass(frozen=True)
-class Report:
+class SolveReport:
     """One result, two renderings. ``gained``: None where no scheme fits. ``reserved``: the device's memory in
     bytes and the share of it that is left free, where that made the budget."""
 
@@ -313,7 +313,7 @@ class Report:
         )
 
     def _recompute(self, found: Evaluation) -> str:
-        return Recomputing.of(found.model).name(found.modes.recompute)
+        return RecomputeOptions.of(found.model).name(found.modes.recompute)
 
     def _choices(self) -> object:
         table = console.table("into how many shards each unit's states are cut", "units", "shards")

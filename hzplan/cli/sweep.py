@@ -12,13 +12,13 @@ from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.cost.collectives import MOST_NODES, nodes_of, with_nodes
 from hzplan.cost.parallel import share
-from hzplan.errors import Infeasible, JobFailed, UserError
+from hzplan.errors import JobFailed, NoPlanFits, UserError
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
 from hzplan.show import front
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation
-from hzplan.solver.solve import Failed, Request, Solved, Standing
+from hzplan.solver.solve import Failed, Request, SearchState, Solved
 from hzplan.solver.sweep import Point, on_front, sweep, with_network
 
 AXES = "memory=40GiB,60GiB,80GiB, nodes=8,16,32, or network=0.5,1,2 (times as fast as profiled)"
@@ -69,18 +69,18 @@ def check_plot(plot: Path | None, keep: Sequence[Path]) -> None:
 def solved_at(
     text: str, profile: Profile, request: Request, parallel: ModelParallel | None = None
 ) -> list[Point]:
-    """Every point's answer; Infeasible or JobFailed where there is no plan at any."""
+    """Every point's answer; NoPlanFits or JobFailed where there is no plan at any."""
     asked = _points(text, profile, request, parallel)
     with console.Bar("solve") as bar:
 
-        def show(number: int, label: str, standing: Standing) -> None:
-            bar.update(f"{label}: {standing}", number / len(asked))
+        def show(number: int, label: str, state: SearchState) -> None:
+            bar.update(f"{label}: {state}", number / len(asked))
 
         points = sweep(asked, show)
     if all(isinstance(point.outcome, Failed) for point in points):
         raise JobFailed(f"--sweep {text}: no plan was found in the time at any point; raise --time-limit")
     if not any(isinstance(point.outcome, Solved) for point in points):
-        raise Infeasible(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
+        raise NoPlanFits(f"--sweep {text}: no plan fits at any point; try hzplan solve without --sweep")
     return points
 
 

@@ -1,1 +1,1 @@
-"""What a step is: sharding hierarchy, layout of buckets, buffers, schedule of tasks. Pure; no torch."""
+"""The training step as data: sharding hierarchy, layout of buckets, buffers, schedule. Pure; no torch."""

@@ -1,6 +1,6 @@
-"""Buffers that units share: which slot of a pool each unit uses, and scratch memory for receiving. Pure.
+"""Buffer assignment: which slot of a buffer pool each unit uses, and scratch memory for receiving. Pure.
 
-Used alike by the cost model, the ILP and the runtime, so that what is counted is what is allocated.
+Cost model, ILP and runtime all use it, so that the bytes counted are the bytes allocated.
 """
 
 from __future__ import annotations
@@ -13,45 +13,44 @@ from typing import TypeVar
 from hzplan.core.layout import TensorSpec
 from hzplan.core.schedule import Interval, Schedule
 
-IN_FLIGHT = 2
-"""In-flight window of a tier's reductions by exchange: one begins while the other ends."""
+MAX_IN_FLIGHT = 2
+"""Exchanges of one tier that reduce at the same time: one begins while the other ends."""
 
-MOST_SCRATCH_BYTES = 2 << 20
-"""Scratch memory of one tier for receiving, bytes, all in-flight messages together. Larger buffers do not
+MAX_SCRATCH_BYTES = 2 << 20
+"""Scratch memory of one tier for receiving, bytes, all in-flight exchanges together. Larger buffers do not
 raise bandwidth."""
-
 
 K = TypeVar("K", bound=Hashable)
 
 
-def colour(lives: Mapping[K, Sequence[Interval]], sizes_bytes: Mapping[K, int]) -> dict[K, int]:
-    """Assign buffers to slots, so that buffers that live at the same time have different slots.
+def assign_buffers(live_ranges: Mapping[K, Sequence[Interval]], sizes_bytes: Mapping[K, int]) -> dict[K, int]:
+    """Assign every buffer a slot such that buffers alive at the same time have different slots.
 
-    ``lives`` holds the closed intervals of positions in which a buffer is in use. A buffer keeps its slot for
-    good: autograd has saved views of its address. A slot is as large as its largest buffer. Greedy, once
-    largest first and once in order of first use; the smaller total wins, so the result depends on nothing
-    but the arguments.
+    ``live_ranges`` holds the closed intervals of positions in which a buffer is in use. A buffer keeps its
+    slot for good: autograd has saved views of its address. A slot is as large as its largest buffer. Greedy,
+    once largest first and once in order of first use; the smaller total wins, so the result depends on
+    nothing but the arguments.
     """
-    by_size = sorted(lives, key=lambda key: -sizes_bytes[key])
-    by_time = sorted(lives, key=lambda key: lives[key][0])
-    candidates = [_greedy(order, lives) for order in (by_size, by_time)]
+    by_size = sorted(live_ranges, key=lambda key: -sizes_bytes[key])
+    by_time = sorted(live_ranges, key=lambda key: live_ranges[key][0])
+    candidates = [_greedy(order, live_ranges) for order in (by_size, by_time)]
     return min(candidates, key=lambda slots: sum(slot_sizes(slots, sizes_bytes)))
 
 
 def slot_sizes(slots: Mapping[K, int], sizes_bytes: Mapping[K, int]) -> list[int]:
-    """The bytes of every slot: those of its largest buffer."""
+    """Bytes of every slot: the size of its largest buffer."""
     sizes = [0] * (max(slots.values(), default=-1) + 1)
     for key, slot in slots.items():
         sizes[slot] = max(sizes[slot], sizes_bytes[key])
     return sizes
 
 
-def _greedy(order: Iterable[K], lives: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
-    """The first slot that is free, for every buffer. ``busy``: each slot's intervals, sorted, disjoint."""
+def _greedy(order: Iterable[K], live_ranges: Mapping[K, Sequence[Interval]]) -> dict[K, int]:
+    """Greedy graph colouring: every buffer gets the first slot that is free over its live ranges."""
     slots: dict[K, int] = {}
-    busy: list[list[Interval]] = []
+    busy: list[list[Interval]] = []  # by slot: intervals in use, sorted and disjoint
     for key in order:
-        own = _merged(lives[key])
+        own = _merged(live_ranges[key])
         slot = next((slot for slot, others in enumerate(busy) if not _meet(own, others)), len(busy))
         if slot == len(busy):
             busy.append([])
@@ -72,7 +71,7 @@ def _merged(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def _meet(own: Sequence[Interval], others: Sequence[Interval]) -> bool:
-    """Whether any two overlap; both are sorted and disjoint in themselves."""
+    """Whether an interval of one list overlaps one of the other; each list is sorted and disjoint."""
     for low, high in own:
         before = bisect_right(others, high, key=lambda other: other[0])
         if before and others[before - 1][1] >= low:
@@ -82,22 +81,26 @@ def _meet(own: Sequence[Interval], others: Sequence[Interval]) -> bool:
 
 @dataclass(frozen=True)
 class Slots:
-    """The static assignment of units to unshard and gradient buffers; independent of the levels chosen."""
+    """The slot of each unit's unshard and gradient buffer; independent of the levels chosen."""
 
     unshard: Mapping[str, int]
     gradient: Mapping[str, int]
 
 
 def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]) -> Slots:
-    """Colour the schedule's lives, weighing units by the bytes of their tensors."""
+    """Assign slots by the schedule's live ranges; a buffer's size is that of its unit's tensors."""
     sizes = {unit: sum(t.nbytes for t in specs) for unit, specs in tensors.items()}
-    return Slots(colour(schedule.unshard_live_ranges, sizes), colour(schedule.gradient_live_ranges, sizes))
+    return Slots(
+        assign_buffers(schedule.unshard_live_ranges, sizes),
+        assign_buffers(schedule.gradient_live_ranges, sizes),
+    )
 
 
 def scratch_bytes(received_bytes: int) -> int:
-    """Bytes of a tier's scratch for exchanges in which a rank receives up to ``received_bytes`` from another.
+    """Scratch of one tier, bytes, for exchanges in which a rank receives up to ``received_bytes`` from a
+    peer.
 
-    Each slot of the in-flight window has room for one such message, or for two portions of a larger one.
+    Each exchange in flight has a part for one such message; larger messages pass through it in portions.
     """
-    slot = min(MOST_SCRATCH_BYTES // IN_FLIGHT, received_bytes)
-    return IN_FLIGHT * -(-slot // 256) * 256
+    part = min(MAX_SCRATCH_BYTES // MAX_IN_FLIGHT, received_bytes)
+    return MAX_IN_FLIGHT * -(-part // 256) * 256

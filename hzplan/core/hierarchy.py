@@ -17,18 +17,20 @@ from math import prod
 from typing import NamedTuple
 
 MAX_LEVELS = 8
-SPLIT_LEVELS = 4  # finer splits multiply the solver's patterns and gain little
+"""Dimensions of a mesh at most."""
+SPLIT_LEVELS = 4
+"""Levels into which ``Mesh.of_tiers`` splits; finer splits multiply the solver's patterns and gain little."""
 
 
 class Stage(NamedTuple):
-    """One collective's span in the hierarchy: between levels ``low`` < ``high``, inside one tier."""
+    """A phase of a hierarchical collective: from level ``low`` to ``high`` > ``low``, inside one tier."""
 
     low: int
     high: int
 
 
 class Levels(NamedTuple):
-    """A tensor's state: the level of its parameter, gradient and optimizer state."""
+    """A triple (ℓp, ℓg, ℓo): the sharding levels of a tensor's parameter, gradient and optimizer state."""
 
     param: int
     grad: int
@@ -140,13 +142,13 @@ class Mesh:
         return rank
 
     def tier_between(self, rank: int, other: int) -> int:
-        """The slowest tier on the way from one rank to another one; 0 from a rank to itself."""
+        """The index of the slowest tier between two ranks; 0 for a rank and itself."""
         pairs = list(zip(self.coordinates(rank), self.coordinates(other), strict=True))
         apart = [any(a != b for a, b in pairs[low:high]) for low, high in self.tier_bounds]
         return max((tier for tier, differ in enumerate(apart) if differ), default=0)
 
     def slice_index(self, rank: int, level: int) -> int:
-        """Which of the ``S_level`` slices the rank holds."""
+        """The index of the slice that the rank holds, out of ``S_level``."""
         index = 0
         for size, digit in zip(self.dims[:level], self.coordinates(rank)[:level], strict=True):
             index = index * size + digit
@@ -164,7 +166,7 @@ class Mesh:
         return index * size, (index + 1) * size
 
     def group(self, rank: int, stage: Stage) -> tuple[int, ...]:
-        """The ranks that ``rank`` meets in a stage, in slice order.
+        """The ranks of the process group of ``rank`` in a stage, in slice order.
 
         They share the level-``low`` slice; their level-``high`` slices tile it in the order returned.
         """
@@ -191,7 +193,7 @@ class Mesh:
         return self.shards[stage.high] // self.shards[stage.low]
 
     def stage_in_tier(self, tier: int, low: int, high: int) -> Stage | None:
-        """The part of the way between two levels that lies in a tier; None when there is nothing to do."""
+        """The part of a tier between two levels as a stage; None where its groups have one rank."""
         tier_low, tier_high = self.tier_bounds[tier]
         stage = Stage(max(low, tier_low), min(high, tier_high))
         if stage.low >= stage.high or self.group_size(stage) == 1:
@@ -199,7 +201,7 @@ class Mesh:
         return stage
 
     def reduce_stages(self, tier: int, grad_level: int, *, final: bool) -> tuple[Stage | None, Stage | None]:
-        """The stages of a reduction on a tier: down to the gradient's own level, then (final) all the way.
+        """The stages of a reduction on a tier: down to the gradient's level, then (``final``) to the finest.
 
         The first accumulates into the gradient slice, the second reduces that slice further in place.
         """
@@ -208,7 +210,8 @@ class Mesh:
         return own, rest
 
     def stages(self) -> tuple[Stage, ...]:
-        """Every stage that a plan can use: any span of levels inside one tier, of more than one rank."""
+        """Every stage that a plan can use: all spans of levels inside a tier whose groups have several
+        ranks."""
         return tuple(
             stage
             for low, high in self.tier_bounds
@@ -218,7 +221,7 @@ class Mesh:
         )
 
     def triples(self) -> tuple[Levels, ...]:
-        """Every legal (ℓp, ℓg, ℓo), skipping levels that add no shards."""
+        """Every legal triple (ℓp, ℓg, ℓo), without levels that have no more shards than the one before."""
         distinct = [k for k in range(self.levels + 1) if k == 0 or self.shards[k] != self.shards[k - 1]]
         return tuple(
             levels

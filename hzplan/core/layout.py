@@ -1,7 +1,7 @@
-"""Where bytes lie: tensors inside a bucket's flat buffer.
+"""The layout of tensors inside a bucket's flat buffer.
 
-Pure arithmetic, used alike by the cost model, the ILP and the runtime, so that what is counted is what is
-allocated. Standard library only.
+Cost model, ILP and runtime all use it, so that the bytes counted are the bytes allocated. Pure arithmetic,
+standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 from hzplan.core.hierarchy import Levels, Mesh
 
 ALIGNMENT_BYTES = 256
+"""Alignment of every tensor in a bucket, bytes."""
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
@@ -21,15 +22,16 @@ ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Bytes per element of the dtypes that parameters may have, by torch's name; float16 needs loss scaling."""
 
 MASTER_DTYPE: Mapping[str, Dtype] = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
-"""What parameters of a dtype are trained in: their master weights, gradients once they leave autograd (in
-accumulation and reduction), and optimizer state."""
+"""By dtype of parameters, the dtype of their master weights, their accumulated and reduced gradients, and
+their optimizer state."""
 
 REDUCE_DTYPES: Mapping[str, tuple[Dtype, ...]] = {
     "float64": ("float64",),
     "float32": ("float32", "bfloat16"),
     "bfloat16": ("float32", "bfloat16"),
 }
-"""What gradients may travel in, by what parameters compute in; the first, the default, rounds nothing."""
+"""By dtype of the computation, the dtypes that gradients may be communicated in; the first is the default and
+rounds nothing."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ OPTIM_STREAM = "optim"
 FETCH_STREAM, STORE_STREAM = "fetch", "store"
 
 HOST_SLOTS = 2
-"""Buffers for states that are on the device for their update: one fills while another empties."""
-
+"""Device buffers for offloaded optimizer states: one is fetched while the other is stored."""
 
 Interval = tuple[int, int]
 """First and last position of a buffer's use, both included."""
@@ -37,7 +36,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Use:
-    """A unit's turn in a forward and backward pass; ``reads``: whether its parameters must be there."""
+    """A module call in a forward or backward pass; ``reads``: whether it needs the unit's parameters."""
 
     unit: str
     phase: Literal["forward", "backward"]
@@ -55,7 +54,7 @@ class Use:
 
 
 class Kind(Enum):
-    """What a task does; the value is the first word of its text form."""
+    """The kind of a task; its value is the first word of the task's text form."""
 
     BEGIN = "begin"
     COMPUTE = "compute"
@@ -72,11 +71,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """One node: what, on which stream, for which units, and after which others.
+    """One node of the schedule's DAG.
 
-    ``after`` are earlier indices of the same step, ``after_previous`` indices in the step before. Without the
-    order of the task's own stream, which says only that it begins after the one before it, they are ``needs``
-    and ``needs_previous``: what must be done for its data to be there.
+    ``after``: indices of predecessors in the same step, ``after_previous`` in the step before. ``needs`` and
+    ``needs_previous``: the data dependencies among them, without the order of the task's own stream.
     ``position`` counts the uses of the whole step (micro-batch × uses + use), -1 where none applies.
     """
 
@@ -130,8 +128,8 @@ class Schedule:
 
     @cached_property
     def distinct(self) -> tuple[list[Task], list[int]]:
-        """Tasks of which no two do the same in different micro-batches, and for every task the place of the
-        one that does what it does."""
+        """The tasks without their repetitions in later micro-batches, and for every task the index of the one
+        that it repeats."""
         places: dict[object, int] = {}
         first: list[Task] = []
         found = []
@@ -153,7 +151,7 @@ class Schedule:
         return self.uses[task.position % len(self.uses)]
 
     def reads(self, use: Use) -> tuple[str, ...]:
-        """The units that must be whole in a use's turn."""
+        """The units that must be unsharded during a use."""
         return self.requires[use.unit] if use.reads else ()
 
     def micro_batch(self, task: Task) -> int:
@@ -245,7 +243,7 @@ class _Builder:
         self.fetched: dict[str, int] = {}
         self.stored: dict[str, int] = {}
         self.updated: dict[str, int] = {}
-        self.synced: dict[str, int] = {}
+        self.param_gathered: dict[str, int] = {}
         self.options_read: int | None = (
             None  # the compute task that takes learning rates over for the updates
         )
@@ -290,7 +288,7 @@ class _Builder:
         )
 
     def unshard(self, position: int, *, after: int) -> None:
-        """From the outermost tier inwards."""
+        """Add the all-gathers of the units used at a position, from the slowest tier to the fastest."""
         units = tuple(self.runs_at.get(position, ()))
         if not units:
             return
@@ -312,7 +310,11 @@ class _Builder:
         return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
 
     def reduce(self, position: int, *, computed: int) -> None:
-        """From the innermost tier outwards; on the last micro-batch to the end and back to the replicas."""
+        """Add the reductions of gradients that are complete at a position, from the fastest tier to the
+        slowest.
+
+        On the last micro-batch they reduce down the whole hierarchy, and gather back to replicas.
+        """
         units = self.reduced_at.get(position % len(self.uses))
         if not units:
             return
@@ -342,7 +344,8 @@ class _Builder:
                     self.update(unit, after=[previous], position=position)
 
     def update(self, unit: str, *, after: Iterable[int], position: int = -1) -> None:
-        """A unit's optimizer step; with its state's ways, and that of the next one in the same buffer."""
+        """Add a unit's optimizer step; with offload also the store of its state, and the fetch of the next
+        state into the same host slot."""
         held = [self.fetched[unit]] if unit in self.fetched else []
         updated = self.add(Kind.UPDATE, OPTIM_STREAM, after=[*after, *held], units=(unit,), position=position)
         self.updated[unit] = updated
@@ -356,17 +359,15 @@ class _Builder:
                 self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
 
     def fetch(self, unit: str, *, after: Iterable[int], position: int) -> None:
-        """A unit's optimizer state comes to the device."""
+        """Add the copy of a unit's optimizer state to the device, where the unit has a host slot."""
         if unit in self.host_slots:
             self.fetched[unit] = self.add(
                 Kind.FETCH, FETCH_STREAM, after=after, units=(unit,), position=position
             )
 
     def step(self) -> None:
-        """The end: with clipping all updates, in the order of use; then parameters travel in that order.
-
-        Without clipping units have been updated as their gradients came.
-        """
+        """Add the end of the step: with clipping all updates, then the gathers of updated parameters, both in
+        the order of first use. Without clipping each unit was updated when its gradient was reduced."""
         order = sorted(self.order, key=lambda unit: self.first_uses[unit])
         step = self.add(Kind.STEP, COMPUTE_STREAM, after=self.reduced.values() if self.clip else ())
         if self.clip:
@@ -378,20 +379,23 @@ class _Builder:
             needed = [step, *(self.updated[unit] for unit in units)]  # which launches it, at the earliest
             for tier in reversed(range(self.tiers)):
                 needed = [self.add(Kind.PARAM_GATHER, f"gather.{tier}", after=needed, units=units, tier=tier)]
-            self.synced |= dict.fromkeys(units, needed[0])
+            self.param_gathered |= dict.fromkeys(units, needed[0])
 
     def with_wraps(self) -> tuple[Task, ...]:
-        """Edges from the step before: each stream goes on, a unit's first use needs its update, and learning
-        rates may change when all updates have read them. A buffer is filled when it has been emptied; that
-        all of them have is waited for with the learning rates, and updates before the first fetches, so that
-        nothing is launched while it runs for the step before."""
+        """The tasks with their edges from the step before.
+
+        Each stream goes on in order. A unit's first unshard needs its gathered update. Learning rates may
+        change when all updates have read them and all states are stored. A host slot is filled when it has
+        been emptied. The first fetches wait for all updates, so that no task is launched while it still runs
+        for the step before.
+        """
         heads: dict[str, int] = {}
         for task in self.tasks:
             heads.setdefault(task.stream, task.index)
         order = {head: {self.tail[stream]} for stream, head in heads.items()}
         needs: dict[int, set[int]] = {}
-        for unit, synced in self.synced.items():
-            needs.setdefault(self.first_unshard[unit], set()).add(synced)
+        for unit, param_gathered in self.param_gathered.items():
+            needs.setdefault(self.first_unshard[unit], set()).add(param_gathered)
         if self.options_read is not None and self.updated:
             needs.setdefault(self.options_read, set()).update(
                 [self.tail[OPTIM_STREAM], *self.stored.values()]
@@ -413,25 +417,25 @@ class _Builder:
     def unshard_live_ranges(self) -> dict[str, tuple[Interval, ...]]:
         accumulation = min(self.accumulation, 3)
         runs = _runs(self.uses, self.requires, self.prefetch, accumulation)
-        lives = {
+        live_ranges = {
             unit: tuple((max(0, first - self.prefetch), last) for first, last in intervals)
             for unit, intervals in runs.items()
         }
-        # What no recorded use needs, an evaluation may: it shares with nobody.
+        # A unit that no recorded use needs may be used in an evaluation, so its buffer is always alive.
         always = ((0, len(self.uses) * accumulation - 1),)
-        return lives | {unit: always for unit in self.requires if unit not in lives}
+        return live_ranges | {unit: always for unit in self.requires if unit not in live_ranges}
 
     def gradient_live_ranges(self) -> dict[str, tuple[Interval, ...]]:
         order = sorted(self.reduced_at)
         micro_batches = min(self.accumulation, 3)
-        lives: dict[str, list[Interval]] = {}
+        live_ranges: dict[str, list[Interval]] = {}
         for micro_batch in range(micro_batches):
             for ordinal, position in enumerate(order, start=micro_batch * len(order)):
                 for unit in self.reduced_at[position]:
-                    lives.setdefault(unit, []).append((ordinal, ordinal + self.gradient_buffers - 1))
+                    live_ranges.setdefault(unit, []).append((ordinal, ordinal + self.gradient_buffers - 1))
         always = [(0, len(order) * micro_batches + self.gradient_buffers)]
-        lives |= {unit: always for unit in self.trainable if unit not in lives}
-        return {unit: tuple(intervals) for unit, intervals in lives.items()}
+        live_ranges |= {unit: always for unit in self.trainable if unit not in live_ranges}
+        return {unit: tuple(intervals) for unit, intervals in live_ranges.items()}
 
 
 def _sorted(indices: Collection[int]) -> tuple[int, ...]:
@@ -441,7 +445,7 @@ def _sorted(indices: Collection[int]) -> tuple[int, ...]:
 def _runs(
     uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], prefetch: int, accumulation: int
 ) -> dict[str, list[Interval]]:
-    """For every unit the (first, last) positions between which it stays whole."""
+    """For every unit the (first, last) positions between which it stays unsharded."""
     runs: dict[str, list[Interval]] = {}
     for position in range(len(uses) * accumulation):
         use = uses[position % len(uses)]
@@ -457,7 +461,7 @@ def _runs(
 def _last_backward(
     uses: Sequence[Use], requires: Mapping[str, tuple[str, ...]], trainable: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """For every use after which gradients are complete: the units concerned."""
+    """By index of a use: the units whose gradients are complete after it."""
     last: dict[str, int] = {}
     backward = False
     for index, use in enumerate(uses):

@@ -1,1 +1,1 @@
-"""What a step costs: seconds and bytes from a profile, and the simulator of the schedule. Pure; no torch."""
+"""The cost of a step: seconds and bytes from a profile, and the simulator of its schedule. Pure; no torch."""

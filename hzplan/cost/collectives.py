@@ -11,13 +11,16 @@ from hzplan.formats.cluster import ClusterModel, TierModel, find_cluster
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile, UnitEntry
 
 LEAST_BYTES = 1 << 10
+"""Smallest message of a modelled curve, bytes."""
 MOST_NODES = 1 << 20
+"""Upper limit of --nodes, so that products of sizes stay inside 64 bits."""
 
 
 def collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
-    """Rings: n − 1 hops, (n − 1)/n of the bytes through each rank (Thakur, Rabenseifner, Gropp 2005, §4).
+    """Modelled curves of all stages as ring collectives, from the smallest message to ``largest_bytes``.
 
-    Lines in bytes, so two points say all.
+    n − 1 hops, (n − 1)/n of the bytes through each rank (Thakur, Rabenseifner, Gropp 2005, §4). The time is
+    linear in bytes, so a curve has two points.
     """
     return tuple(
         CollectiveCurve(
@@ -48,19 +51,19 @@ def _ring_s(tier: TierModel, ranks: int, nbytes: int) -> float:
     return (ranks - 1) * (tier.latency_s.value + nbytes / ranks / rate)
 
 
-def travelling_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:
-    """Of the largest unit's gradients."""
+def largest_gradient_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:
+    """Bytes of the largest unit's gradients."""
     largest = max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
     return largest * ITEM_BYTES[MASTER_DTYPE[dtype]]
 
 
 def nodes_of(profile: Profile) -> int:
-    """How many groups of the tiers inside it the outermost tier joins."""
+    """The number of groups that the outermost tier joins."""
     return prod(profile.mesh.tiers[-1])
 
 
 def check_whole(profile: Profile) -> None:
-    """UserError for the profile of a rank's share, whose curves are not those of whole nodes."""
+    """UserError for the profile of a rank's share of a model: its curves are not those of whole nodes."""
     if profile.parallel is not None:
         raise UserError(
             f"the profile is of a rank's share ({profile.parallel}); solve the whole model's again, with "
@@ -69,7 +72,7 @@ def check_whole(profile: Profile) -> None:
 
 
 def with_nodes(profile: Profile, nodes: int) -> Profile:
-    """A modelled profile on so many nodes. UserError for a measured one, or of a cluster of the user's."""
+    """A modelled profile on ``nodes`` nodes; UserError for a measured one, or for a user's own cluster."""
     if not 1 <= nodes <= MOST_NODES:
         raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
     check_whole(profile)
@@ -83,9 +86,9 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
             f"with --nodes {nodes}"
         ) from None
     mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
-    largest = travelling_bytes(profile.units, profile.model.dtype)
+    largest = largest_gradient_bytes(profile.units, profile.model.dtype)
     fields = {name: getattr(profile, name) for name in Profile.model_fields}
-    fields |= {  # a copy would take what is cached along, the mesh among it
+    fields |= {  # model_copy would keep cached properties, such as the mesh
         "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),
         "collectives": collectives(cluster, mesh, largest),
     }
@@ -93,11 +96,11 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
 
 
 def with_ranks(profile: Profile, world: int) -> Profile:
-    """A profile on more or fewer groups of its outermost tier, for ``world`` ranks in all.
+    """A profile with more or fewer groups in its outermost tier, for ``world`` ranks in all.
 
-    What was measured inside such a group stays. Across n groups a ring carries (n − 1)/n of the bytes, so
-    seconds of the outermost tier change by that ratio; hops are few beside bytes there. UserError where
-    groups would have to be of another size, or there was one only.
+    Curves inside a group stay. Across n groups a ring carries (n − 1)/n of the bytes, so seconds of the
+    outermost tier change by that ratio; latency is neglected there. UserError where ``world`` is no multiple
+    of a group, or where only one group was measured.
     """
     check_whole(profile)
     inner, before = profile.mesh.tiers[:-1], prod(profile.mesh.tiers[-1])

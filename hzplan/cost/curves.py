@@ -1,4 +1,4 @@
-"""Measured curves: seconds at sizes that were measured, and between them. Pure."""
+"""Interpolation of measured curves of seconds over sizes. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Curve = Sequence[tuple[int, float]]
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """Seconds at a size, from measured (size, seconds) points with rising sizes.
+    """Seconds at a size, interpolated from (size, seconds) points of rising size.
 
-    Linear between points; below the first point its own time (a message cannot cost less than its latency);
-    above the last one the slope of the last two, but no less than in proportion to nothing.
+    Linear between points. Below the first point its time, as a message costs at least its latency. Above the
+    last point the slope of the last two, at least 0; from a single point in proportion to the size.
     """
     first_size, first_seconds = curve[0]
     if size <= first_size or len(curve) == 1:

@@ -1,17 +1,17 @@
-"""What compute and communication cost each other while both run. Pure."""
+"""Interference: how much compute and communication slow each other while both run. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-MOST_LOST = 0.95
-"""Of compute's speed, to a tier."""
+MAX_COMPUTE_LOSS = 0.95
+"""Upper limit of the share of compute throughput that communication on one tier may take."""
 
 
 @dataclass(frozen=True)
 class Interference:
-    """What compute and communication cost each other while both run, by tier.
+    """Measured slow-down of compute and communication while both run, by tier.
 
     ``compute_loss``: the share of compute throughput that communication on a tier takes; of several tiers
     each takes its share of what the others leave, as all share processors. ``communication_slowdown``: the
@@ -27,16 +27,16 @@ class Interference:
 
     @classmethod
     def none(cls, tiers: int, wakeup_ns: float = 0.0) -> Interference:
-        """Nobody disturbs anybody."""
+        """No interference; only wake-up latency, nanoseconds."""
         return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers, wakeup_ns)
 
     @cached_property
-    def surely_lost(self) -> tuple[float, ...]:
-        """By tier a share that compute loses whatever else is at work: for every set S of tiers the sum of
-        theirs is at most 1 − Π_S (1 − compute_loss), the share that S takes.
+    def compute_loss_bound(self) -> tuple[float, ...]:
+        """By tier a lower bound on the share of throughput that compute loses to it, whatever other tiers do.
 
-        Tiers in order of what they take, each share that of what those before it leave: with S alone there
-        would be no less left for any of S, so the sum over S is no more than S takes, which telescopes.
+        For every set S of tiers the bounds sum to at most 1 − Π_S (1 − compute_loss), the loss to S. Proof:
+        sort tiers by falling loss; each bound is the tier's share of the throughput that the tiers before it
+        leave. With S alone no less would be left for any tier of S, and the sum over S telescopes.
         """
         left, found = 1.0, [0.0] * len(self.compute_loss)
         for tier in sorted(range(len(self.compute_loss)), key=lambda tier: -self.compute_loss[tier]):

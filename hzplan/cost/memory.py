@@ -14,8 +14,8 @@ from hzplan.cost.unit import UnitCost
 class Memory:
     """Bytes per rank by category; ``peak`` is the largest total over the step's events.
 
-    ``host``: in the host's memory, which is not part of the peak; ``optimizer`` has the slots that it is
-    fetched to.
+    ``host``: offloaded optimizer state in the host's memory, not part of the peak; ``optimizer`` includes the
+    device slots that it is fetched to.
     """
 
     parameters: int
@@ -30,12 +30,12 @@ class Memory:
     peak: int
 
     def by_category(self) -> dict[str, int]:
-        """For tables and files; the host's only where there is something."""
+        """Bytes by category, without the peak; ``host`` only where it is above 0."""
         named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
         return {name: nbytes for name, nbytes in named.items() if nbytes or name != "host"}
 
     def with_activations(self, activation_peak: int, schedule: Schedule) -> Memory:
-        """The memory that was computed without activations, with ``activation_peak`` bytes of them."""
+        """This memory, which has no activations yet, with ``activation_peak`` bytes of them."""
         update = self.activations
         activations = max(activation_peak, update) if schedule.clip else activation_peak + update
         return replace(self, activations=activations, peak=self.peak - update + activations)

@@ -1,4 +1,4 @@
-"""What things cost: collectives, compute, optimizer, bytes. Pure functions of a profile; no torch.
+"""The cost model: seconds and bytes of collectives, compute and optimizer, from a profile. Pure; no torch.
 
 Times are integer nanoseconds and sizes integer bytes, so that sums do not depend on their order.
 """
@@ -15,8 +15,8 @@ from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
 from hzplan.core.schedule import Kind, Schedule, Task, build
 from hzplan.cost.curves import interpolate
-from hzplan.cost.interference import MOST_LOST, Interference
-from hzplan.cost.unit import Part, UnitCost, summed
+from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
+from hzplan.cost.unit import BucketCost, UnitCost, summed
 from hzplan.formats.profile import Profile, RecomputeCost, UseCost
 
 
@@ -27,10 +27,10 @@ def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """A profile, made ready for questions.
+    """The costs that a profile gives, cached.
 
-    ``reduce_dtype``: what gradients travel in; None: what they are kept in. Turning one into the other costs
-    a pass over memory, which is neglected beside the link, and no room.
+    ``reduce_dtype``: the communication dtype of gradients; None: that of the master weights. The cast between
+    them is neglected: it is a pass over memory, needs no buffer, and is short beside the message.
     """
 
     profile: Profile
@@ -54,20 +54,20 @@ class CostModel:
 
     @cached_property
     def interference(self) -> Interference:
-        """As measured; none where it was not."""
+        """The measured interference; none where it was not measured."""
         wakeup_ns = (self.profile.cluster.wakeup_seconds or 0.0) * 1e9
         entries = self.profile.interference
         if not entries:
             return Interference.none(len(self.mesh.tiers), wakeup_ns)
         return Interference(
-            tuple(min(entry.compute_loss, MOST_LOST) for entry in entries),
+            tuple(min(entry.compute_loss, MAX_COMPUTE_LOSS) for entry in entries),
             tuple(entry.communication_slowdown for entry in entries),
             tuple(entry.contention for entry in entries),
             wakeup_ns,
         )
 
     def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
-        """Nanoseconds of a collective whose whole buffer has ``nbytes``."""
+        """Nanoseconds of a collective on a stage; ``nbytes``: of its whole, gathered, buffer."""
         key = operation, stage, nbytes
         if key not in self._known:
             self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
@@ -78,13 +78,13 @@ class CostModel:
         return {}
 
     def compute_ns(self, use_index: int, micro_batch: int) -> int:
-        """Nanoseconds of a use's own computation."""
+        """Nanoseconds of a use's computation, without recomputation."""
         return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
 
-    def again_ns(self, use_index: int, micro_batch: int) -> int:
-        """Nanoseconds that a use takes longer where its unit computes its forward again."""
-        again = self._use_cost(use_index, micro_batch).recompute
-        return round(again.seconds * 1e9) if again is not None else 0
+    def recompute_ns(self, use_index: int, micro_batch: int) -> int:
+        """Nanoseconds that recomputation of its unit adds to a use."""
+        recompute = self._use_cost(use_index, micro_batch).recompute
+        return round(recompute.seconds * 1e9) if recompute is not None else 0
 
     @cached_property
     def recomputable(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class CostModel:
         return tuple(unit for unit, can in able.items() if can)
 
     def straggler_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:
-        """By how many nanoseconds the slowest rank takes longer, for every task of a schedule."""
+        """For every task of a schedule, the nanoseconds that the slowest rank takes longer than the mean."""
         uses = len(schedule.uses)
         late = [round(cost.straggler_seconds * 1e9) for cost in self._use_costs(micro_batch)]
         return [late[task.position % uses] if task.kind is Kind.COMPUTE else 0 for task in schedule.tasks]
@@ -124,13 +124,13 @@ class CostModel:
 
     @cached_property
     def unit_costs(self) -> dict[object, UnitCost]:
-        """What is known already of units, by what decides it (``solver.evaluate.unit_costs``)."""
+        """The cache of ``solver.evaluate.unit_costs``."""
         return {}
 
     @cached_property
     def like(self) -> dict[str, str]:
-        """By unit the first one whose tensors have the same shapes and dtypes, and are trained alike: what
-        both cost is the same."""
+        """By unit, the first unit whose tensors have the same shapes, dtypes and trainable flags, and so the
+        same cost."""
         first: dict[object, str] = {}
         return {
             unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable) for t in tensors), unit)
@@ -138,8 +138,11 @@ class CostModel:
         }
 
     def activation_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> list[int]:
-        """The most that activations and temporaries take at every use of a forward and backward, where some
-        units compute their forward again. A sum of one term per use, so linear in that choice."""
+        """Peak bytes of activations and temporaries at every use of a forward and backward.
+
+        ``recompute``: the recomputed units. The bytes are a sum of one term per use, so linear in that
+        choice.
+        """
         level, found = 0, []
         for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True):
             own: UseCost | RecomputeCost = cost
@@ -150,7 +153,7 @@ class CostModel:
         return found
 
     def activation_peak_bytes(self, micro_batch: int, recompute: Iterable[str] = ()) -> int:
-        """The most that they take at any use."""
+        """Peak bytes of activations and temporaries over all uses."""
         key = micro_batch, frozenset(recompute)
         if key not in self._peaks:
             self._peaks[key] = max(0, *self.activation_bytes(*key))
@@ -170,7 +173,7 @@ class CostModel:
 
     def unit(self, buckets: Iterable[BucketLayout]) -> UnitCost:
         """Cost of a unit."""
-        return self.together([self.part(bucket) for bucket in buckets])
+        return self.combined([self.part(bucket) for bucket in buckets])
 
     @cached_property
     def _host_curve(self) -> list[tuple[int, float]]:
@@ -179,9 +182,9 @@ class CostModel:
         )
 
     def offloaded(self, unit: UnitCost) -> UnitCost:
-        """The same unit with its optimizer state, and master weights, in the host's memory.
+        """A unit's cost with its optimizer state, and master weights, in the host's memory.
 
-        Its first update makes the state on the device, beside the slot that it then goes to.
+        The first update creates the state on the device, beside the host slot, hence the larger temporary.
         """
         moved = unit.master_bytes + unit.optim_bytes
         return replace(
@@ -193,12 +196,12 @@ class CostModel:
             update_temporary_bytes=unit.update_temporary_bytes + unit.optim_bytes,
         )
 
-    def together(self, parts: Iterable[Part]) -> UnitCost:
-        """Buckets of one unit: reductions one after the other, gathers of a stage at once.
+    def combined(self, parts: Iterable[BucketCost]) -> UnitCost:
+        """The cost of a unit from those of its buckets.
 
-        Gathers of a stage cost what their bytes cost together. Over several stages they share the link, so
-        their times add up, but for the latency where they are exchanges: those are under way at once, and it
-        passes once.
+        Reductions run one after the other; gathers of one stage run as one message. Gathers of several stages
+        of a tier share its link, so their times add up. Exchanges are under way at the same time, so of their
+        latencies only the largest counts.
         """
         total = UnitCost.zero(len(self.mesh.tiers))
         sizes: dict[tuple[int, int, Stage], int] = {}
@@ -217,8 +220,8 @@ class CostModel:
         unshard, grad_gather, sync = map(summed, times, waited)
         return replace(total, unshard_ns=unshard, grad_gather_ns=grad_gather, param_gather_ns=sync)
 
-    def part(self, bucket: BucketLayout) -> Part:
-        """One bucket, for ``together``.
+    def part(self, bucket: BucketLayout) -> BucketCost:
+        """The cost of one bucket, for ``combined``.
 
         Each stage's collective is timed at the bytes of the coarser slice it spans: an all-gather between
         levels a < b yields the level-a slice, nbytes / S_a; a reduce-scatter starts from it. Parameters
@@ -230,7 +233,7 @@ class CostModel:
             (number, tier, stage, nbytes)
             for number, kind in enumerate((Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER))
             for tier in tiers
-            for stage, nbytes in self.travels(bucket, kind, tier)
+            for stage, nbytes in self.collectives(bucket, kind, tier)
         )
         parameters = replace(
             UnitCost.zero(len(tiers)),
@@ -238,11 +241,13 @@ class CostModel:
             unshard_bytes=bucket.nbytes if mesh.shards[levels.param] > 1 else 0,
         )
         if not bucket.trainable:
-            return Part(parameters, gathers)
+            return BucketCost(parameters, gathers)
 
         def reduced(kind: Kind) -> tuple[int, ...]:
             return tuple(
-                sum(self.collective_ns("reduce_scatter", *way) for way in self.travels(bucket, kind, tier))
+                sum(
+                    self.collective_ns("reduce_scatter", *way) for way in self.collectives(bucket, kind, tier)
+                )
                 for tier in tiers
             )
 
@@ -263,7 +268,7 @@ class CostModel:
                     max(
                         (
                             _received_bytes(bucket, mesh, stage)
-                            for stage, _ in self.travels(bucket, Kind.FINAL_REDUCE, tier)
+                            for stage, _ in self.collectives(bucket, Kind.FINAL_REDUCE, tier)
                         ),
                         default=0,
                     )
@@ -274,10 +279,10 @@ class CostModel:
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
         )
-        return Part(cost, gathers)
+        return BucketCost(cost, gathers)
 
-    def travels(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
-        """A bucket's collectives in a task of a kind on a tier: stages, and bytes of their whole buffer."""
+    def collectives(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
+        """The collectives of a bucket in a task: (stage, bytes of its whole buffer)."""
         mesh, levels = self.mesh, bucket.levels
         travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
         stages: tuple[Stage | None, ...] = ()
@@ -303,7 +308,7 @@ class CostModel:
         gradient_buffers: int | None = None,
         offload: bool = False,
     ) -> Schedule:
-        """The profile's uses as a step."""
+        """The schedule of the profile's uses under these settings, cached."""
         key = prefetch, accumulation, clip, gradient_buffers, offload
         if key not in self._schedules:
             self._schedules[key] = build(
@@ -324,10 +329,11 @@ class CostModel:
         return {}
 
     def paces(self, depths: Iterable[int]) -> list[tuple[int, int]]:
-        """The pairs (prefetch, gradient buffers) worth trying.
+        """The paces to search: pairs (prefetch, gradient buffers).
 
-        For every depth as many buffers as uses in flight, and one for every reduce, which costs memory only
-        where gradients are sharded; and one of each, which needs the least.
+        For every depth as many buffers as uses in flight, and as many as there are reduces, which costs
+        memory only where gradients are sharded; and the least depth with one buffer, which needs the least
+        memory.
         """
         units = self.schedule(prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize)
         most = units.gradient_buffers
@@ -342,8 +348,10 @@ class CostModel:
         return [lengths[place] for place in places]
 
     def step_ns(self, schedule: Schedule) -> int:
-        """Nanoseconds for which compute stands still before the updates: until all ranks know the norm, for
-        which each adds up the squares of what it owns of the sum."""
+        """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.
+
+        Each rank sums the squares of its gradient slices, then all ranks add up one number.
+        """
         return self._norm_ns if schedule.clip else 0
 
     @cached_property
@@ -359,17 +367,20 @@ class CostModel:
             return self.step_ns(schedule)
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
-            again = units[schedule.uses[index].unit].recompute
-            return self.compute_ns(index, micro_batch) + (self.again_ns(index, micro_batch) if again else 0)
+            recompute = units[schedule.uses[index].unit].recompute
+            return self.compute_ns(index, micro_batch) + (
+                self.recompute_ns(index, micro_batch) if recompute else 0
+            )
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
 
 
 def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:
-    """What a rank receives at once in an exchange: its slice."""
+    """Bytes that a rank receives from one peer in an exchange: its own slice."""
     return bucket.master_nbytes // mesh.shards[stage.high]
 
 
 def _largest_piece(bucket: BucketLayout, slice_numel: int, temporary_per_element: float) -> int:
-    """The optimizer works tensor by tensor: its temporaries are as large as the largest piece of one."""
+    """Bytes of the optimizer's temporaries, which works tensor by tensor: those of the largest tensor
+    piece."""
     largest = max(min(tensor.numel, slice_numel) for tensor in bucket.tensors)
     return round(largest * ITEM_BYTES[bucket.master_dtype] * temporary_per_element)

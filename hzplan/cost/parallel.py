@@ -17,7 +17,7 @@ from math import prod
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES
-from hzplan.cost.collectives import check_whole, collectives, travelling_bytes
+from hzplan.cost.collectives import check_whole, collectives, largest_gradient_bytes
 from hzplan.cost.curves import Curve, interpolate
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, find_cluster
@@ -34,10 +34,10 @@ from hzplan.formats.profile import (
 )
 
 MOST_EXCHANGED_BYTES = 1 << 30
-"""A line in bytes, so where it ends does not matter."""
+"""End of modelled curves, bytes; any value does, because they are linear."""
 
 MATRICES_OF_A_BLOCK = 3
-"""Units with at least so many are attention and a feed-forward part, each with exchanges of its own."""
+"""Matrices from which on a unit counts as attention plus feed-forward, each with its own collectives."""
 
 
 def share(profile: Profile, parallel: ModelParallel) -> Profile:
@@ -48,7 +48,7 @@ def share(profile: Profile, parallel: ModelParallel) -> Profile:
     check_whole(profile)
     units, uses = _first_stage(profile, parallel.pipeline)
     width = _width(profile)
-    exchange = _Exchange(profile, parallel, width)
+    exchange = _TensorParallelTime(profile, parallel, width)
     shared = tuple(_share_of_unit(unit, parallel.tensor, width) for unit in units)
     specs = [tensor.spec for unit in shared for tensor in unit.tensors]
     fields = {name: getattr(profile, name) for name in Profile.model_fields}
@@ -65,7 +65,7 @@ def share(profile: Profile, parallel: ModelParallel) -> Profile:
 
 
 def _cluster(profile: Profile, parallel: ModelParallel, units: tuple[UnitEntry, ...]) -> dict[str, object]:
-    """Mesh, tiers' names and curves without the dimensions that are taken."""
+    """The profile's fields on the cluster, without the dimensions that model parallelism takes."""
     sizes = _remaining([prod(tier) for tier in profile.mesh.tiers], parallel, str(profile.mesh))
     kept = [tier for tier, size in enumerate(sizes) if size > 1] or [0]
     found: dict[str, object] = {}
@@ -78,7 +78,7 @@ def _cluster(profile: Profile, parallel: ModelParallel, units: tuple[UnitEntry, 
     if model is not None:
         mesh = Mesh.of_tiers(*(sizes[tier] for tier in kept))
         links = model.model_copy(update={"tiers": tuple(model.tiers[tier] for tier in kept)})
-        found["collectives"] = collectives(links, mesh, travelling_bytes(units, profile.model.dtype))
+        found["collectives"] = collectives(links, mesh, largest_gradient_bytes(units, profile.model.dtype))
     else:
         mesh, found["collectives"] = _within(profile, parallel, kept)
     names = tuple(profile.cluster.tier_names[tier] for tier in kept)
@@ -111,8 +111,8 @@ def _remaining(sizes: Sequence[int], parallel: ModelParallel, mesh: str) -> list
 
 
 def _rates(profile: Profile) -> ClusterModel | None:
-    """Of whose links curves can be modelled anew; None where those that there are say more: measured ones, or
-    corrected by a run, or of a cluster that does not come with hzplan."""
+    """The cluster whose links curves can be modelled from; None where the profile's own curves are better:
+    measured, calibrated, or of a cluster that does not come with hzplan."""
     if profile.modelled is None or profile.calibrated is not None:
         return None
     try:
@@ -125,9 +125,9 @@ def _rates(profile: Profile) -> ClusterModel | None:
 def _within(
     profile: Profile, parallel: ModelParallel, kept: Sequence[int]
 ) -> tuple[Mesh, tuple[CollectiveCurve, ...]]:
-    """The mesh and curves of the levels between what is taken at either end.
+    """The mesh and measured curves of the levels between tensor and pipeline parallelism.
 
-    They are with all sibling groups active, as those of all model-parallel ranks will be.
+    They were measured with all sibling groups active, as the groups of all model-parallel ranks will be.
     """
     mesh = profile.mesh
     first = _level_of(mesh.shards, parallel.tensor, f"tp={parallel.tensor}", mesh)
@@ -189,7 +189,7 @@ def _is_cut(tensor: TensorEntry, width: int) -> bool:
 
 
 def _first_stage(profile: Profile, stages: int) -> tuple[tuple[UnitEntry, ...], tuple[UseEntry, ...]]:
-    """The units and uses of the first of so many stages, all as nearly of one length as units allow."""
+    """The units and uses of the first pipeline stage, when stages are as equally long as units allow."""
     if stages == 1:
         return profile.units, profile.uses
     forward = [use.unit for use in profile.uses if use.phase == "forward"]
@@ -212,7 +212,7 @@ def _first_stage(profile: Profile, stages: int) -> tuple[tuple[UnitEntry, ...], 
 
 
 def _parts(lengths: Sequence[float], count: int) -> Iterator[int]:
-    """Sizes of so many runs, none of them empty, whose longest one is as short as can be (by bisection)."""
+    """Sizes of ``count`` non-empty runs whose longest one is as short as possible, by bisection."""
     low, high = max(lengths), sum(lengths)
     for _ in range(64):
         middle = (low + high) / 2
@@ -221,7 +221,7 @@ def _parts(lengths: Sequence[float], count: int) -> Iterator[int]:
 
 
 def _greedy(lengths: Sequence[float], most: float, count: int) -> list[int]:
-    """Runs as long as allowed, that leave one unit at least for each that is still to come."""
+    """Sizes of runs of at most ``most`` seconds that leave at least one unit for every run to come."""
     sizes, total = [0], 0.0
     for index, length in enumerate(lengths):
         if sizes[-1] and (total + length > most or len(lengths) - index <= count - len(sizes)):
@@ -232,7 +232,7 @@ def _greedy(lengths: Sequence[float], most: float, count: int) -> list[int]:
     return sizes
 
 
-class _Exchange:
+class _TensorParallelTime:
     """Seconds of tensor parallelism's own collectives in a use: gathers and reductions of activations."""
 
     def __init__(self, profile: Profile, parallel: ModelParallel, width: int) -> None:
@@ -245,14 +245,14 @@ class _Exchange:
         self._curves = _among_neighbours(profile, parallel) if parallel.tensor > 1 else []
 
     def seconds(self, unit: str, micro_batch: int) -> float:
-        """Of one pass: for each pair of matrices a gather before and a reduce-scatter after."""
+        """Seconds per pass of a unit: a gather before and a reduce-scatter after each pair of matrices."""
         nbytes = self._bytes * micro_batch
         return self._pairs[unit] * sum(interpolate(curve, nbytes // ranks) for ranks, curve in self._curves)
 
 
 def _among_neighbours(profile: Profile, parallel: ModelParallel) -> list[tuple[int, Curve]]:
-    """The curves of gather and reduce-scatter over the ranks of tensor parallelism, tier by tier; with each
-    by how much less than the whole goes there, as for a bucket's stages."""
+    """The curves of gather and reduce-scatter among tensor-parallel ranks, tier by tier, each with the number
+    of shards by which its messages are smaller than the whole."""
     mesh = profile.mesh
     found: list[tuple[int, Curve]] = []
     curves: tuple[CollectiveCurve, ...] = profile.collectives
@@ -277,7 +277,7 @@ def _among_neighbours(profile: Profile, parallel: ModelParallel) -> list[tuple[i
 
 
 def _share_of_use(
-    use: UseEntry, units: Sequence[UnitEntry], parallel: ModelParallel, exchange: _Exchange
+    use: UseEntry, units: Sequence[UnitEntry], parallel: ModelParallel, exchange: _TensorParallelTime
 ) -> UseEntry:
     unit = next(unit for unit in units if unit.name == use.unit)
     item = ITEM_BYTES[unit.tensors[0].dtype] if unit.tensors else 0
@@ -306,18 +306,18 @@ def _share_of_cost(cost: UseCost, gradient: int, parallel: ModelParallel, exchan
             "peak_bytes": -(-(peak - weight) // ways) + weight // parallel.tensor + more,
         }
 
-    again = cost.recompute
-    if again is not None:
-        again = RecomputeCost(
-            seconds=round(again.seconds / ways + (exchange_s if again.seconds else 0.0), 9),
-            **bytes_of(again.retained_bytes, again.peak_bytes),
+    recompute = cost.recompute
+    if recompute is not None:
+        recompute = RecomputeCost(
+            seconds=round(recompute.seconds / ways + (exchange_s if recompute.seconds else 0.0), 9),
+            **bytes_of(recompute.retained_bytes, recompute.peak_bytes),
         )
     return cost.model_copy(
         update={
             "seconds": round(cost.seconds / ways + exchange_s, 9),
             "straggler_seconds": round(cost.straggler_seconds / ways, 9),
             "flops": cost.flops // ways,
-            "recompute": again,
+            "recompute": recompute,
             **bytes_of(cost.retained_bytes, cost.peak_bytes),
         }
     )

@@ -19,6 +19,7 @@ from hzplan.core.schedule import COMPUTE_STREAM, STORE_STREAM, Schedule, Task
 from hzplan.cost.interference import Interference
 
 MAX_STEPS = 24
+"""Steps that ``replay`` follows at most, in search of a periodic state."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Timeline:
 def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
     """Longest path, step after step, until the period repeats (max-plus systems become periodic).
 
-    A period may itself alternate over a few steps; the mean over the cycle is then the period. Copies to the
-    host's memory may fall behind for many steps before compute waits for them: their period counts at once.
+    Where the length of steps alternates, the period is the mean over a cycle. Copies to the host's memory may
+    fall behind for many steps before compute waits for them, so their own period counts too.
     """
     previous: list[float] = [0.0] * len(schedule.tasks)
     begins: list[float] = []
@@ -88,9 +89,9 @@ def objective_ns(
 def floor_ns(
     schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
 ) -> float:
-    """The second and third of what the objective is the largest of, which need no replay."""
+    """The part of ``objective_ns`` that needs no replay: the largest of tier loads and processors' load."""
     loads = tier_loads_ns(schedule, durations_ns)
-    lost = interference.surely_lost if interference else (0.0,) * schedule.tiers
+    lost = interference.compute_loss_bound if interference else (0.0,) * schedule.tiers
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
     processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
     return max(processors, *loads)
@@ -113,25 +114,24 @@ def replay_shared(
 ) -> Timeline:
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
-    While a tier is at work compute progresses slower, and while compute runs the tier's tasks do; several
-    tasks of a tier at once also lose by colliding. What has waited for another stream begins when its own has
-    heard of that.
+    While a tier is busy, compute runs slower, and the reverse; several tasks on one tier also lose by
+    contention. A task that waited for another stream begins after the wake-up latency.
 
-    ``straggler_ns``: by how much the slowest rank's compute takes longer, by task. Then a few ranks compute,
-    each now faster and now slower than the mean, and a collective begins when the last of them has come.
-    Exposed time is their mean, compute tasks' times are the first one's.
+    ``straggler_ns``: by task, the nanoseconds that the slowest rank takes longer. With it several ranks are
+    simulated, each at random faster or slower than the mean, and a collective begins when the last of them
+    is ready. Exposed time is the mean over ranks; start and end of compute tasks are the first rank's.
     """
-    return _Replay(schedule, durations_ns, interference, straggler_ns).run()
+    return _SharedReplay(schedule, durations_ns, interference, straggler_ns).run()
 
 
 PARTS = (-1.0, -1 / 3, 1 / 3, 1.0)
-"""Where ranks lie between the fastest and the slowest of a use; as many ranks as are followed."""
+"""By simulated rank, its place between the fastest (−1) and the slowest (1) in a use."""
 STEPS, STEPS_OF_MANY = 4, 6
-"""How many steps are replayed, of which the later half counts; of several ranks, whose steps differ, more."""
+"""Steps simulated, of which the later half counts: for one rank, and for several, whose steps differ."""
 
 
 def events(schedule: Schedule, straggler_ns: Sequence[int] | None = None) -> int:
-    """How many tasks ``replay_shared`` follows; about what it costs."""
+    """The number of task ends that ``replay_shared`` simulates, a measure of its run time."""
     if straggler_ns is None or not any(straggler_ns):
         return STEPS * len(schedule.tasks)
     computes = len(schedule.streams[COMPUTE_STREAM])
@@ -140,19 +140,20 @@ def events(schedule: Schedule, straggler_ns: Sequence[int] | None = None) -> int
 
 @lru_cache(maxsize=1 << 18)
 def _places(key: int) -> tuple[int, ...]:
-    """Where every rank lies in a task of a step, by their number; at random, and always the same."""
+    """A random, reproducible permutation of ``PARTS`` indices over ranks, for one task of one step."""
     return tuple(random.Random(key).sample(range(len(PARTS)), len(PARTS)))
 
 
 _Ready = tuple[int, int, str]
-"""Of a rank (0 for all), a task, which the end of a stream's task has released."""
+"""(rank, 0 for all; task number; stream whose task end released it)."""
 
 
-class _Replay:
-    """Tasks that wait for so many ends each, those under way, and the time.
+class _SharedReplay:
+    """The state of ``replay_shared``: open predecessors of each task, tasks under way, and the time.
 
-    Every rank has a compute stream of its own; what ranks do together waits for all of them. A task of a
-    step has the number step × tasks + index. A stream's order needs no queue: it is edges of the schedule.
+    Every rank has its own compute stream; communication is common to all ranks and waits for all of them. A
+    task's number is step × tasks + index. A stream's order needs no queue, because it is edges of the
+    schedule.
     """
 
     def __init__(
@@ -179,16 +180,16 @@ class _Replay:
         self.waiting = [self._needed(rank) for rank in range(self.ranks)]
         self.streams = [task.stream for task in schedule.tasks]
         self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
-        self.handed: dict[tuple[int, int], float] = {}  # those on their way to a stream -> when they begin
+        self.waking: dict[tuple[int, int], float] = {}  # tasks in wake-up -> when they begin
         size = self.steps * self.total
-        self.starts = [[0.0] * size for _ in range(self.ranks)]  # what they do together: the same for all
+        self.starts = [[0.0] * size for _ in range(self.ranks)]  # communication: the same for all
         self.ends = [[0.0] * size for _ in range(self.ranks)]
         self.now = 0.0
 
     def run(self) -> Timeline:
-        """Until all tasks of all steps are done."""
+        """The timeline of the last step, once all tasks of all steps are done."""
         self._start([(rank, 0, COMPUTE_STREAM) for rank in range(self.ranks)])
-        while self.under_way or self.handed:
+        while self.under_way or self.waking:
             self._pass_time()
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
@@ -214,10 +215,10 @@ class _Replay:
         )
 
     def _needed(self, rank: int) -> list[int]:
-        """How many ends each task of each step waits for.
+        """The number of predecessors of each task of each step.
 
-        A rank's compute waits for its own compute, what ranks do together for everyone's; that is counted
-        with the first rank.
+        A rank's compute waits for its own compute, communication for that of all ranks; communication is
+        counted with rank 0.
         """
 
         def count(befores: Sequence[int], own: bool) -> int:
@@ -232,15 +233,15 @@ class _Replay:
         return first + later * (self.steps - 1)
 
     def _start(self, ready: list[_Ready]) -> None:
-        """Start what is ready; tasks of zero length end at once, and what follows them starts.
+        """Start tasks that are ready; tasks of zero length end at once, and their followers start.
 
-        What another stream's task has released is handed over first.
+        A task released by another stream's task is in wake-up first.
         """
         while ready:
             rank, key, by = ready.pop()
             duration = self._duration_ns(rank, key)
             if duration and self.cost.wakeup_ns and by != self.streams[key % self.total]:
-                self.handed[rank, key] = self.now + self.cost.wakeup_ns
+                self.waking[rank, key] = self.now + self.cost.wakeup_ns
             else:
                 self._begin(rank, key, duration)
             if not duration:
@@ -253,7 +254,8 @@ class _Replay:
             self.under_way[rank, key] = duration
 
     def _end(self, rank: int, key: int, by: str, ready: list[_Ready]) -> None:
-        """Add to ``ready`` what waited for this last. ``by``: the stream whose end this is."""
+        """End a task; add to ``ready`` the tasks that waited only for it. ``by``: the stream that ended
+        it."""
         step, index = divmod(key, self.total)
         own = self.computes[index]
         for ends in self._of(rank, index, self.ends):
@@ -280,11 +282,11 @@ class _Replay:
         return duration
 
     def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:
-        """A rank's own, or everyone's."""
+        """The rank's list for a compute task, the lists of all ranks for another task."""
         return [by_rank[rank]] if self.computes[index] else by_rank
 
     def _pass_time(self) -> None:
-        """Until the next task ends, or one that was handed over begins."""
+        """Advance the time to the next end of a task, or of a wake-up."""
         tasks, total = self.schedule.tasks, self.total
         on_tier = [0] * self.schedule.tiers
         computing = 0.0
@@ -301,7 +303,7 @@ class _Replay:
             _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
         ]
         left = (work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
-        arrival = min(self.handed.values(), default=inf)
+        arrival = min(self.waking.values(), default=inf)
         elapsed = min(min(left, default=inf), arrival - self.now)
         self.now += elapsed
         ready: list[_Ready] = []
@@ -312,8 +314,8 @@ class _Replay:
                 self._end(*one, self.streams[one[1] % total], ready)
             else:
                 self.under_way[one] = more
-        for one in [one for one, begin in self.handed.items() if begin <= self.now + 1e-6]:
-            del self.handed[one]
+        for one in [one for one, begin in self.waking.items() if begin <= self.now + 1e-6]:
+            del self.waking[one]
             self._begin(*one, self._duration_ns(*one))
         self._start(ready)
 
@@ -321,7 +323,7 @@ class _Replay:
 def _slowdown(
     task: Task, on_tier: Sequence[int], speed: float, cost: Interference, computing: float
 ) -> float:
-    """How many times as long a task takes beside what else is under way.
+    """The factor by which other tasks under way lengthen a task.
 
     ``computing``: the share of ranks that compute.
     """
@@ -354,11 +356,8 @@ def _timeline(schedule: Schedule, starts: Sequence[float], ends: Sequence[float]
 
 
 def critical(schedule: Schedule, timeline: Timeline) -> frozenset[int]:
-    """The tasks that a step's end waited for, one after the other: each began when the one before it ended,
-    or was handed over then.
-
-    Back from the last compute task to the step's begin, or into the step before.
-    """
+    """The critical path of a simulated step: from the last compute task back along binding predecessors, to
+    the step's begin or into the step before."""
     task = schedule.streams[COMPUTE_STREAM][-1]
     found = set[int]()
     while True:

@@ -1,4 +1,4 @@
-"""What one unit costs under one choice of levels: nanoseconds by task, bytes by category. Pure."""
+"""The cost of one unit under one choice of levels: nanoseconds by task, bytes by category. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hzplan.core.schedule import Kind
 class UnitCost:
     """One unit under one choice of levels: nanoseconds per task kind and tier, and bytes per rank.
 
-    ``param``, ``master``, ``grad``, ``optim`` stay all the time; ``unshard`` and ``staging`` are the unit's
-    claim on a slot while it is whole, or its gradient unreduced; ``scratch[t]`` is what an exchange on tier t
-    receives. ``recompute``: whether the unit's forward is computed again in its backward. ``host``: what lies
-    in the host's memory instead of ``master`` and ``optim``, and on the device in a slot for the update;
-    ``copy_ns``: how long it takes there, or back.
+    ``param``, ``master``, ``grad`` and ``optim`` bytes are resident; ``unshard`` and ``gradient_buffer``
+    bytes are needed in a slot while the unit is unsharded, or its gradient is unreduced; ``scratch[t]`` for
+    receiving on tier t. ``recompute``: whether the unit's forward is computed again in its backward. ``host``
+    bytes lie in the host's memory instead of ``master`` and ``optim``, and in a device slot during the
+    update; ``copy_ns``: of one copy, in either direction.
     """
 
     unshard_ns: tuple[int, ...]
@@ -42,11 +42,12 @@ class UnitCost:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that stay all the time."""
+        """Bytes that are allocated for the whole step."""
         return self.param_bytes + self.master_bytes + self.grad_bytes + self.optim_bytes
 
     def __add__(self, other: UnitCost) -> UnitCost:
-        """Both, one after the other: buffers add up, what is needed for a moment only does not."""
+        """The cost of both, one after the other: times and buffers add up, of scratch and temporaries the
+        larger counts."""
         return UnitCost(
             unshard_ns=summed(self.unshard_ns, other.unshard_ns),
             reduce_ns=summed(self.reduce_ns, other.reduce_ns),
@@ -87,14 +88,14 @@ class UnitCost:
         }
 
     def duration_ns(self, kind: Kind, tier: int) -> int:
-        """The length of this unit's part of a task."""
+        """Nanoseconds of this unit's part of a task."""
         by_tier = self._by_kind.get(kind)
         return by_tier[tier] if by_tier else 0
 
 
-class Part(NamedTuple):
-    """A bucket's cost but for gathers, and these: (unshard 0, grad_gather 1 or
-    param_gather 2; tier; stage; bytes)."""
+class BucketCost(NamedTuple):
+    """A bucket's cost without gathers, and its gathers as (0 unshard, 1 grad_gather, 2 param_gather; tier;
+    stage; bytes)."""
 
     cost: UnitCost
     gathers: tuple[tuple[int, int, Stage, int], ...]

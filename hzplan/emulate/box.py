@@ -28,7 +28,7 @@ from hzplan.errors import JobFailed, UserError
 
 
 @dataclass
-class Outcome:
+class JobOutcome:
     """What became of a job."""
 
     measured: dict[int, float] = field(default_factory=dict)
@@ -49,12 +49,12 @@ class Outcome:
         return worst.exit_code if worst else 0
 
 
-class World:
+class Box:
     """A private world, and what it reports."""
 
     def __init__(self, cluster: Cluster, say: Callable[[str], None]) -> None:
         self.began = False
-        self.outcome = Outcome()
+        self.outcome = JobOutcome()
         self._cluster, self._say = cluster, say
         self._over = False
         self._error: str | None = None

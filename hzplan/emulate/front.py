@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hzplan.emulate import advice
-from hzplan.emulate.box import Outcome, World, environment
+from hzplan.emulate.box import Box, JobOutcome, environment
 from hzplan.emulate.cluster import Cluster
 from hzplan.emulate.outcome import Ended, culprit
 from hzplan.emulate.spec import Spec, log_name
@@ -47,7 +47,8 @@ def run(
     stdout: int = 1,
     stderr: int = 2,
 ) -> int:
-    """Run a command as one job on an emulated cluster; the job's exit code, see ``execute`` and ``Outcome``.
+    """Run a command as one job on an emulated cluster; the job's exit code, see ``execute`` and
+    ``JobOutcome``.
 
     ``logs``: where every rank's output is written, as ``node0-rank0.log``; by default a temporary folder that
     is kept when the job fails. ``verify``: measure the rates first. ``say`` is called with lines for the
@@ -84,7 +85,7 @@ def execute(
     say: Callable[[str], None],
     stdout: int,
     stderr: int,
-) -> Outcome:
+) -> JobOutcome:
     """Run a job and return what became of it, without a word on failures; arguments and errors as ``run``."""
     missing = [tool for tool in ("ip", "tc", "unshare") if _tool(tool) is None]
     lacking = advice.lacks(sys.platform, missing)
@@ -107,7 +108,7 @@ def execute(
     root = os.geteuid() == 0
     # A container's root may have to be root of user namespaces only.
     for flags in ((), _AS_USER) if root else (_AS_USER,):
-        world = World(cluster, say)
+        world = Box(cluster, say)
         said = world.run([str(_tool("unshare")), *_WORLD, *flags], spec, environment())
         if world.began or world.outcome.received is not None:
             return world.outcome

@@ -25,7 +25,7 @@ SIGNAL_GRACE_S = 3.0
 DRAIN_S = 2.0
 
 
-class Ranks:
+class RankProcesses:
     """The processes of a job."""
 
     def __init__(self, spec: Spec, nodes: list[int]) -> None:

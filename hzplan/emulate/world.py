@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 
 from hzplan.emulate import advice, namespaces, network, verify
-from hzplan.emulate.ranks import Ranks
+from hzplan.emulate.ranks import RankProcesses
 from hzplan.emulate.spec import Spec
 from hzplan.errors import UserError
 
@@ -38,7 +38,7 @@ def main() -> None:
             return
         spec.tell("ready")
         _cut_later(spec)
-        ended = Ranks(spec, nodes).run()
+        ended = RankProcesses(spec, nodes).run()
         spec.tell("ended", ranks=[vars(end) for end in ended])
     except UserError as error:
         spec.tell("error", message=str(error))

@@ -1,1 +1,1 @@
-"""The two files: profiles (what was measured) and plans (what was chosen). Strict, versioned, canonical."""
+"""The files: profiles, links, plans, clusters, checkpoints, metrics. Strict, versioned, canonical."""

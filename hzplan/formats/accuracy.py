@@ -1,4 +1,4 @@
-"""How wrong predictions were where nobody had tuned for them: ``cost_models/accuracy.json``, as published."""
+"""Published prediction errors, ``cost_models/accuracy.json``, from regimes that no decision was tuned on."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Accuracy(Strict):
 
 
 def published(backend: str) -> AccuracyEntry | None:
-    """What is known of a backend; None where nothing is."""
+    """The published errors of a backend; None without any."""
     for folder in FOLDERS:
         try:
             entries = Accuracy.load(folder / "accuracy.json").entries
-        except UserError:  # an expected error is a remark: without the file there is none
+        except UserError:  # without the file no error is published
             continue
         return next((entry for entry in entries if entry.backend == backend), None)
     return None

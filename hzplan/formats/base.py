@@ -34,6 +34,7 @@ class Strict(BaseModel):
 Document = TypeVar("Document", bound=Strict)
 
 MAX_FILE_BYTES = 256 * 2**20
+"""Largest file that is read, bytes; real ones are a few MiB."""
 
 
 def read(path: Path, kind: type[Document], *, form: str, version: int) -> Document:
@@ -95,7 +96,7 @@ def read_json(path: Path) -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """A little more than a file may hold, at most; a pipe or device has no size to ask for."""
+    """A file's bytes, at most one more than allowed; a pipe or device has no size to ask for."""
     try:
         file = path.open("rb")
     except ValueError:  # it has a NUL
@@ -142,14 +143,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def file_mode() -> int:
-    """What a new file may be used for, as the user has set it."""
+    """The permission bits of a new file under the user's umask."""
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
 
 
 def _render(value: Any, indent: str) -> str:
-    """JSON in which a container of plain values takes one line; a diff then shows one choice per line."""
+    """JSON text in which a container of plain values takes one line, so that a diff shows one choice per
+    line."""
     inner = indent + "  "
     if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
         rows = (f"{inner}{json.dumps(key)}: {_render(item, inner)}" for key, item in value.items())

@@ -25,7 +25,7 @@ FILE = "checkpoint.json"
 DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 MODEL, STATE, RNG = "model.", "optimizer.state.", "rng."
-"""What names of tensors begin with."""
+"""Prefixes of tensor names in the index."""
 
 PLACE = 3
 """A chunk's first numbers: which file, the first byte, how many; offsets and sizes of the box follow."""
@@ -45,7 +45,7 @@ class StoredFile(Strict):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     def problem(self, folder: Path) -> str | None:
-        """What is wrong with the file that is there; None: nothing."""
+        """The difference of the file on disk from its record, in words; None where it is whole."""
         path = folder / self.name
         try:
             size = path.stat().st_size
@@ -117,7 +117,7 @@ class Checkpoint(Strict):
 
     @cached_property
     def states(self) -> Mapping[str, Mapping[str, StoredTensor]]:
-        """The optimizer's, by parameter and key."""
+        """The optimizer's state tensors, by parameter and key."""
         found: dict[str, dict[str, StoredTensor]] = {}
         for name, tensor in self.tensors.items():
             if name.startswith(STATE):

@@ -1,4 +1,4 @@
-"""Clusters and devices that nobody measured, as data: rates, and where each figure is from.
+"""Models of clusters and devices as data: rates, each with its source.
 
 ``cost_models/clusters/*.json`` and ``cost_models/devices/*.json``, or a user's own files of the same form.
 """
@@ -16,7 +16,7 @@ from hzplan.formats.base import PositiveInt, Strict, read
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (_PACKAGE / "_cost_models", _PACKAGE.parent / "cost_models")
-"""Inside an installed package, and beside it in a checkout."""
+"""Places of ``cost_models``: inside an installed package, and beside it in a checkout."""
 
 
 class Figure(Strict):
@@ -28,24 +28,24 @@ class Figure(Strict):
 
 
 class RateFigure(Figure):
-    """In units per second, not thousands or billions of them."""
+    """A rate in plain units per second (bytes or FLOPs)."""
 
     value: Annotated[float, Field(ge=1e6, le=1e18, allow_inf_nan=False)]
 
 
 class ShareFigure(Figure):
-    """Of a peak."""
+    """A share of a peak rate."""
 
     value: Annotated[float, Field(gt=0, le=1)]
 
 
 class TimeFigure(Figure):
-    """Seconds."""
+    """A time in seconds."""
 
     value: Annotated[float, Field(gt=0, le=1)]
 
 
-class Device(Strict):
+class DeviceModel(Strict):
     """One accelerator.
 
     ``flops_per_s``: peak of dense matrix products by dtype, of which ``product_share`` is reached;
@@ -67,7 +67,7 @@ class Device(Strict):
     host_share: ShareFigure | None = None
 
     @classmethod
-    def load(cls, path: Path) -> Device:
+    def load(cls, path: Path) -> DeviceModel:
         """Read a device; UserError of one line when it is not one."""
         return read(path, cls, form="hzplan.device", version=1)
 
@@ -109,7 +109,7 @@ def known_clusters() -> list[str]:
     return sorted(path.stem for folder in FOLDERS for path in (folder / "clusters").glob("*.json"))
 
 
-def find_cluster(name: str) -> tuple[ClusterModel, Device]:
+def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
     """A cluster that comes with hzplan, by name, or the one in a file; and its device, likewise.
 
     A device that does not come with hzplan is a file beside the cluster's. UserError when there is none.
@@ -121,7 +121,7 @@ def find_cluster(name: str) -> tuple[ClusterModel, Device]:
     device = _shipped("devices", cluster.device) or path.parent / f"{cluster.device}.json"
     if not device.exists():
         raise UserError(f"{path}: field device: no {cluster.device}.json beside it, and none that is shipped")
-    return cluster, Device.load(device)
+    return cluster, DeviceModel.load(device)
 
 
 def _shipped(kind: str, name: str) -> Path | None:

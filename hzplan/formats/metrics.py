@@ -14,11 +14,11 @@ from hzplan.errors import UserError
 from hzplan.formats.base import MAX_FILE_BYTES, Finite, NonNegativeInt, Seconds, Strict
 
 WARM_UP_STEPS = 3
-"""Of a run's first steps, which are left out: buffers are touched and state is made in them."""
+"""Number of first steps left out of medians: they touch buffers and create optimizer state."""
 
 
 class MetricsLine(Strict):
-    """One step: seconds, what rank 0's compute waited for in it, and what else is known."""
+    """One step: loss, seconds, the time that rank 0's compute waited by tier, tokens and peak memory."""
 
     step: NonNegativeInt
     loss: Finite | None

@@ -1,6 +1,6 @@
-"""What makes a file of an earlier version one of the version after it. Pure: data in, data out.
+"""Converters of files from one version to the next. Pure: data in, data out.
 
-Version 2 of profiles and links has the field's words for what version 1 measured; values are the same.
+Version 2 of profiles and links renames fields of version 1 to the words of the field; values are the same.
 """
 
 from __future__ import annotations

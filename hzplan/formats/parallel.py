@@ -1,4 +1,4 @@
-"""Model parallelism that is beside us: given, never chosen."""
+"""The record of tensor, pipeline and context parallelism, which hzplan is given and never chooses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hzplan.formats.base import PositiveInt, Strict
 
 NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 MOST = 1 << 14
+"""Upper limit of each degree."""
 
 
 class ModelParallel(Strict):

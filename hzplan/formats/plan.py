@@ -1,4 +1,4 @@
-"""The plan: what was chosen per tensor, and what it is predicted to cost. Reviewed and diffed like code."""
+"""The plan file: the choice per tensor and its predicted cost. Reviewed and diffed like code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shards(Strict):
 
 
 class BucketEntry(Strict):
-    """Tensors that travel together, by their names in the model."""
+    """A bucket: tensors with the same shards, which are communicated together."""
 
     shards: Shards
     tensors: tuple[str, ...] = Field(min_length=1)
@@ -109,7 +109,7 @@ class Source(Strict):
 
 
 class Proof(Strict):
-    """How good the choice is: the objective, the proven bound, and what stood behind them."""
+    """The quality of the choice: objective, proven bound, gap, and the solver that proved it."""
 
     status: Literal["optimal", "feasible", "given"]
     objective_s: Seconds
@@ -119,7 +119,7 @@ class Proof(Strict):
 
 
 class Predicted(Strict):
-    """What the simulator says of one step, in steady state, per rank."""
+    """The simulator's prediction of one step in steady state, per rank."""
 
     step_s: Seconds
     exposed_comm_s: dict[str, Seconds]
@@ -130,10 +130,10 @@ class Predicted(Strict):
 
 
 class Plan(Strict):
-    """What ``hzplan solve`` writes and ``hzplan run`` executes.
+    """The plan that ``hzplan solve`` writes and ``hzplan run`` executes.
 
-    ``reduce_dtype``: what gradients travel in; they are kept in that of the master weights. ``parallel``: the
-    model parallelism that the plan is beside, None without; units are then those of a rank's share.
+    ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights.
+    ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"

@@ -1,4 +1,4 @@
-"""The profile: what a model's units and a cluster's links cost, as measured. Data only, no formulas."""
+"""The profile file: measured costs of a model's units and a cluster's links. Data only, no formulas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TensorEntry(Strict):
 
     @property
     def spec(self) -> TensorSpec:
-        """As the arithmetic of layouts sees it."""
+        """The tensor as ``core.layout`` takes it."""
         return TensorSpec(self.name, self.shape, self.dtype, self.trainable)
 
 
@@ -60,8 +60,8 @@ class UnitEntry(Strict):
 
 
 class RecomputeCost(Strict):
-    """The same use where its unit keeps only what went into its forward, and computes that again in its
-    backward. ``seconds``: how much longer the use then takes; bytes as in ``UseCost``."""
+    """The cost of a use where its unit is recomputed: it keeps its forward's inputs only. ``seconds``: added
+    to those of the use; bytes replace those of ``UseCost``."""
 
     seconds: Measured
     retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
@@ -73,8 +73,8 @@ class UseCost(Strict):
 
     ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
     ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
-    between the quartiles of repeats, over their median. ``straggler_seconds``: by how much the slowest rank
-    takes longer. ``recompute``: None where the unit's forward cannot be computed again, or nothing is gained.
+    between the quartiles of repeats, over their median. ``straggler_seconds``: how much longer the slowest
+    rank takes. ``recompute``: None where the unit cannot be recomputed, or that saves nothing.
     """
 
     micro_batch: PositiveInt
@@ -88,7 +88,7 @@ class UseCost(Strict):
 
 
 class UseEntry(Strict):
-    """A unit's turn in one forward and backward pass, in the order recorded.
+    """A unit's module call in one forward or backward pass, in the order recorded.
 
     ``reads_parameters``: whether it reads parameters; an embedding's backward does not.
     """
@@ -100,12 +100,12 @@ class UseEntry(Strict):
 
     @property
     def use(self) -> Use:
-        """As the schedule sees it."""
+        """The use as ``core.schedule`` takes it."""
         return Use(self.unit, self.phase, self.reads_parameters)
 
 
 class CollectivePoint(Strict):
-    """Seconds of a collective on a whole buffer of ``bytes`` (what it gathers to, or scatters from)."""
+    """Seconds of a collective whose whole buffer (gathered result, or input of the scatter) has ``bytes``."""
 
     bytes: NonNegativeInt
     seconds: Measured
@@ -122,11 +122,11 @@ class CollectiveCurve(Strict):
 
 
 class InterferenceEntry(Strict):
-    """What a tier's communication and compute cost each other while both run, on all ranks at once.
+    """Interference of one tier with compute while both run, measured on all ranks at once.
 
-    ``compute_loss``: the share of compute's speed that is lost; ``slowdown``: how many times as long a
-    collective takes. ``collision``: how many times as long two collectives at once take as one after the
-    other.
+    ``compute_loss``: the share of compute throughput lost; ``communication_slowdown``: time of a collective
+    beside compute over its time alone; ``contention``: time of two collectives at once over their time one
+    after the other.
     """
 
     compute_loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -135,8 +135,8 @@ class InterferenceEntry(Strict):
 
 
 class StragglerEntry(Strict):
-    """Ranks of a host that held the others up when the profile was made: their compute, or messages to and
-    from them, took ``slowdown`` times as long."""
+    """Slow ranks of a host, found while profiling: their compute, or messages to and from them, took
+    ``slowdown`` times as long as others'."""
 
     what: Literal["compute", "links"]
     host: str
@@ -163,8 +163,7 @@ class OptimizerEntry(Strict):
     """The optimizer: state tensors per element, temporaries, and the time of a step.
 
     Elements are those of the master weights, which a step also casts where the model computes in less.
-    ``norm``: the time in which a rank adds up the squares of so many gradients, which clipping does; None
-    where it was not measured.
+    ``norm``: seconds of the sum of squares of so many gradients, for clipping; None where not measured.
     """
 
     name: str
@@ -175,7 +174,7 @@ class OptimizerEntry(Strict):
 
 
 class CopyPoint(Strict):
-    """Seconds of a copy of so many bytes to the device, or from it, while as many go the other way."""
+    """Seconds of a copy of ``bytes`` to or from the device while as many bytes go the other way."""
 
     bytes: NonNegativeInt
     seconds: Measured
@@ -183,7 +182,7 @@ class CopyPoint(Strict):
 
 
 class HostEntry(Strict):
-    """The link to the host's memory, with all ranks of a host at it."""
+    """The link between device and host memory, measured with all ranks of a host active."""
 
     points: tuple[CopyPoint, ...] = Field(min_length=1)
 
@@ -202,10 +201,9 @@ class ModelEntry(Strict):
 
 
 class ClusterEntry(Strict):
-    """Where it was measured. ``memory_bytes`` is what one rank may use, before any reserve;
-    ``norm_seconds``: how long all ranks take to add up one number, which clipping waits for;
-    ``wakeup_seconds``: how long a stream's thread takes to hear of what it waited for, None where a device
-    has the streams."""
+    """The cluster of a profile. ``memory_bytes``: the memory of one rank, before any reserve;
+    ``norm_seconds``: an all-reduce of one number over all ranks, which clipping waits for;
+    ``wakeup_seconds``: the wake-up latency of a stream's thread, None where streams are a device's."""
 
     mesh: str
     tier_names: tuple[str, ...]
@@ -231,9 +229,9 @@ class ProvenanceEntry(Strict):
 
 
 class ModelledEntry(Strict):
-    """Where a profile's seconds are from when nobody measured them: names in ``cost_models/``.
+    """The sources of modelled seconds: names of files in ``cost_models/``.
 
-    ``device``: None where the model was measured, and only links were not.
+    ``device``: None where units were measured and only links are modelled.
     """
 
     cluster: str
@@ -248,7 +246,7 @@ class ModelledEntry(Strict):
 
 
 class CalibratedEntry(Strict):
-    """By what seconds were multiplied after a run of so many steps; tiers fastest first."""
+    """The factors of a calibration by a run of ``steps`` steps; tiers fastest first."""
 
     steps: PositiveInt
     compute: Rate
@@ -257,7 +255,7 @@ class CalibratedEntry(Strict):
 
 
 class Profile(Strict):
-    """What ``hzplan profile`` measured and ``hzplan solve`` reads.
+    """The profile that ``hzplan profile`` writes and ``hzplan solve`` reads.
 
     ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them;
     ``parallel``: None where a rank has a whole replica of the model, else it is of a rank's share.

@@ -10,7 +10,7 @@ from hzplan.formats.profile import Profile
 
 
 def profile_path(path: Path, plan: Plan) -> Path:
-    """Where the profile of the plan at ``path`` lies; a link to a plan is that plan."""
+    """The path of a plan's profile, relative to the plan at ``path`` or to the file that a link points to."""
     return (
         path.resolve().parent / plan.source.profile
         if path.is_symlink()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from hzplan.errors import CheckFailed, Infeasible, JobFailed, Preempted, UserError, one_line
+from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, Preempted, UserError, one_line
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -306,7 +306,7 @@ def share_processors(ranks: int) -> None:
 
 def with_exit_code(message: str, exit_code: int) -> UserError:
     """The error that a rank met, made again from what it left word of."""
-    kinds = (UserError, CheckFailed, Infeasible, Preempted)
+    kinds = (UserError, CheckFailed, NoPlanFits, Preempted)
     kind = next((kind for kind in kinds if kind.exit_code == exit_code), JobFailed)
     return kind(message)
 

@@ -8,9 +8,9 @@ import torch
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
-from hzplan.cost.collectives import collectives, travelling_bytes
+from hzplan.cost.collectives import collectives, largest_gradient_bytes
 from hzplan.errors import UserError
-from hzplan.formats.cluster import ClusterModel, Device
+from hzplan.formats.cluster import ClusterModel, DeviceModel
 from hzplan.formats.links import Links
 from hzplan.formats.profile import (
     ClusterEntry,
@@ -39,7 +39,7 @@ LEAST_COPIED_BYTES, MOST_COPIED_BYTES = 1 << 16, 1 << 30
 def analyse(
     workload: Workload,
     cluster: ClusterModel,
-    device: Device,
+    device: DeviceModel,
     *,
     mesh: Mesh,
     micro_batches: Sequence[int],
@@ -80,14 +80,14 @@ def analyse(
         optimizer=_optimizer(optimizer, dtype, rates, largest_elements(shapes.units)),
         units=joined_units(shapes.units, uses),
         uses=uses,
-        collectives=collectives(cluster, mesh, travelling_bytes(shapes.units, dtype)),
+        collectives=collectives(cluster, mesh, largest_gradient_bytes(shapes.units, dtype)),
         host=_host(device),
     )
 
 
 def measure_for(
     cluster: ClusterModel,
-    device: Device,
+    device: DeviceModel,
     workload: Workload,
     *,
     mesh: Mesh,
@@ -154,7 +154,7 @@ def _kind(cluster: ClusterModel) -> str:
     return "cuda" if cluster.backend == "nccl" else "cpu"
 
 
-def _host(device: Device) -> HostEntry | None:
+def _host(device: DeviceModel) -> HostEntry | None:
     """Copies take a launch, and their bytes over the link's rate."""
     if device.host_bytes_per_s is None:
         return None

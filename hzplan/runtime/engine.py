@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.buffers import IN_FLIGHT, scratch_bytes, slot_sizes
+from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
@@ -124,14 +124,14 @@ class Engine:
             )
         apart = any(group.needs_scratch for group in self.groups.values())
         concurrent = any(group.concurrent for group in self.groups.values())
-        self._depth = IN_FLIGHT if concurrent and self._streams is Streams.TIERS else 1
+        self._depth = MAX_IN_FLIGHT if concurrent and self._streams is Streams.TIERS else 1
         sizes = [
             _received_bytes(self.units.values(), tier) if apart else 0 for tier in range(len(self.mesh.tiers))
         ]
         self._scratch = [
             [
-                torch.zeros(scratch_bytes(size) // IN_FLIGHT, dtype=torch.uint8, device=device)
-                for _ in range(IN_FLIGHT)
+                torch.zeros(scratch_bytes(size) // MAX_IN_FLIGHT, dtype=torch.uint8, device=device)
+                for _ in range(MAX_IN_FLIGHT)
             ]
             for size in sizes
         ]

@@ -10,7 +10,7 @@ import numpy as np
 
 from hzplan.errors import printable
 from hzplan.show.readable import duration, size, unit_of
-from hzplan.show.report import Report, Span, Tensor
+from hzplan.show.report import Report, TaskSpan, Tensor
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure
@@ -59,10 +59,10 @@ def draw(report: Report) -> dict[str, Any]:
         ),
         "alternatives": _bars(
             "seconds of a step",
-            [one.name + ("" if one.fits else " (does not fit)") for one in report.contenders],
+            [one.name + ("" if one.fits else " (does not fit)") for one in report.schemes],
             {
-                "not waiting": [one.step_s - one.exposed_s for one in report.contenders],
-                "not hidden: compute waits": [one.exposed_s for one in report.contenders],
+                "not waiting": [one.step_s - one.exposed_s for one in report.schemes],
+                "not hidden: compute waits": [one.exposed_s for one in report.schemes],
             },
             duration,
             stacked=True,
@@ -191,7 +191,7 @@ def _shards(tensors: Sequence[Tensor]) -> Figure:
     return made
 
 
-def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
+def _timeline(spans: Sequence[TaskSpan], step_s: float) -> Figure:
     """A row per stream, a colour per kind of work."""
     from bokeh.models import Range1d
     from bokeh.models.annotations import Span as Line
@@ -210,7 +210,7 @@ def _timeline(spans: Sequence[Span], step_s: float) -> Figure:
         y_range=Range1d(start=len(streams) - 0.5, end=-0.5),
         x_axis_label="seconds",
     )
-    kinds: dict[str, list[Span]] = {}
+    kinds: dict[str, list[TaskSpan]] = {}
     for span in spans:
         kinds.setdefault(span.what, []).append(span)
     for number, (what, listed) in enumerate(kinds.items()):

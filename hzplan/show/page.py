@@ -11,7 +11,7 @@ from typing import Any
 
 from hzplan.errors import UserError, printable
 from hzplan.show.readable import duration, size
-from hzplan.show.report import Contender, Report, Span
+from hzplan.show.report import ComparedScheme, Report, TaskSpan
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Whatever a library or a name tries, the browser fetches nothing."""
@@ -87,7 +87,7 @@ def _sections(report: Report) -> list[tuple[str, str, str]]:
         ("memory", "Memory over time", _memory(report)),
         ("traffic", "Traffic, and communication not hidden", _traffic(report)),
         ("path", "Critical path", _path(report)),
-        ("alternatives", "Alternatives", _alternatives(report.contenders)),
+        ("alternatives", "Alternatives", _alternatives(report.schemes)),
     ]
     if report.beside:
         found.insert(1, ("measured", "Predicted beside measured", _measured(report)))
@@ -113,7 +113,7 @@ def _shards(report: Report) -> str:
 
 def _timeline(report: Report) -> str:
     heads = ("stream", "what", "unit", "stage", "begins", "duration", "bytes", "critical")
-    totals: dict[tuple[str, str], list[Span]] = {}
+    totals: dict[tuple[str, str], list[TaskSpan]] = {}
     for span in report.spans:
         totals.setdefault((span.stream, span.what), []).append(span)
     sums = [
@@ -201,8 +201,8 @@ def _path(report: Report) -> str:
     )
 
 
-def _alternatives(contenders: Sequence[Contender]) -> str:
-    own = contenders[0].step_s
+def _alternatives(schemes: Sequence[ComparedScheme]) -> str:
+    own = schemes[0].step_s
     rows = [
         (
             one.name,
@@ -213,7 +213,7 @@ def _alternatives(contenders: Sequence[Contender]) -> str:
             size(one.peak_bytes),
             "yes" if one.fits else "no",
         )
-        for one in contenders
+        for one in schemes
     ]
     heads = ("", "step", "of this plan's", "not hidden", "sent per rank", "memory at the peak", "fits")
     caption = "The known schemes at their best, on the same question; one that does not fit could not run."

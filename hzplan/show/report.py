@@ -17,7 +17,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """A task of the step: ``what`` is its kind of work, ``stage`` its place in the step in words;
     ``critical``: whether the step's end waited for it."""
 
@@ -54,7 +54,7 @@ class Tier:
 
 
 @dataclass(frozen=True)
-class Part:
+class PathPart:
     """Seconds of the critical path of one kind of work, and the units with the most of them."""
 
     what: str
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Contender:
+class ComparedScheme:
     """A plan, or a known scheme at its best, on the same question."""
 
     name: str
@@ -86,7 +86,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Report:
-    """A plan's report. ``contenders``: the plan itself first; ``beside``: empty where nothing was measured,
+    """A plan's report. ``schemes``: the plan itself first; ``beside``: empty where nothing was measured,
     else over ``measured_steps``; ``binding``: what takes longer than the critical path and so decides."""
 
     title: str
@@ -94,13 +94,13 @@ class Report:
     facts: Sequence[tuple[str, str]]
     step_s: float
     tensors: Sequence[Tensor]
-    spans: Sequence[Span]
+    spans: Sequence[TaskSpan]
     occupancy: Occupancy
     tiers: Sequence[Tier]
     optimizer_exposed_s: float
-    path: Sequence[Part]
+    path: Sequence[PathPart]
     path_s: float
-    binding: Part | None
-    contenders: Sequence[Contender]
+    binding: PathPart | None
+    schemes: Sequence[ComparedScheme]
     beside: Sequence[Beside] = ()
     measured_steps: int = 0

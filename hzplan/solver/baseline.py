@@ -1,4 +1,4 @@
-"""A user's own setting, to be a candidate of the search and a row of its table: a plan's, or a scheme's."""
+"""The option ``--baseline``: a user's own setting, as a candidate of the search and a row of its table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.solver.evaluate import Evaluation
-from hzplan.solver.schemes import Recomputing, Row, Settings, schemes
+from hzplan.solver.schemes import RecomputeOptions, Row, Settings, schemes
 from hzplan.solver.search import Search
 
 BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|all,micro_batch=1,prefetch=2"
@@ -16,8 +16,7 @@ BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|all,micro_b
 
 @dataclass(frozen=True)
 class Baseline:
-    """A user's own setting, to be a candidate and a row. ``plan``: a whole one, as a plan file has it; else a
-    triple, and what else is decided, None where it is left open."""
+    """A user's own setting: a whole ``plan``, or else a triple and further settings, None where left open."""
 
     name: str
     plan: Evaluation | None = None
@@ -42,7 +41,7 @@ class Baseline:
             elif key == "prefetch" and number:
                 made = replace(made, prefetch=number)
             elif key == "recompute":
-                made = replace(made, recompute=_recompute(value, Recomputing.of(model)))
+                made = replace(made, recompute=_recompute(value, RecomputeOptions.of(model)))
             else:
                 raise UserError(f"--baseline: {part[:40]} is not known; {BASELINE}")
         return made
@@ -53,8 +52,8 @@ class Baseline:
             request = settings.request
             return Row(self.name, self.plan, self.plan.fits(request.memory_bytes, request.host_bytes), ())
         assert self.triple is not None, "a plan or a triple"
-        agains = None if self.recompute is None else [self.recompute]
-        some = [one for one in settings.of(self.triple, agains) if self._allows(one.search)]
+        recompute_choices = None if self.recompute is None else [self.recompute]
+        some = [one for one in settings.of(self.triple, recompute_choices) if self._allows(one.search)]
         if not some:
             sizes = sorted({search.question.micro_batch for search in settings.searches})
             raise UserError(
@@ -96,8 +95,8 @@ def _triple(name: str, mesh: Mesh) -> Levels:
     raise UserError(f"--baseline: {name[:40]} is no plan file and no scheme ({known}); {BASELINE}")
 
 
-def _recompute(value: str, offered: Recomputing) -> frozenset[str]:
-    """What a user calls none, selective (every second layer), every-K, or all."""
+def _recompute(value: str, offered: RecomputeOptions) -> frozenset[str]:
+    """The units that none, selective (every second layer), every-K, full or all stand for."""
     named = {"none": frozenset[str](), "full": frozenset(offered.blocks), "all": frozenset(offered.blocks)}
     named["selective"] = offered.every(2)
     every, _, k = value.partition("-")

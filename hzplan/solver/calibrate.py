@@ -1,8 +1,8 @@
-"""Correcting a profile by what a run measured.
+"""Calibration: correcting a profile's times by those that a run of a plan measured.
 
-A run of a plan says how long its steps were and what its compute waited for. Four kinds of seconds in the
-profile decide both: compute's, each tier's, the optimizer's. Each kind gets the factor that explains best
-what was measured. How long all take to add up a number, and how long hand-offs take, stay.
+A run gives the length of its steps and the time that compute waited for each tier and the optimizer. Times in
+the profile are of three kinds: compute, each tier, the optimizer. Each kind gets the factor that explains the
+run best. The norm's all-reduce and wake-up latency keep their measured times.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hzplan.formats.profile import (
 from hzplan.solver.evaluate import Evaluation, replay
 
 LEAST, MOST = 1 / 16, 16.0
-"""What a factor can be."""
+"""Bounds of a calibration factor (measured over predicted)."""
 UNSEEN = 0.005
-"""A tier whose waits are predicted and measured below this share of the step is left as it is: nothing is
-known of what is hidden."""
+"""Share of a step: a tier whose predicted and measured waits are both below it keeps its factor, because a
+run tells nothing about communication that is hidden."""
 ROUNDS = 3
 GRID, CUTS = 13, 15
-"""Factors that are tried for a kind, evenly spaced in logarithm; and how often the rest is cut after that."""
+"""Factors tried per kind, evenly spaced in logarithm; and golden-section steps around the best of them."""
 NOISE = 0.05
-"""How exactly a run shows what compute waits for, as a share of the step."""
+"""Standard deviation of a run's waits, as a share of the step."""
 WIDTH = 0.2
-"""Half of all factors are thought to lie within e to the power of so much."""
+"""Width of the prior (Cauchy) of a factor's logarithm: half of all factors lie within e^±0.2."""
 OPTIMIZER = "optim"
 
 
 @dataclass(frozen=True)
 class Factors:
-    """By what seconds are multiplied; ``tiers`` fastest first."""
+    """Multipliers of a profile's times; ``tiers`` fastest first."""
 
     compute: float
     tiers: tuple[float, ...]
@@ -50,11 +50,11 @@ class Factors:
 
     @classmethod
     def none(cls, tiers: int) -> Factors:
-        """Everything as it is."""
+        """Factors that change nothing."""
         return cls(1.0, (1.0,) * tiers, 1.0)
 
     def on(self, profile: Profile) -> Profile:
-        """A profile with these factors."""
+        """The profile with its times multiplied by these factors."""
         bounds = list(enumerate(profile.mesh.tier_bounds))
 
         def tier_of(low: int) -> int:
@@ -96,7 +96,7 @@ def _times(point: Point, factor: float) -> Point:
 
 @dataclass(frozen=True)
 class Calibration:
-    """``profile``: corrected; ``before`` and ``after``: what is predicted of the plan that ran."""
+    """A corrected profile; ``before`` and ``after``: the plan that ran, predicted without and with it."""
 
     profile: Profile
     factors: Factors
@@ -107,11 +107,10 @@ class Calibration:
 def calibrate(plan: Plan, profile: Profile, path: Path, measured: Measured) -> Calibration:
     """Fit the factors to a run of a plan, one after the other, a few times around.
 
-    Compute's is the ratio of what is left of the step without waits. A tier's, or the optimizer's, is the
-    likeliest one: waits and step are known to ``NOISE`` of the step, and a factor's logarithm is spread
-    around 0 as Cauchy's distribution of width ``WIDTH``, so that one plan's waits, which other things decide
-    too, do not move a tier far that they hardly depend on, and do where there is no other explanation.
-    ``path``: the plan's, for messages. UserError when the profile is not of the plan's model.
+    Compute's factor is the ratio of measured to predicted step without waits. The factor of a tier, or of the
+    optimizer, is the likeliest one: waits and step have an error of ``NOISE`` of the step, and the factor's
+    logarithm has a Cauchy prior of width ``WIDTH``. So a tier on which the waits hardly depend keeps its
+    factor near 1. ``path``: the plan's, for messages. UserError when the profile is not of the plan's model.
     """
     tiers = len(profile.mesh.tiers)
     factors = Factors.none(tiers)
@@ -147,20 +146,20 @@ def calibrate(plan: Plan, profile: Profile, path: Path, measured: Measured) -> C
 
 
 def waits_s(found: Evaluation, profile: Profile) -> dict[str, float]:
-    """What compute waits for in a step, seconds by tier name and "optim"."""
+    """Seconds that compute waits in a step, by tier name and "optim"."""
     names = {f"tier {tier}": name for tier, name in enumerate(profile.cluster.tier_names)}
     return {names.get(cause, cause): waited / 1e9 for cause, waited in found.predicted.exposed_ns.items()}
 
 
 def _with(factors: Factors, kind: int, factor: float) -> Factors:
-    """Another factor for a tier, or after the tiers for the optimizer."""
+    """The factors with another one for tier ``kind``; ``kind`` = number of tiers means the optimizer."""
     if kind == len(factors.tiers):
         return replace(factors, optimizer=factor)
     return replace(factors, tiers=(*factors.tiers[:kind], factor, *factors.tiers[kind + 1 :]))
 
 
 def _least(unlikely: Callable[[float], float]) -> float:
-    """The logarithm where it is least: the best of a grid, then golden-section search around it."""
+    """The logarithm at which ``unlikely`` is least: the best of a grid, then golden-section search."""
     end = log(MOST)
     step = 2 * end / (GRID - 1)
     grid = [-end + step * index for index in range(GRID)]

@@ -7,19 +7,19 @@ from hzplan.solver.paths import MS
 
 
 class Candidates:
-    """Every plan that was replayed and fits."""
+    """The incumbents of a search: every plan that was replayed and fits."""
 
     def __init__(self) -> None:
         self.all: list[Evaluation] = []
 
     @property
     def least_ms(self) -> float:
-        """The least objective so far, in milliseconds."""
+        """The smallest objective so far, milliseconds; infinite without a plan."""
         return self.least_ns * MS
 
     @property
     def least_ns(self) -> float:
-        """The least objective so far."""
+        """The smallest objective so far, nanoseconds; infinite without a plan."""
         least = float("inf")
         for one in self.all:
             if one.floor_ns < least:

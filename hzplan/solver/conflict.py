@@ -16,16 +16,15 @@ MEMORY, BAN = "--memory", "--recompute none"
 
 @dataclass(frozen=True)
 class Conflict:
-    """``groups``: the budget and what was decided beforehand that exclude each other, none of which could
-    stay away (an irreducible set); ``relief``: by group but for the budget, the least memory in bytes without
-    it."""
+    """An irreducible infeasible set. ``groups``: the budget and the options that exclude each other;
+    ``relief``: by option in it, the smallest memory that would fit without that option, bytes."""
 
     groups: tuple[str, ...]
     relief: Mapping[str, int]
 
 
 def decided(profile: Profile, request: Request) -> dict[str, Request]:
-    """What a question says beforehand, as it is written on the command line, and the question without it."""
+    """By option that fixes a choice, as typed on the command line, the question without that option."""
     found = {f"--pin {pin!r}": _without(request, pin) for pin in request.pins}
     if request.recompute == "none" and any(cost.recompute for use in profile.uses for cost in use.costs):
         found[BAN] = replace(request, recompute="choose")
@@ -33,8 +32,11 @@ def decided(profile: Profile, request: Request) -> dict[str, Request]:
 
 
 def conflict(profile: Profile, request: Request) -> Conflict:
-    """For a question that nothing fits, by a deletion filter: what nothing fits without either is let go for
-    good; what remains is needed, and so is the budget, because without one anything fits."""
+    """The irreducible infeasible set of a question that nothing fits, by a deletion filter.
+
+    An option is dropped where nothing fits without it either. The options that remain are all needed, and so
+    is the budget, because without a budget every plan fits.
+    """
     for name in decided(profile, request):
         fewer = decided(profile, request)[name]
         if least_bytes(profile, fewer) > request.memory_bytes:
@@ -48,8 +50,8 @@ def _without(request: Request, pin: str) -> Request:
 
 
 def more_nodes(profile: Profile, request: Request) -> tuple[int, int] | None:
-    """Twice the nodes, and the least memory in bytes there; None where the profile cannot say, or where the
-    batch cannot be cut so."""
+    """(twice the nodes, the smallest memory that fits there in bytes); None where the profile is measured, or
+    the batch does not divide."""
     try:
         nodes = 2 * nodes_of(profile)
         return nodes, least_bytes(with_nodes(profile, nodes), request)
@@ -58,7 +60,7 @@ def more_nodes(profile: Profile, request: Request) -> tuple[int, int] | None:
 
 
 def moved_to_host(profile: Profile, request: Request) -> int | None:
-    """The least memory in bytes with as much of the host's as is wanted; None where that is no other."""
+    """The smallest device memory that fits with unlimited host memory, bytes; None where that is no less."""
     if profile.host is None:
         return None
     found = least_bytes(profile, replace(request, host_bytes=2**60))
@@ -66,7 +68,7 @@ def moved_to_host(profile: Profile, request: Request) -> int | None:
 
 
 def least_bytes(profile: Profile, request: Request) -> int:
-    """The smallest memory that fits a question: with one use ahead and one gradient buffer."""
+    """The smallest memory that fits a question, bytes: with the least prefetch and one gradient buffer."""
     depth = min(request.depths)
     searches = searches_of(profile, replace(request, depths=(depth,)))
     leanest = [search for search in searches if search.question.schedule.gradient_buffers == 1]

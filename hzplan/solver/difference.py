@@ -1,4 +1,4 @@
-"""How two plans differ: what is chosen for each tensor, and what the whole costs."""
+"""How two plans differ: in the choice for each tensor, and in predicted time and memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Sides = tuple[object, object]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Tensors of a unit whose shards differ, in plan A and in plan B; None: not in that plan.
+class Difference:
+    """One difference from plan A (``before``) to plan B (``after``); None: not in that plan.
 
-    With no tensors ``unit`` is a setting of the whole plan, such as the prefetch depth.
+    Without ``tensors``, ``unit`` names a setting of the whole plan, such as the prefetch depth, or a mode of
+    a unit.
     """
 
     unit: str
@@ -28,12 +29,12 @@ class Choice:
         return f"{self.unit or '(root)'}{of}: {shards_text(self.before)} → {shards_text(self.after)}"
 
 
-def choices(one: Plan, other: Plan) -> list[Choice]:
+def choices(one: Plan, other: Plan) -> list[Difference]:
     """Settings, then units in their order, with the tensors whose shards changed in the same way together."""
     return [*_settings(one, other), *_tensors(one, other)]
 
 
-def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
+def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
     pairs: dict[str, Sides] = {
         "model": (one.model.name, other.model.name),
         "signature": (one.model.signature[:12], other.model.signature[:12]),
@@ -56,23 +57,23 @@ def _settings(one: Plan, other: Plan) -> Iterator[Choice]:
     }
     for name, (before, after) in pairs.items():
         if before != after:
-            yield Choice(name, (), before, after)
+            yield Difference(name, (), before, after)
     if one.source.recompute != other.source.recompute:
-        yield Choice("recomputation", (), one.source.recompute, other.source.recompute)
+        yield Difference("recomputation", (), one.source.recompute, other.source.recompute)
     both = {unit.name for unit in one.units} & {unit.name for unit in other.units}
     for unit in (unit.name for unit in one.units if unit.name in both):
         before, after = unit in one.recomputed, unit in other.recomputed
         if before != after:
-            yield Choice(unit, (), _again(again=before), _again(again=after))
+            yield Difference(unit, (), _recompute_text(recompute=before), _recompute_text(recompute=after))
         before, after = unit in one.offloaded, unit in other.offloaded
         if before != after:
-            yield Choice(unit, (), _place(host=before), _place(host=after))
+            yield Difference(unit, (), _place(host=before), _place(host=after))
     if one.uses != other.uses:
-        yield Choice("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
+        yield Difference("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
 
 
-def _again(*, again: bool) -> str:
-    return "recomputed" if again else "activations kept"
+def _recompute_text(*, recompute: bool) -> str:
+    return "recomputed" if recompute else "activations kept"
 
 
 def _place(*, host: bool) -> str:
@@ -83,7 +84,7 @@ def _listed(names: Iterable[str]) -> str | None:
     return ", ".join(names) or None
 
 
-def _tensors(one: Plan, other: Plan) -> Iterator[Choice]:
+def _tensors(one: Plan, other: Plan) -> Iterator[Difference]:
     before, after = _shards(one), _shards(other)
     for unit in dict.fromkeys([*(u for u, _ in before), *(u for u, _ in after)]):
         names = dict.fromkeys(n for u, n in [*before, *after] if u == unit)
@@ -93,7 +94,7 @@ def _tensors(one: Plan, other: Plan) -> Iterator[Choice]:
             if sides[0] != sides[1]:
                 changed.setdefault(sides, []).append(name)
         for (was, now), tensors in changed.items():
-            yield Choice(unit, tuple(tensors), was, now)
+            yield Difference(unit, tuple(tensors), was, now)
 
 
 def _shards(plan: Plan) -> dict[tuple[str, str], Shards]:

@@ -1,4 +1,4 @@
-"""Writing the answer down: an evaluated choice as a plan file."""
+"""Turning an evaluated choice into the content of a plan file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A complete choice, replayed: what it costs in time and memory. Also the known schemes, for comparison."""
+"""Evaluating a complete choice: its memory, its objective and its simulated step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.solver.patterns import unit_cost
 
-MAX_ACCUMULATION = 1024  # forward passes in a step
+MAX_ACCUMULATION = 1024
+"""Forward passes of a rank in one step at most; the schedule has tasks for each."""
 
 
 class Modes(NamedTuple):
-    """What is chosen for whole units, beside their tensors' levels: those whose forward is computed again,
-    and those whose optimizer state lies in the host's memory."""
+    """Choices for whole units: those that are recomputed, and those whose optimizer state is offloaded to the
+    host's memory."""
 
     recompute: frozenset[str] = frozenset()
     offload: frozenset[str] = frozenset()
@@ -39,9 +40,9 @@ PLAIN = Modes()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``levels``: the triple of every tensor, by unit.
+    """One complete plan with its costs. ``levels``: by unit, the triple of every tensor.
 
-    Durations and timelines are computed when they are asked for.
+    Durations and timelines are computed on first use.
     """
 
     model: CostModel
@@ -55,33 +56,33 @@ class Evaluation:
 
     @cached_property
     def durations_ns(self) -> list[int]:
-        """Nanoseconds of the schedule's tasks."""
+        """Durations of the schedule's tasks, nanoseconds."""
         return self.model.durations(self.schedule, self.units, self.micro_batch)
 
     @cached_property
     def floor_ns(self) -> float:
-        """What the objective is at least."""
+        """A lower bound on the objective that needs no replay, nanoseconds."""
         return floor_ns(self.schedule, self.durations_ns, self.model.interference)
 
     @cached_property
     def objective_ns(self) -> float:
-        """What the ILP minimises; no more than the step that is predicted."""
+        """The ILP's objective, nanoseconds: a lower bound on the predicted step."""
         return objective_ns(self.schedule, self.durations_ns, self.model.interference)
 
     @cached_property
     def communication_ns(self) -> int:
-        """The work of all links."""
+        """The summed busy time of all tiers' links, nanoseconds."""
         return sum(tier_loads_ns(self.schedule, self.durations_ns))
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The simulator's answer, links shared."""
+        """The predicted timeline: links shared, interference and stragglers included."""
         late = self.model.straggler_ns(self.schedule, self.micro_batch)
         return replay_shared(self.schedule, self.durations_ns, self.model.interference, late)
 
     @cached_property
     def undisturbed(self) -> Timeline:
-        """The same for a rank whose links cost its compute nothing, and that waits for no late one."""
+        """The timeline of a rank without compute loss, communication slowdown and stragglers."""
         measured = self.model.interference
         none = Interference.none(self.schedule.tiers, measured.wakeup_ns)
         cost = replace(none, contention=measured.contention)
@@ -89,11 +90,11 @@ class Evaluation:
 
     @property
     def step_s(self) -> float:
-        """The predicted seconds of a step."""
+        """The predicted step, seconds."""
         return self.predicted.period_ns / 1e9
 
     def fits(self, memory_bytes: int, host_bytes: int) -> bool:
-        """Whether it needs no more of the device's memory, and of the host's."""
+        """Whether peak device memory and host memory are within these bytes."""
         return self.memory.peak <= memory_bytes and self.memory.host <= host_bytes
 
 
@@ -105,7 +106,8 @@ def evaluate(
     slots: Slots | None = None,
     modes: Modes = PLAIN,
 ) -> Evaluation:
-    """Replay a choice of levels and modes. A unit that is not updated, or has no state, is not offloaded."""
+    """Evaluate a choice of levels and modes. A unit that is not updated, or has no state, is not
+    offloaded."""
     modes = modes._replace(offload=modes.offload & schedule.host_slots.keys())
     slots = slots or assign_slots(schedule, model.tensors)
     units = unit_costs(model, levels, modes)
@@ -125,31 +127,31 @@ def evaluate(
 def unit_costs(
     model: CostModel, levels: Mapping[str, tuple[Levels, ...]], modes: Modes = PLAIN
 ) -> dict[str, UnitCost]:
-    """What every unit costs; what like units cost with the same levels is computed once."""
+    """The cost of every unit; like units with the same levels share one computation."""
     known, none = model.unit_costs, UnitCost.zero(len(model.mesh.tiers))
     units = {}
     for unit, specs in model.tensors.items():
-        again, offload = unit in modes.recompute, unit in modes.offload
-        key = model.like[unit], levels.get(unit), again, offload
+        recompute, offload = unit in modes.recompute, unit in modes.offload
+        key = model.like[unit], levels.get(unit), recompute, offload
         if key not in known:
             made = unit_cost(specs, levels[unit], model) if specs else none
-            known[key] = replace(model.offloaded(made) if offload else made, recompute=again)
+            known[key] = replace(model.offloaded(made) if offload else made, recompute=recompute)
         units[unit] = known[key]
     return units
 
 
 def within_objective(one: Evaluation, limit_ns: float) -> bool:
-    """Whether the objective is; asked first of what it is at least."""
+    """Whether the objective is within ``limit_ns``; the cheap lower bound is asked first."""
     return one.floor_ns <= limit_ns and one.objective_ns <= limit_ns
 
 
 def within(one: Evaluation, limit_ns: float) -> bool:
-    """Whether the predicted step is; asked first of the objective, which it is at least."""
+    """Whether the predicted step is within ``limit_ns``; its lower bound, the objective, is asked first."""
     return within_objective(one, limit_ns) and one.predicted.period_ns <= limit_ns
 
 
 def fastest_of(some: Sequence[Evaluation]) -> Evaluation:
-    """The one predicted fastest; those that cannot be, by a lower bound, are not simulated."""
+    """The plan predicted fastest; plans that a lower bound excludes are not simulated."""
     ordered = sorted(some, key=lambda one: one.floor_ns)
     best = ordered[0]
     for one in ordered[1:]:
@@ -184,7 +186,7 @@ def task_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None =
             nbytes * (1 - 1 / mesh.group_size(stage))
             for unit in task.units
             for bucket in buckets[unit]
-            for stage, nbytes in model.travels(bucket, task.kind, task.tier)
+            for stage, nbytes in model.collectives(bucket, task.kind, task.tier)
         )
         if task.tier >= 0
         else 0.0
@@ -193,7 +195,7 @@ def task_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None =
 
 
 def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
-    """The recorded choice under the formulas of now; UserError when the profile is of another model."""
+    """A recorded plan evaluated with today's formulas; UserError where plan and profile disagree."""
     levels_of = {
         name: plan.levels(bucket) for unit in plan.units for bucket in unit.buckets for name in bucket.tensors
     }
@@ -242,7 +244,7 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
 
 
 def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
-    """By field: what the plan says, and what the profile that it was solved from says."""
+    """By field, its value in the plan and in the profile, of all that both record."""
     model = [(f"model.{name}", pair) for name, pair in _pairs(plan.model, profile.model)]
     cluster = [(f"cluster.{name}", pair) for name, pair in _pairs(plan.cluster, profile.cluster)]
     return dict(model + cluster) | {

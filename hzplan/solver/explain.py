@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does, and what other choices would cost. Pure."""
+"""Explaining a plan: its critical cycle, and the cost of other choices for one unit. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hzplan.errors import UserError
 from hzplan.show import readable
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate
 from hzplan.solver.paths import Network
-from hzplan.solver.patterns import switch_names
+from hzplan.solver.patterns import recompute_names
 
 MOST_SIMULATED = 8
 """Alternatives of a unit that are simulated, those of the least objective first."""
@@ -34,8 +34,8 @@ DOING: Mapping[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """Seconds of the longest chain that one kind of work takes, and the units that take the most of them."""
+class PathPart:
+    """Seconds of the critical cycle in one kind of work, and the units with the most of them."""
 
     what: str
     seconds: float
@@ -44,36 +44,36 @@ class Part:
 
 @dataclass(frozen=True)
 class Chain:
-    """What a step waits for, one after the other: the longest closed walk through the schedule.
+    """The critical cycle of a step's schedule, by kind of work.
 
-    ``binding``: what alone takes longer than the chain, and so decides the objective; else None.
+    ``binding``: the load that takes longer than the cycle and so decides the objective; None without one.
     """
 
     seconds: float
-    parts: tuple[Part, ...]
-    binding: Part | None
+    parts: tuple[PathPart, ...]
+    binding: PathPart | None
 
 
 def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
-    """The chain of a plan's own durations; links are not shared in it."""
-    switches = switch_names(found.model)
-    names = [*found.units, *switches.values()]
-    network = Network(found.model, found.schedule, found.schedule, names, found.micro_batch, switches)
+    """The critical cycle of a plan's durations, links not shared."""
+    binaries = recompute_names(found.model)
+    names = [*found.units, *binaries.values()]
+    network = Network(found.model, found.schedule, found.schedule, names, found.micro_batch, binaries)
     durations = network.durations(found.units)
-    cut = max(network.walks(durations), key=lambda walk: walk.at(durations))
+    cut = max(network.critical_cycles(durations), key=lambda cycle: cycle.at(durations))
     spent = cut.weights * durations
-    unit_of = {name: unit for unit, name in switches.items()}
+    unit_of = {name: unit for unit, name in binaries.items()}
     names = [unit_of.get(name, name) for name in names]
     sums: dict[str, np.ndarray] = {}
     for column, (kind, tier) in enumerate(network.columns):
         where = f" over {tier_names[tier]}" if tier >= 0 else ""
         what = f"{DOING[kind]}{where}"
         sums[what] = sums.get(what, np.zeros(len(names))) + spent[:, column]
-    parts = [Part("compute", cut.constant / 1e3)]
+    parts = [PathPart("compute", cut.constant / 1e3)]
     for what, by_unit in sums.items():
         if by_unit.sum() > 0:
             most = [names[row] for row in np.argsort(-by_unit, kind="stable")[:3] if by_unit[row] > 0]
-            parts.append(Part(what, float(by_unit.sum()) / 1e3, tuple(most)))
+            parts.append(PathPart(what, float(by_unit.sum()) / 1e3, tuple(most)))
     parts.sort(key=lambda part: -part.seconds)
     loads = [capacity.at(durations) for capacity in network.capacities]
     labels = [f"all that is sent over {name}" for name in tier_names]
@@ -83,29 +83,27 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     labels.append("compute, and the speed that communication takes from it")
     longest = int(np.argmax(loads))
     seconds = cut.at(durations)
-    binding = Part(labels[longest], loads[longest] / 1e3) if loads[longest] > seconds * (1 + 1e-9) else None
+    binding = (
+        PathPart(labels[longest], loads[longest] / 1e3) if loads[longest] > seconds * (1 + 1e-9) else None
+    )
     return Chain(seconds / 1e3, tuple(parts), binding)
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Something else for a unit: another triple for all of its tensors (``levels``), or ``what``: recomputed
-    or not, offloaded or not. What the plan would then take."""
+    """The plan's cost with one other choice for a unit: another triple for all of its tensors (``levels``),
+    or another mode (``levels`` None); ``what`` says it in words."""
 
     levels: Levels | None
     what: str
     objective_s: float
-    step_s: float | None  # None: not simulated, because others are faster
+    step_s: float | None  # None: not simulated, because the objectives of others are less
     peak_bytes: int
     fits: bool
 
 
 def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: int = 0) -> list[Alternative]:
-    """Every triple in the place of a unit's levels, and the other modes that it can have, the fastest that
-    fits first.
-
-    UserError when the plan has no such unit.
-    """
+    """Every other triple and mode for a unit, the fastest that fits first; UserError without such a unit."""
     tensors = tensors_of(found.model.profile)
     if not tensors.get(unit):
         known = [name for name, of in tensors.items() if of]
@@ -122,13 +120,13 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
         frozen = Levels(triple.param, triple.param, triple.param)
         shards = readable.shards(*(found.model.mesh.shards[level] for level in triple))
         attempt(triple, shards, tuple(triple if t.trainable else frozen for t in tensors[unit]), found.modes)
-    again, moved = found.modes
+    recompute, offload = found.modes
     if unit in found.model.recomputable:
-        what = "activations kept" if unit in again else "recomputed"
-        attempt(None, what, found.levels[unit], Modes(again ^ {unit}, moved))
+        what = "activations kept" if unit in recompute else "recomputed"
+        attempt(None, what, found.levels[unit], Modes(recompute ^ {unit}, offload))
     if unit in found.schedule.host_slots and found.model.profile.host is not None:
-        what = "state on the device" if unit in moved else "offloaded"
-        attempt(None, what, found.levels[unit], Modes(again, moved ^ {unit}))
+        what = "state on the device" if unit in offload else "offloaded"
+        attempt(None, what, found.levels[unit], Modes(recompute, offload ^ {unit}))
     tried.sort(key=lambda item: (not item[3], item[2].objective_ns))
     listed = [
         Alternative(
@@ -145,11 +143,11 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
 
 
 def tier_shares(found: Evaluation) -> list[float]:
-    """The share of the predicted step that every tier is at work at least, its link not shared."""
+    """For every tier the share of the predicted step that its messages take, its link not shared."""
     step = found.predicted.period_ns
     return [load / step if step else 0.0 for load in tier_loads_ns(found.schedule, found.durations_ns)]
 
 
 def sharing_s(found: Evaluation) -> float:
-    """What sharing links and processors, and handing tasks over, add to the objective, in seconds."""
+    """Seconds that sharing links and processors, and wake-up latency, add to the objective."""
     return (found.predicted.period_ns - found.objective_ns) / 1e9

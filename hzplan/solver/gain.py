@@ -13,15 +13,16 @@ from dataclasses import dataclass
 
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of
 from hzplan.solver.prefer import preferred, tie_of
-from hzplan.solver.schemes import Recomputing, Row
+from hzplan.solver.schemes import RecomputeOptions, Row
 from hzplan.solver.search import Request
 
 FREEDOMS = ("levels", "recompute", "micro-batch", "prefetch")
 
 
 @dataclass(frozen=True)
-class Part:
-    """A freedom, and by which share of its step the plan is slower without it; None where it does not fit."""
+class FreedomShare:
+    """The share of its step by which the plan is slower without one freedom; None where it then does not
+    fit."""
 
     freedom: str
     share: float | None
@@ -29,17 +30,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Gain:
-    """Over the row that is preferred among those that fit: by which share of the plan's step that takes
-    longer. ``same``: the row is the plan."""
+    """A plan's gain: the share of its step by which the preferred fitting row, ``over``, takes longer.
+
+    ``same``: that row is the plan.
+    """
 
     over: Row
     share: float
     same: bool
-    parts: tuple[Part, ...]
+    parts: tuple[FreedomShare, ...]
 
 
 def gain(best: Evaluation, rows: Sequence[Row], request: Request) -> Gain | None:
-    """None where no scheme fits that the question allows."""
+    """The gain of the plan ``best`` over the best row; None where no row fits and is allowed."""
     fitting: dict[int, Row] = {}
     for row in rows:
         if row.fits and row.allowed:
@@ -55,18 +58,20 @@ def gain(best: Evaluation, rows: Sequence[Row], request: Request) -> Gain | None
     return Gain(over, share, False, _parts(best, over.found, request))
 
 
-def _parts(best: Evaluation, other: Evaluation, request: Request) -> tuple[Part, ...]:
+def _parts(best: Evaluation, other: Evaluation, request: Request) -> tuple[FreedomShare, ...]:
     found = []
     for freedom in FREEDOMS:
         one = _mixed({name: other if name == freedom else best for name in FREEDOMS}, request, freedom)
         share = None if one is None else one.predicted.period_ns / best.predicted.period_ns - 1
-        found.append(Part(freedom, share))
+        found.append(FreedomShare(freedom, share))
     return tuple(found)
 
 
 def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evaluation | None:
-    """A plan that takes each freedom ``of`` another one; None where it does not fit. Unless what is
-    recomputed is the ``given`` one, more is where it has to fit."""
+    """The plan that takes each freedom from the plan that ``of`` names; None where it does not fit.
+
+    Where it does not fit, more units are recomputed, unless recomputation is the freedom ``given``.
+    """
     levels, size, pace = of["levels"], of["micro-batch"], of["prefetch"].schedule
     schedule = levels.model.schedule(
         prefetch=pace.prefetch,
@@ -77,8 +82,8 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
     )
     start = of["recompute"].modes.recompute
 
-    def made(again: frozenset[str]) -> Evaluation:
-        modes = Modes(again, levels.modes.offload)
+    def made(recompute: frozenset[str]) -> Evaluation:
+        modes = Modes(recompute, levels.modes.offload)
         return evaluate(levels.model, levels.levels, schedule, size.micro_batch, modes=modes)
 
     def fits(one: Evaluation) -> bool:
@@ -88,7 +93,7 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
         return one
     if given == "recompute" or request.recompute != "choose":
         return None
-    offered = Recomputing.of(levels.model)
+    offered = RecomputeOptions.of(levels.model)
     low, high = len(start.intersection(offered.blocks)) + 1, len(offered.blocks) + 1
     while low < high:
         middle = (low + high) // 2

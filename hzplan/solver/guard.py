@@ -18,19 +18,20 @@ from hzplan.solver.pins import Pins
 from hzplan.solver.solve import Failed, Request, Solved, solve
 
 TOLERANCE = 0.005
-"""By how much of itself a recorded figure may get worse, where nothing else is said."""
+"""Share by which a recorded figure may get worse, unless check.toml says otherwise."""
 
 TIME_LIMIT_S = 300.0
+"""Seconds for solving a plan's question again; golden plans need a few."""
 
 EXACT = 1e-9
-"""Figures that differ by less of themselves are equal."""
+"""Relative difference below which two figures count as equal."""
 
 Kind = Literal["cost data", "formula", "solver", "choice", "prediction", "text", "training"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is not as recorded. ``fails``: whether that fails the check, or is only worth saying."""
+    """One difference from the recorded plan. ``fails``: whether it fails the check or is a remark."""
 
     kind: Kind
     what: str
@@ -42,10 +43,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One plan: the recorded figures, those of now, and what changed.
+    """The check of one plan: figures as (recorded, now), and all changes.
 
-    ``fresh`` is the plan that solving again gives, None where only a replay was made or nothing fits.
-    ``unreadable``: why there are no figures, where plan or profile cannot be read.
+    ``fresh``: the plan that solving again gives, None after a replay alone or where nothing fits.
+    ``unreadable``: the message where plan or profile cannot be read.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why it fails; empty when it does not."""
+        """The changes that fail the check, in words; empty when it passes."""
         return self.unreadable or "; ".join(str(change) for change in self.changes if change.fails)
 
 
@@ -126,7 +127,7 @@ def request_of(plan: Plan) -> Request:
 
 
 def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool) -> Iterator[Change]:
-    """What the recorded choice costs now; with the same data another figure is another formula's."""
+    """Changes that replaying the recorded choice shows; with the same profile they are a formula's."""
     if not same_data:
         yield Change("cost data", "the profile is not the one that the plan was solved from", True)
     if not Pins(plan.source.pins, now.model.profile).keep(now.model.profile, now.levels):
@@ -147,7 +148,7 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
 
 
 def _solved(plan: Plan, fresh: Plan, now: Evaluation, tolerance: float) -> Iterator[Change]:
-    """What solving again chooses, and what that costs."""
+    """Changes that solving again shows: another solver, other choices, worse figures."""
     if fresh.proof.solver != plan.proof.solver:
         yield Change("solver", f"{fresh.proof.solver}, recorded {plan.proof.solver}", False)
     different = choices(plan, fresh)
@@ -164,7 +165,7 @@ def _solved(plan: Plan, fresh: Plan, now: Evaluation, tolerance: float) -> Itera
 
 
 def _text(path: Path, plan: Plan, fresh: Plan, *, same_data: bool) -> Iterator[Change]:
-    """A proven optimum, from the same data by the same solver, has one text."""
+    """Changes of the plan file's text, which fails for a proven optimum of the same data and solver."""
     recorded, now = path.read_text(encoding="utf-8").splitlines(), to_text(fresh).splitlines()
     if recorded == now:
         return

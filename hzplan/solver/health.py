@@ -1,4 +1,4 @@
-"""Whether the solver works here."""
+"""A check that the solver is installed and solves a small problem, for ``hzplan doctor``."""
 
 from __future__ import annotations
 

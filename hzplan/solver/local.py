@@ -20,30 +20,32 @@ from hzplan.solver.patterns import MAX_BUCKETS
 from hzplan.solver.schemes import slack_bytes
 
 MOST_EVENTS = 240_000
-"""Ends of tasks that are simulated from one start; a second or two."""
-WORTH = 1e-4
-"""A shorter step is taken for one when it is shorter by this share."""
+"""Task ends that are simulated from one start at most; they take one or two seconds."""
+LEAST_GAIN = 1e-4
+"""Share of a step by which a candidate must be shorter to replace the best plan."""
 
 Pattern = tuple[Levels, ...]
-Choice = Mapping[str, Pattern]
-Replay = Callable[[Choice, Modes], Evaluation]
+LevelsByUnit = Mapping[str, Pattern]
+Replay = Callable[[LevelsByUnit, Modes], Evaluation]
 """Replays levels and modes under one micro-batch size and pace."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """``alike``: units that have the same tensors, in groups; ``trained``: which of a unit's tensors are;
-    ``known``: for the first unit of a group, patterns that some plan has used; ``triples``: all legal ones.
-    ``switched``: units for which it may be chosen whether their forward is computed again, like ones in
-    groups; ``moved``: likewise whether their optimizer state is in the host's memory.
+    """The neighbourhood of the local search: what may be changed in a plan.
+
+    ``alike``: groups of units with the same tensors; ``trained``: by unit, which of its tensors are trained;
+    ``known``: by the first unit of a group, the patterns that found plans have; ``triples``: all legal ones;
+    ``recomputable``, ``offloadable``: groups of like units whose recomputation, or offload, is free to
+    choose.
     """
 
     alike: Sequence[Sequence[str]]
     trained: Mapping[str, Sequence[bool]]
     known: Mapping[str, Sequence[Pattern]]
     triples: Sequence[Levels]
-    switched: Sequence[Sequence[str]] = ()
-    moved: Sequence[Sequence[str]] = ()
+    recomputable: Sequence[Sequence[str]] = ()
+    offloadable: Sequence[Sequence[str]] = ()
 
 
 def improve(
@@ -53,8 +55,10 @@ def improve(
     fits: Callable[[Evaluation], bool],
     late: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """The start, or a faster plan that fits. ``replays``: one for every pace, the start's first; ``late``:
-    whether to stop."""
+    """The fastest plan that steps to faster neighbours reach from ``start``.
+
+    ``replays``: one for every pace, the start's first; ``late``: whether time is over.
+    """
     best, replay = start, replays[0]
     tries = max(len(replays), MOST_EVENTS // events(start.schedule, _late(start)))
     for other in replays[1:]:
@@ -99,7 +103,7 @@ def plainer(
 
     tries = MOST_EVENTS // events(start.schedule, _late(start)) // 2
 
-    def good(levels: Choice) -> Evaluation | None:
+    def good(levels: LevelsByUnit) -> Evaluation | None:
         nonlocal tries
         one = replay(levels, best.modes)
         if tries <= 0 or late() or not fits(one) or one.floor_ns > ceiling:
@@ -130,7 +134,7 @@ def plainer(
     return best
 
 
-def _used(levels: Choice, units: Sequence[str]) -> list[Pattern]:
+def _used(levels: LevelsByUnit, units: Sequence[str]) -> list[Pattern]:
     """The patterns of some units, the most frequent first."""
     return [pattern for pattern, _ in Counter(levels[unit] for unit in units).most_common()]
 
@@ -143,9 +147,9 @@ def leaner(
     ceiling: float,
     late: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """The start, or a plan with less memory whose step is within the ceiling; like units stay alike.
+    """The leanest plan within the ceiling that changes to all like units at once reach from ``start``.
 
-    ``replays``: one for every pace, the start's first. Memory is known without a replay, so the leanest
+    ``replays``: one for every pace, the start's first. Memory is known without a simulation, so the leanest
     neighbours are tried first.
     """
     best, replay = start, replays[0]
@@ -172,23 +176,26 @@ def leaner(
     return best
 
 
-def _lighter(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, Modes]]:
-    """What may take less memory and leaves like units alike: all of a kind recomputed, or the next one; a
-    pattern that is used takes another triple, as a whole or one of its buckets."""
-    again, moved = best.modes
-    for some in around.switched:
-        yield best.levels, Modes(again | {*some}, moved)
-        following = [unit for unit in some if unit not in again][:1]
-        yield best.levels, Modes(again | {*following}, moved)
-    for some in around.moved:
-        yield best.levels, Modes(again, moved | {*some})
+def _lighter(best: Evaluation, around: Surroundings) -> Iterator[tuple[LevelsByUnit, Modes]]:
+    """Neighbours that may need less memory and keep like units alike.
+
+    All units of a group are recomputed, or one more; all are offloaded; or a pattern changes to another
+    triple, as a whole or in one bucket.
+    """
+    recompute, offload = best.modes
+    for some in around.recomputable:
+        yield best.levels, Modes(recompute | {*some}, offload)
+        following = [unit for unit in some if unit not in recompute][:1]
+        yield best.levels, Modes(recompute | {*following}, offload)
+    for some in around.offloadable:
+        yield best.levels, Modes(recompute, offload | {*some})
     for units in around.alike:
         for choice in _retripled(best.levels, units, _whole_and_buckets, around):
             yield choice, best.modes
 
 
 def _shorter(one: Evaluation, other: Evaluation) -> bool:
-    goal = other.predicted.period_ns * (1 - WORTH)
+    goal = other.predicted.period_ns * (1 - LEAST_GAIN)
     return one.objective_ns < goal and one.predicted.period_ns < goal  # the objective is a lower bound
 
 
@@ -200,29 +207,29 @@ def _key(one: Evaluation) -> object:
     return tuple(sorted(one.levels.items())), one.modes, one.schedule.prefetch, one.schedule.gradient_buffers
 
 
-def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice, Modes]]:
-    """What is a step away, what changes most first.
+def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[LevelsByUnit, Modes]]:
+    """All neighbours of a plan, those that change most first.
 
-    All units of a kind are recomputed or none, or offloaded or none; or they take a pattern known from other
+    All units of a group are recomputed or none, or offloaded or none; or they take a pattern known from other
     plans; or one of their buckets takes another triple; or one of their tensors does; or one unit alone takes
-    a known pattern, or one triple for all of its tensors, or is recomputed or not, or offloaded or not; or
-    two like units exchange their patterns.
+    a known pattern, or one triple for all of its tensors, or flips its recomputation or offload; or two like
+    units exchange their patterns.
     """
-    again, moved = best.modes
-    for some in around.switched:
-        yield best.levels, Modes(again | {*some}, moved)
-        yield best.levels, Modes(again - {*some}, moved)
-    for some in around.moved:
-        yield best.levels, Modes(again, moved - {*some})
-        yield best.levels, Modes(again, moved | {*some})
+    recompute, offload = best.modes
+    for some in around.recomputable:
+        yield best.levels, Modes(recompute | {*some}, offload)
+        yield best.levels, Modes(recompute - {*some}, offload)
+    for some in around.offloadable:
+        yield best.levels, Modes(recompute, offload - {*some})
+        yield best.levels, Modes(recompute, offload | {*some})
     for choice in _other_levels(best.levels, around):
         yield choice, best.modes
-    for some in around.switched:
+    for some in around.recomputable:
         for unit in some:
-            yield best.levels, Modes(again ^ {unit}, moved)
-    for some in around.moved:
+            yield best.levels, Modes(recompute ^ {unit}, offload)
+    for some in around.offloadable:
         for unit in some:
-            yield best.levels, Modes(again, moved ^ {unit})
+            yield best.levels, Modes(recompute, offload ^ {unit})
     for units in around.alike:  # last, because there are most of these
         for one, other in combinations(units, 2):
             if best.levels[one] != best.levels[other]:
@@ -230,7 +237,7 @@ def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[Choice
                 yield {**best.levels, **exchanged}, best.modes
 
 
-def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
+def _other_levels(levels: LevelsByUnit, around: Surroundings) -> Iterator[LevelsByUnit]:
     for units in around.alike:
         for pattern in around.known[units[0]]:
             yield {**levels, **dict.fromkeys(units, pattern)}
@@ -249,11 +256,11 @@ def _other_levels(levels: Choice, around: Surroundings) -> Iterator[Choice]:
 
 
 def _retripled(
-    levels: Choice,
+    levels: LevelsByUnit,
     units: Sequence[str],
     parts: Callable[[Pattern], list[set[int]]],
     around: Surroundings,
-) -> Iterator[Choice]:
+) -> Iterator[LevelsByUnit]:
     """Another triple for a part of a pattern, in all of the like units that have it."""
     for pattern in dict.fromkeys(levels[unit] for unit in units):
         holders = [unit for unit in units if levels[unit] == pattern]

@@ -1,17 +1,17 @@
-"""What a step's period is at least, as inequalities: one for every closed walk through the schedule.
+"""Lower bounds on a step's period as linear inequalities, one for each cycle of the event graph.
 
-The period of a cyclic schedule is the largest ratio, over closed walks, of the durations on the walk to the
-number of times that it passes into the next step (max-plus algebra: Baccelli et al. 1992, *Synchronization
-and Linearity*, §3.2.4). Durations are linear in the choice of patterns, so each walk is one linear row
+The period of a cyclic schedule is the largest ratio, over cycles, of the durations on the cycle to the number
+of times that it passes into the next step (max-plus algebra: Baccelli et al. 1992, *Synchronization and
+Linearity*, §3.2.4). Durations are linear in the choice of patterns, so each cycle is one linear row
 
-    T ≥ constant + Σ_{unit, key} weight · d[unit, key],
+    T ≥ constant + Σ_{unit, key} weight · d[unit, key].
 
-and rows are made only when a choice, integral or fractional, violates them: a few dozen do, where a row for
-every edge takes thousands. ``Network.walks`` finds them by longest paths.
+Rows are lazy: made only when a choice, integral or fractional, violates them. A few dozen are enough, where a
+row for every edge would be thousands. ``Network.critical_cycles`` finds them by longest paths.
 
 A step of many micro-batches is represented by its first ones and its last one; for those between, every
-stream has one more node, as long as the work that they put on it. Each such walk is one of the full
-schedule, so what holds for the network holds for it.
+stream has one more node, as long as their work on that stream. Each cycle of this short graph is also a cycle
+of the full one, so its row is valid for the full schedule.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from numpy.typing import NDArray
 from hzplan.core.schedule import Kind, Schedule, Task
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
-from hzplan.solver.patterns import SWITCHED, duration_keys
+from hzplan.solver.patterns import RECOMPUTE_KEY, duration_keys
 
 MS = 1e-6  # nanoseconds to milliseconds
 MAX_PASSES = 12
+"""Steps through which longest paths are followed at most, in search of a periodic state."""
 SAME = 1e-9
-"""Periods that differ by less than this share are equal."""
+"""Relative difference below which two periods count as equal."""
 
 Weights = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A row: the period in milliseconds is at least ``constant`` + Σ ``weights``·durations [units, keys]."""
+class LazyConstraint:
+    """A cycle's row: period in ms ≥ ``constant`` + Σ ``weights``·durations [units, keys]."""
 
     constant: float
     weights: Weights
 
     def at(self, durations: Weights) -> float:
-        """The row's value at some durations in milliseconds [units, keys]."""
+        """The right-hand side for durations in milliseconds [units, keys]."""
         return self.constant + float((self.weights * durations).sum())
 
 
 class Network:
-    """The schedule's edges, and every task's duration as a linear function of the units' durations.
+    """The event graph: the schedule's edges, with task durations linear in the units' durations.
 
-    ``units``: those that have a choice, in the order of the rows of durations and weights; among them may be
-    ``switches``, by the unit that each is of.
+    ``units``: names of everything that has a choice, units and recompute binaries, in the order of the rows
+    of durations and weights; ``binaries``: by unit, the name of its recompute binary.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Network:
         whole: Schedule,
         units: Sequence[str],
         micro_batch: int,
-        switches: Mapping[str, str],
+        binaries: Mapping[str, str],
     ) -> None:
-        self.model, self.whole, self.micro_batch, self.switches = model, whole, micro_batch, switches
+        self.model, self.whole, self.micro_batch, self.binaries = model, whole, micro_batch, binaries
         self.rows = {unit: row for row, unit in enumerate(units)}
         keys = duration_keys(short.tiers)
         self.columns = {key: column for column, key in enumerate(keys)}
@@ -104,17 +105,18 @@ class Network:
         self.term_times = np.array([many for _, _, many in terms], dtype=float)
 
     def _part(self, tasks: Iterable[Task], times: int) -> tuple[float, list[tuple[int, float]]]:
-        """The duration of some tasks, so many times: milliseconds, and places in the durations."""
+        """The duration of ``tasks``, ``times`` over: constant ms, and (index into durations, factor)
+        terms."""
         constant, terms = 0.0, []
         for task in tasks:
             if task.kind is Kind.COMPUTE:
                 index = task.position % len(self.whole.uses)
                 constant += times * self.model.compute_ns(index, self.micro_batch) * MS
-                switch = self.switches.get(self.whole.uses[index].unit)
-                again = self.model.again_ns(index, self.micro_batch) * MS
-                if switch is not None and again:
-                    at = self.rows[switch] * self.shape[1] + self.columns[SWITCHED]
-                    terms.append((at, times * again))
+                binary = self.binaries.get(self.whole.uses[index].unit)
+                recompute_ms = self.model.recompute_ns(index, self.micro_batch) * MS
+                if binary is not None and recompute_ms:
+                    at = self.rows[binary] * self.shape[1] + self.columns[RECOMPUTE_KEY]
+                    terms.append((at, times * recompute_ms))
             elif task.kind is Kind.STEP:
                 constant += times * self.model.step_ns(self.whole) * MS
             elif (key := (task.kind, task.tier)) in self.columns:
@@ -126,28 +128,31 @@ class Network:
         return constant, terms
 
     def lengths(self, durations: Weights) -> Weights:
-        """Every node's milliseconds."""
+        """The duration of every node, ms, for durations [units, keys]."""
         parts = self.term_times * durations.ravel()[self.term_at]
         return self.constants + np.bincount(self.term_node, parts, minlength=len(self.constants))
 
-    def walks(self, durations: Weights) -> list[Cut]:
-        """The critical walk, and those that lead to every stream's end; the one of the largest value first.
+    def critical_cycles(self, durations: Weights) -> list[LazyConstraint]:
+        """The critical cycle, and the cycle that binds each stream's end, the largest value first.
 
         ``durations``: milliseconds [units, keys].
         """
         lengths = self.lengths(durations).tolist()
         before = self._passes(lengths)
-        found: dict[bytes, Cut] = {}
+        found: dict[bytes, LazyConstraint] = {}
         for tail in self.tails:
-            walk = _closed(before, tail)
-            if walk is not None:
-                cut = self._cut(*walk)
+            cycle = _closed(before, tail)
+            if cycle is not None:
+                cut = self._cut(*cycle)
                 found.setdefault(cut.weights.tobytes(), cut)
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
 
     def _passes(self, lengths: Sequence[float]) -> list[list[int]]:
-        """Longest paths, step after step, until the period repeats: for every step and node the one that it
-        waited for last, as its number, or less the number of nodes for one of the step before."""
+        """Longest paths, step after step, until the period repeats; ``[step][node]`` is the binding
+        predecessor.
+
+        A predecessor in the step before is its index less the number of nodes; a node without one is its own.
+        """
         nodes = len(lengths)
         previous: list[float] = []
         begins: list[float] = []
@@ -156,7 +161,7 @@ class Network:
             ends: list[float] = []
             before: list[int] = []
             for node, edges in enumerate(self.after):
-                start, binding = 0.0, node  # nobody
+                start, binding = 0.0, node
                 for u in edges:
                     if ends[u] >= start:
                         start, binding = ends[u], u
@@ -173,11 +178,11 @@ class Network:
                 break
         return found
 
-    def _cut(self, walk: Sequence[int], steps: int) -> Cut:
-        counts = np.bincount(np.array(walk), minlength=len(self.constants)) / steps
+    def _cut(self, cycle: Sequence[int], steps: int) -> LazyConstraint:
+        counts = np.bincount(np.array(cycle), minlength=len(self.constants)) / steps
         weights = np.zeros(self.shape)
         np.add.at(weights.reshape(-1), self.term_at, self.term_times * counts[self.term_node])
-        return Cut(float(counts @ self.constants), weights)
+        return LazyConstraint(float(counts @ self.constants), weights)
 
     def durations(self, units: Mapping[str, UnitCost]) -> Weights:
         """Milliseconds [units, keys] of some costs."""
@@ -185,12 +190,12 @@ class Network:
         for unit, row in self.rows.items():
             if unit in units:
                 found[row] = [units[unit].duration_ns(kind, tier) * MS for kind, tier in self.columns]
-        for unit, switch in self.switches.items():
-            found[self.rows[switch], self.columns[SWITCHED]] = float(units[unit].recompute)
+        for unit, binary in self.binaries.items():
+            found[self.rows[binary], self.columns[RECOMPUTE_KEY]] = float(units[unit].recompute)
         return found
 
     @cached_property
-    def capacities(self) -> list[Cut]:
+    def capacities(self) -> list[LazyConstraint]:
         """The whole load of every tier; of copies from the host's memory, and to it, where there are such; of
         the processors with the share of speed that tiers take."""
         tiers = range(self.whole.tiers)
@@ -205,15 +210,18 @@ class Network:
                 load = work if task.kind is Kind.COMPUTE else load
                 for at, many in terms:
                     load.flat[at] += many
-        cuts = [Cut(0.0, load) for load in [*loads, *copies.values()]]
-        for share, load in zip(self.model.interference.surely_lost, loads, strict=True):
+        cuts = [LazyConstraint(0.0, load) for load in [*loads, *copies.values()]]
+        for share, load in zip(self.model.interference.compute_loss_bound, loads, strict=True):
             work += share * load
-        return [*cuts, Cut(compute, work)]
+        return [*cuts, LazyConstraint(compute, work)]
 
 
 def _middles(model: CostModel, short: Schedule) -> dict[int, tuple[int, list[Task]]]:
-    """For every stream, by the last micro-batch's first task: the last task of the one before it that has
-    nodes, and the stream's work for one micro-batch between them."""
+    """The nodes for micro-batches that have no tasks in ``short``, one per stream.
+
+    By the first task of the stream's last micro-batch: the last task of the micro-batch before it, and the
+    tasks of one micro-batch between them.
+    """
     three = model.schedule(
         prefetch=short.prefetch, accumulation=3, clip=short.clip, gradient_buffers=short.gradient_buffers
     )
@@ -241,16 +249,18 @@ def _repeats(begins: Sequence[float]) -> bool:
 
 
 def _closed(before: Sequence[Sequence[int]], node: int) -> tuple[list[int], int] | None:
-    """Follow what was waited for from a node of the last step until a walk closes: its nodes, its steps.
+    """The cycle that is reached from a node of the last step along binding predecessors: nodes, and steps.
 
-    None where the first step is reached before.
+    None where the first step is reached before a cycle closes.
     """
     nodes = len(before[0])
     step = len(before) - 1
-    walk: list[int] = []
-    passed: dict[int, tuple[int, int]] = {}  # where steps were entered -> how long the walk was, and the step
+    cycle: list[int] = []
+    passed: dict[
+        int, tuple[int, int]
+    ] = {}  # where steps were entered -> how long the cycle was, and the step
     while True:
-        walk.append(node)
+        cycle.append(node)
         binding = before[step][node]
         if binding == node:
             return None
@@ -259,8 +269,8 @@ def _closed(before: Sequence[Sequence[int]], node: int) -> tuple[list[int], int]
             continue
         if node in passed:
             length, since = passed[node]
-            return walk[length:], since - step
-        passed[node] = len(walk), step
+            return cycle[length:], since - step
+        passed[node] = len(cycle), step
         step, node = step - 1, binding + nodes
         if step < 0:
             return None

@@ -2,11 +2,11 @@
 
 A pattern gives every tensor a legal triple, with at most three different triples in a unit. There are about
 |triples|^|tensors| of them, so the smallest tensors are joined into *atoms*, which share a triple, until
-the patterns can be enumerated; what that leaves out is small, because those tensors are.
+the patterns can be enumerated. Little is lost, because joined tensors are small.
 
 Of the enumerated ones the *dominated* are dropped: where pattern q is no worse than p in any duration and any
-byte count, replace p by q in any plan, and no path and no memory row grows (exact). Which of the others the
-ILP sees is decided by their reduced costs (``search``).
+byte count, replacing p by q makes no plan slower or larger (exact). The patterns left are the columns of the
+unit's *column pool*; which of them the ILP gets is decided by reduced costs (``search``).
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.schedule import Kind
 from hzplan.cost.model import CostModel
-from hzplan.cost.unit import Part, UnitCost
+from hzplan.cost.unit import BucketCost, UnitCost
 from hzplan.errors import UserError
 
 MAX_BUCKETS = 3
+"""Different triples in one pattern at most; each is a bucket, and so messages of its own."""
 MAX_PATTERNS = 6_000
+"""Patterns that are enumerated per unit before dominated ones are dropped; a second of work."""
 MAX_NS = 24 * 3600 * 10**9
+"""Longest duration of a task that is accepted, one day: sums of nanoseconds then stay inside 64 bits."""
 
 
 def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
-    """The (kind, tier) of every task that a pattern gives a duration, in the order of ``durations_ns``."""
+    """The (kind, tier) of every task whose duration depends on the pattern, as ``durations_ns`` has them."""
     kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
     once = [(kind, -1) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE)]
-    return [(kind, tier) for kind in kinds for tier in range(tiers)] + once + [SWITCHED]
+    return [(kind, tier) for kind in kinds for tier in range(tiers)] + once + [RECOMPUTE_KEY]
 
 
-SWITCHED = (Kind.COMPUTE, -1)
-"""A switch that is on counts a millisecond here, as many times as a use's backward takes longer."""
+RECOMPUTE_KEY = (Kind.COMPUTE, -1)
+"""The duration key of a recompute binary: 1 ms where it is one. ``paths.Network`` multiplies it by the
+milliseconds that recomputation adds to each backward use."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """The patterns of a unit, none dominated by another.
+class ColumnPool:
+    """The columns of one unit: its patterns, none dominated by another.
 
     ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
-    bytes ``resident``, ``unshard``, ``staging``, ``temporary``, ``host`` [patterns] and ``scratch``
-    [patterns, tiers]. ``host`` is not 0 where the unit's optimizer state is in the host's memory.
-    ``recompute``: 1 for a switch that is on (``switch``), else 0.
+    bytes ``resident``, ``unshard``, ``gradient_buffer``, ``temporary``, ``host`` [patterns] and ``scratch``
+    [patterns, tiers]. ``host`` is above 0 where the optimizer state lies in the host's memory.
+    ``recompute`` [patterns]: 1 where a recompute binary is one (``recompute_pool``), else 0.
     """
 
     levels: tuple[tuple[Levels, ...], ...]
     durations_ns: NDArray[np.int64]
     resident: NDArray[np.int64]
     unshard: NDArray[np.int64]
-    staging: NDArray[np.int64]
+    gradient_buffer: NDArray[np.int64]
     scratch: NDArray[np.int64]
     temporary: NDArray[np.int64]
     host: NDArray[np.int64]
@@ -65,15 +69,15 @@ class Family:
 
     @cached_property
     def plainest(self) -> list[int]:
-        """Indices of the patterns with the fewest different triples: what a search begins with."""
+        """Indices of the patterns with the fewest different triples, the first columns of a search."""
         variety = [len(set(levels)) for levels in self.levels]
         return [index for index, number in enumerate(variety) if number == min(variety)]
 
     @cached_property
     def leanest(self) -> list[int]:
-        """Indices of the patterns that no other undercuts in bytes; enough where time is ignored."""
-        again = (self.recompute, -self.recompute)  # what is leaner differs from event to event
-        parts = (self.resident, self.unshard, self.staging, self.temporary, self.host, *again)
+        """Indices of the patterns that are not dominated in bytes; enough where time is ignored."""
+        recompute = (self.recompute, -self.recompute)  # 0 needs less memory at some events, 1 at others
+        parts = (self.resident, self.unshard, self.gradient_buffer, self.temporary, self.host, *recompute)
         sizes = np.column_stack([*parts, self.scratch])
         return _undominated(sizes[:, :0], sizes)
 
@@ -86,11 +90,12 @@ def enumerate_patterns(
     *,
     max_patterns: int = MAX_PATTERNS,
     offload: bool = False,
-) -> Family:
-    """Every pattern of a unit, over atoms if there are too many. A frozen tensor takes a triple's ℓp.
+) -> ColumnPool:
+    """The column pool of a unit: all patterns, over atoms where there are too many, less dominated ones.
 
-    ``allowed``: of every tensor; by default all of them. ``offload``: each also with the optimizer's state in
-    the host's memory. UserError where no pattern has only what is allowed.
+    A frozen tensor takes only a triple's ℓp. ``allowed``: the triples allowed for every tensor, None for all.
+    ``offload``: whether to add each pattern with its optimizer state in the host's memory. UserError where
+    pins leave no pattern.
     """
     sets = list(allowed) if allowed is not None else [frozenset(triples)] * len(tensors)
     atoms = _atoms(tensors, sets, len(triples), max_patterns)
@@ -104,12 +109,12 @@ def enumerate_patterns(
             f"--pin: the tensors of one unit, {tensors[0].name} and others, would need more than "
             f"{MAX_BUCKETS} different triples; pin fewer of them apart"
         )
-    known: dict[tuple[tuple[int, ...], Levels], list[Part]] = {}
+    known: dict[tuple[tuple[int, ...], Levels], list[BucketCost]] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
     if offload:
-        moved = [model.offloaded(cost) for cost in costs]
-        levels += [pattern for pattern, cost in zip(levels, moved, strict=True) if cost.host_bytes]
-        costs += [cost for cost in moved if cost.host_bytes]
+        offloaded = [model.offloaded(cost) for cost in costs]
+        levels += [pattern for pattern, cost in zip(levels, offloaded, strict=True) if cost.host_bytes]
+        costs += [cost for cost in offloaded if cost.host_bytes]
     keys = duration_keys(len(model.mesh.tiers))
     lengths = [[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]
     if max(map(max, lengths)) > MAX_NS:
@@ -121,12 +126,12 @@ def enumerate_patterns(
     sizes = np.array([_sizes(cost) for cost in costs])
     kept = _undominated(durations, sizes)
     sizes = sizes[kept]
-    return Family(
+    return ColumnPool(
         tuple(levels[index] for index in kept),
         durations[kept],
         resident=sizes[:, 0],
         unshard=sizes[:, 1],
-        staging=sizes[:, 2],
+        gradient_buffer=sizes[:, 2],
         temporary=sizes[:, 3],
         host=sizes[:, 4],
         scratch=sizes[:, 5:],
@@ -134,30 +139,30 @@ def enumerate_patterns(
     )
 
 
-def switch_names(model: CostModel) -> dict[str, str]:
-    """By unit that can be recomputed, a name for its switch that no unit has."""
+def recompute_names(model: CostModel) -> dict[str, str]:
+    """By recomputable unit, the name of its recompute binary; no unit has such a name."""
     prefix = "recompute "
     while any(unit.name.startswith(prefix) for unit in model.profile.units):
         prefix = f"re{prefix}"
     return {unit: f"{prefix}{unit}" for unit in model.recomputable}
 
 
-def switch(tiers: int, states: Sequence[bool]) -> Family:
-    """Whether a unit computes its forward again, in the shape of a family: one pattern per state.
+def recompute_pool(tiers: int, states: Sequence[bool]) -> ColumnPool:
+    """The column pool of a recompute binary, one pattern per allowed state.
 
-    What that costs and saves does not depend on the unit's levels, so it is a choice of its own, which the
-    relaxation, the ILP and the rounding take for one more unit. Time and bytes depend on the micro-batch
-    size, and are in the network and in the buffer of activations.
+    Cost and saving of recomputation do not depend on the unit's levels. So the binary has a pool of its own,
+    and the relaxation, the ILP and the rounding treat it as one more unit. Its time and bytes depend on the
+    micro-batch size and are in ``paths.Network`` and in the buffer of activations.
     """
     keys, none = duration_keys(tiers), np.zeros(len(states), dtype=np.int64)
     durations = np.zeros((len(states), len(keys)), dtype=np.int64)
-    durations[:, keys.index(SWITCHED)] = [10**6 * state for state in states]
-    return Family(
+    durations[:, keys.index(RECOMPUTE_KEY)] = [10**6 * state for state in states]
+    return ColumnPool(
         ((),) * len(states),
         durations,
         resident=none,
         unshard=none,
-        staging=none,
+        gradient_buffer=none,
         temporary=none,
         host=none,
         scratch=np.zeros((len(states), tiers), dtype=np.int64),
@@ -194,20 +199,20 @@ def _cost(
     tensors: Sequence[TensorSpec],
     levels: Sequence[Levels],
     model: CostModel,
-    known: dict[tuple[tuple[int, ...], Levels], list[Part]],
+    known: dict[tuple[tuple[int, ...], Levels], list[BucketCost]],
 ) -> UnitCost:
-    """``unit_cost``, remembering what each set of tensors costs under each triple."""
+    """``unit_cost`` with a cache, ``known``, by set of tensors and triple."""
     sets: dict[Levels, list[int]] = {}
     for index, triple in enumerate(levels):
         sets.setdefault(triple, []).append(index)
-    parts: list[Part] = []
+    parts: list[BucketCost] = []
     for triple, indices in sets.items():
         key = (tuple(indices), triple)
         if key not in known:
             buckets = bucketise([(tensors[i], triple) for i in indices], model.mesh)
             known[key] = [model.part(bucket) for bucket in buckets]
         parts += known[key]
-    return model.together(parts)
+    return model.combined(parts)
 
 
 def _by_tensor(
@@ -224,7 +229,7 @@ def _by_tensor(
 def _atoms(
     tensors: Sequence[TensorSpec], allowed: Sequence[frozenset[Levels]], triples: int, limit: int
 ) -> list[list[int]]:
-    """Indices of the tensors that decide together, smallest joined first until ``limit`` is kept."""
+    """Atoms as lists of tensor indices: the smallest are joined until at most ``limit`` patterns exist."""
     atoms = [[index] for index in range(len(tensors))]
 
     def kind(atom: list[int]) -> tuple[str, bool, frozenset[Levels]]:

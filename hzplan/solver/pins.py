@@ -1,4 +1,4 @@
-"""Pins: what the user has decided for some tensors, and the solver must keep to."""
+"""Pins: shard counts that the user has fixed for some tensors, as constraints of the solver."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Pin:
-    """Tensors by name, wildcards allowed, and into how many shards their parameter, gradient and optimizer
-    state are cut; None: any number."""
+    """Shard counts (parameter, gradient, optimizer state; None: free) for the tensors that ``pattern``, a
+    name with wildcards, matches."""
 
     pattern: str
     shards: tuple[int | None, int | None, int | None]
@@ -50,8 +50,8 @@ class Pin:
 
 
 class Pins:
-    """All of a question's pins, for the tensors of a profile. UserError where one concerns no tensor, or
-    where no levels are as several say."""
+    """All pins of a question. UserError where a pin matches no tensor of the profile, or where several pins
+    leave a tensor no legal levels."""
 
     def __init__(self, texts: Sequence[str], profile: Profile) -> None:
         self.mesh = profile.mesh
@@ -75,7 +75,7 @@ class Pins:
         return [pin for pin in self.pins if fnmatchcase(name, pin.pattern)]
 
     def allowed(self, name: str, triples: Iterable[Levels], *, trainable: bool) -> frozenset[Levels]:
-        """Those of a tensor's triples that are as pinned."""
+        """The triples that the pins of a tensor allow."""
         pins = self.of(name)
         return frozenset(
             triple
@@ -84,7 +84,7 @@ class Pins:
         )
 
     def keep(self, profile: Profile, levels: Mapping[str, Sequence[Levels]]) -> bool:
-        """Whether a choice of levels, by unit, is as pinned."""
+        """Whether a choice of levels, by unit, keeps all pins."""
         return not self.pins or all(
             self.allowed(tensor.name, [triple], trainable=tensor.spec.trainable)
             for unit in profile.units

@@ -1,4 +1,4 @@
-"""What is done to plans in the simulator: the fastest made faster, and the one chosen plainer and leaner."""
+"""Local search on found plans: the fastest is made faster, the one chosen is made plainer and leaner."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
-from hzplan.solver.local import Choice, Replay, Surroundings, improve, leaner, plainer
-from hzplan.solver.patterns import Family
+from hzplan.solver.local import LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
+from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
 from hzplan.solver.relaxation import INFINITY
@@ -19,7 +19,7 @@ from hzplan.solver.search import Request, Search
 def improved(
     found: Candidates, searches: Sequence[Search], request: Request, deadline: float
 ) -> list[Evaluation]:
-    """The plan predicted fastest, and the one with a single triple, changed as long as that helps."""
+    """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``."""
     around, fits = _surroundings(found, searches, request)
     plain = [one for one in found.all if plainness(one)[0] == 1]
     starts = {id(one): one for one in [fastest_of(some) for some in (found.all, plain) if some]}
@@ -38,7 +38,8 @@ def settled(
     limits: tuple[float, float],
     deadline: float,
 ) -> Evaluation:
-    """The plan made plainer, then leaner, as long as its step, and its objective, are within the limits."""
+    """The plan after ``local.plainer`` and ``leaner``; ``limits``: of its predicted step and objective,
+    ns."""
     around, allowed = _surroundings(found, searches, request)
     ceiling, most = limits
 
@@ -57,7 +58,7 @@ def settled(
 def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
     """Replays under every pace of the start's micro-batch size, the start's own first."""
 
-    def own(levels: Choice, modes: Modes) -> Evaluation:
+    def own(levels: LevelsByUnit, modes: Modes) -> Evaluation:
         return evaluate(start.model, levels, start.schedule, start.micro_batch, start.slots, modes)
 
     pace = start.schedule.prefetch, start.schedule.gradient_buffers
@@ -73,11 +74,11 @@ def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
 def _surroundings(
     found: Candidates, searches: Sequence[Search], request: Request
 ) -> tuple[Surroundings, Callable[[Evaluation], bool]]:
-    """What may be changed in a plan, and whether a plan is allowed."""
-    families, profile = searches[0].families, searches[0].question.model.profile
-    switches = searches[0].question.switches
-    groups = _alike({unit: f for unit, f in families.items() if unit not in {*switches.values()}})
-    free = {unit: families[name] for unit, name in switches.items() if len(families[name].levels) > 1}
+    """The neighbourhood of the local search, and the test whether a plan fits and keeps all pins."""
+    pools, profile = searches[0].pools, searches[0].question.model.profile
+    binaries = searches[0].question.binaries
+    groups = _alike({unit: f for unit, f in pools.items() if unit not in {*binaries.values()}})
+    free = {unit: pools[name] for unit, name in binaries.items() if len(pools[name].levels) > 1}
     around = Surroundings(
         groups,
         {unit: [tensor.trainable for tensor in tensors] for unit, tensors in tensors_of(profile).items()},
@@ -87,7 +88,7 @@ def _surroundings(
         },
         searches[0].question.model.mesh.triples(),
         _alike(free),
-        [units for units in groups if families[units[0]].host.any()],
+        [units for units in groups if pools[units[0]].host.any()],
     )
     pins = Pins(request.pins, profile)
     return around, lambda one: searches[0].fits(one) and pins.keep(profile, one.levels)
@@ -96,23 +97,23 @@ def _surroundings(
 def _tidied(
     best: Evaluation, searches: Sequence[Search], fits: Callable[[Evaluation], bool], ceiling: float
 ) -> Evaluation:
-    """Of like units the first are recomputed, as many as were, where the step stays within the ceiling: later
-    ones then keep less while those compute again, and a reader sees one run of layers."""
-    families, again = searches[0].families, set(best.modes.recompute)
-    switches = searches[0].question.switches  # the same in all
-    for units in _alike({unit: families[name] for unit, name in switches.items()}):
-        count = len(again.intersection(units))
-        again = again.difference(units) | set(units[:count])
-    if again == best.modes.recompute:
+    """The plan with its recomputed units moved to the first of their like ones, where the step stays within
+    the ceiling. A reader then sees one run of layers, and their activations are freed for the later ones."""
+    pools, recompute = searches[0].pools, set(best.modes.recompute)
+    binaries = searches[0].question.binaries  # the same in all
+    for units in _alike({unit: pools[name] for unit, name in binaries.items()}):
+        count = len(recompute.intersection(units))
+        recompute = recompute.difference(units) | set(units[:count])
+    if recompute == best.modes.recompute:
         return best
-    modes = best.modes._replace(recompute=frozenset(again))
+    modes = best.modes._replace(recompute=frozenset(recompute))
     tidy = evaluate(best.model, best.levels, best.schedule, best.micro_batch, best.slots, modes)
     return tidy if fits(tidy) and within(tidy, ceiling) else best
 
 
-def _alike(families: Mapping[str, Family]) -> list[list[str]]:
-    """Units that have one family, in groups."""
+def _alike(pools: Mapping[str, ColumnPool]) -> list[list[str]]:
+    """Units that have one pool, in groups."""
     found: dict[int, list[str]] = {}
-    for unit, family in families.items():
-        found.setdefault(id(family), []).append(unit)
+    for unit, pool in pools.items():
+        found.setdefault(id(pool), []).append(unit)
     return list(found.values())

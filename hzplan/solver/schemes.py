@@ -1,9 +1,9 @@
-"""The settings that users make by hand, at their best: candidates of the search, and the rows of its table.
+"""The known schemes, each at its best hand-made setting: candidates of the search, and rows of its table.
 
-A scheme gives every tensor the same levels (a *triple*). What a user sets beside it by hand are the
-micro-batch size, the prefetch depth and which layers are recomputed: none, every k-th, or all. All of these
-settings are bounded (``Search.bounded``), and only those that may be the fastest, or the leanest of the fast
-ones, are replayed.
+A scheme gives every tensor the same levels (a *triple*). Beside it a user sets by hand the micro-batch size,
+the prefetch depth, and which layers are recomputed: none, every k-th, or all. A lower bound is computed for
+each such setting (``Search.bounded``); only those that may be the fastest, or the leanest of the fast ones,
+are replayed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ EVERY = (2, 3, 4, 5, 6, 8)
 option)."""
 ORDINALS = {2: "2nd", 3: "3rd"}
 MOST_LEAN = 3
-"""Replays that look for another micro-batch size or recomputation of a scheme with less memory."""
+"""Number of too slow replays after which ``leanest`` stops looking for a setting with less memory."""
 SAME = 1e-6
-"""Steps that differ by less than this share are the same."""
+"""Relative difference below which two predicted steps count as equal."""
 SLACK_BYTES, SLACK_SHARE = 2**30, 0.05
-"""Peak memories that differ by less than either are called equal."""
+"""Peak memories that differ by less than the smaller of 1 GiB and 5 % count as equal."""
 
 Pace = tuple[int, int]
 
 
 def slack_bytes(peak_bytes: int) -> float:
-    """By how much more than ``peak_bytes`` a plan may take and still be called as lean, bytes."""
+    """Bytes above ``peak_bytes`` within which another plan's peak counts as equal."""
     return min(SLACK_BYTES, SLACK_SHARE * peak_bytes)
 
 
@@ -54,15 +54,15 @@ def schemes(mesh: Mesh) -> dict[str, Levels]:
 
 
 @dataclass(frozen=True)
-class Recomputing:
-    """What a profile's units offer for recomputation. ``blocks``: those that have like ones, the layers of a
-    model, in order; all where none has. ``all``: every unit that can be recomputed."""
+class RecomputeOptions:
+    """The recomputable units of a profile. ``blocks``: those with like units, which are the layers of a
+    model, in order (all where no unit has a like one); ``all``: every recomputable unit."""
 
     blocks: tuple[str, ...]
     all: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: CostModel) -> Recomputing:
+    def of(cls, model: CostModel) -> RecomputeOptions:
         """Units are alike where their tensors have the same shapes and dtypes."""
         able = model.recomputable
         many = Counter(model.like[unit] for unit in able)
@@ -70,7 +70,8 @@ class Recomputing:
         return cls(repeated or able, able)
 
     def by_hand(self, asked: Recompute) -> list[frozenset[str]]:
-        """What is set by hand, the least first: nothing, every k-th block, all blocks, all units."""
+        """The sets of units that users recompute by hand, smallest first: none, every k-th block, all blocks,
+        all units."""
         if asked == "all":
             return [frozenset(self.all)]
         found = [frozenset[str](), *(self.every(k) for k in sorted(EVERY, reverse=True))]
@@ -101,9 +102,12 @@ class Recomputing:
 
 @dataclass(frozen=True)
 class Row:
-    """A scheme at its best. ``found``: of its settings that fit the fastest, of those as fast the leanest,
-    and where that may be the plan, of those within the tie; where none fits, the one with the least memory.
-    ``settings``: all of them. ``allowed``: whether the question admits it as its plan."""
+    """A scheme at its best.
+
+    ``found``: the fastest of its settings that fit, and of equally fast ones the leanest; where the scheme
+    may be the plan, the leanest within the tie; where none fits, the one with the least memory. ``settings``:
+    all of them. ``allowed``: whether the options of the question admit it as the plan.
+    """
 
     name: str
     found: Evaluation
@@ -113,26 +117,26 @@ class Row:
 
 
 class Settings:
-    """All settings of triples by hand, bounded once and replayed when they may be better."""
+    """The hand-made settings of triples, each bounded once and replayed only where it may be better."""
 
     def __init__(self, searches: Sequence[Search], request: Request) -> None:
         self.searches, self.request = searches, request
         self.model = searches[0].question.model
-        self.recomputing = Recomputing.of(self.model)
+        self.recompute_options = RecomputeOptions.of(self.model)
         self._uniforms: dict[Levels, Uniform] = {}
         self._firsts: dict[int, frozenset[str]] = {}
         self._replayed: dict[tuple[Levels, frozenset[str], int], Evaluation] = {}
 
-    def of(self, triple: Levels, agains: Sequence[frozenset[str]] | None = None) -> list[Bounded]:
-        """All settings of a triple; ``agains``: what is recomputed, else all that is set by hand."""
+    def of(self, triple: Levels, recompute_choices: Sequence[frozenset[str]] | None = None) -> list[Bounded]:
+        """The settings of a triple with each of ``recompute_choices``; None: those that are made by hand."""
         uniform = self._uniform(triple)
-        if agains is None:
-            agains = self.recomputing.by_hand(self.request.recompute)
-        return [one for search in self.searches for one in search.bounded(uniform, agains)]
+        if recompute_choices is None:
+            recompute_choices = self.recompute_options.by_hand(self.request.recompute)
+        return [one for search in self.searches for one in search.bounded(uniform, recompute_choices)]
 
     def chosen(self, triple: Levels) -> list[Bounded]:
-        """Settings of a triple with as many blocks recomputed as the budget asks for, which nobody sets by
-        hand; none where what is recomputed is given."""
+        """The settings of a triple with just as many recomputed blocks as the budget needs; none where the
+        question fixes recomputation."""
         if self.request.recompute != "choose":
             return []
         uniform = self._uniform(triple)
@@ -148,17 +152,18 @@ class Settings:
         return self._uniforms[triple]
 
     def may_fit(self, triple: Levels) -> bool:
-        """Whether a triple is within the budget at the smallest micro-batch, with everything recomputed or
-        nothing."""
+        """Whether a triple fits the budget at the smallest micro-batch, with all units recomputed or none."""
         smallest = min(search.question.micro_batch for search in self.searches)
-        nothing, everything = frozenset[str](), frozenset(self.recomputing.all)
+        nothing, everything = frozenset[str](), frozenset(self.recompute_options.all)
         choices = {"none": [nothing], "all": [everything]}
         activations = min(
-            self.model.activation_peak_bytes(smallest, again)
-            for again in choices.get(self.request.recompute, [nothing, everything])
+            self.model.activation_peak_bytes(smallest, recompute)
+            for recompute in choices.get(self.request.recompute, [nothing, everything])
         )
         return any(
-            search.lasting(self._uniform(triple)).with_activations(activations, search.question.schedule).peak
+            search.base_memory(self._uniform(triple))
+            .with_activations(activations, search.question.schedule)
+            .peak
             <= self.request.memory_bytes
             for search in self.searches
         )
@@ -175,10 +180,10 @@ class Settings:
         return one.peak_bytes <= self.request.memory_bytes
 
     def fastest(self, settings: Sequence[Bounded], limit_ns: float = float("inf")) -> Evaluation | None:
-        """The fastest setting that fits and is faster than ``limit_ns``.
+        """The fastest setting that fits and has a step below ``limit_ns``; None where there is none.
 
-        Of one micro-batch size and recomputation only the deepest paces are replayed: a deeper one lets every
-        task begin no later.
+        For each micro-batch size and recomputation only the deepest paces are replayed, because a deeper pace
+        lets every task begin no later.
         """
         best = None
         fitting = [one for one in settings if self.fits(one)]
@@ -193,10 +198,10 @@ class Settings:
     def leanest(
         self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float, most: int = MOST_LEAN
     ) -> Evaluation:
-        """The start, or a setting with less memory whose step is within the ceiling.
+        """The leanest setting whose step is within the ceiling, or ``start`` where none is leaner.
 
-        First other paces of the start's micro-batch size and recomputation, which cost least; then others,
-        until ``most`` were too slow.
+        Other paces of the start's micro-batch size and recomputation are tried first, because they cost
+        least; then other settings, until ``most`` were too slow.
         """
         kind = start.micro_batch, start.modes.recompute
         alike = [one for one in settings if _kind(one) == kind]
@@ -213,7 +218,7 @@ class Settings:
     def _leanest(
         self, settings: Sequence[Bounded], start: Evaluation, ceiling_ns: float, most: int
     ) -> Evaluation:
-        """The same, leanest first, with at most so many replays."""
+        """``leanest`` over the given settings, tried by rising memory until ``most`` were too slow."""
         goal = start.memory.peak - slack_bytes(start.memory.peak)
         lighter = [one for one in settings if one.peak_bytes < goal and one.floor_ns <= ceiling_ns]
         slow: list[Bounded] = []
@@ -247,17 +252,18 @@ class Settings:
         return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns, most))
 
     def as_fast(self, row: Row) -> Row:
-        """A row with the leanest of its settings that cost no time: a gain over it is none of the tie's."""
+        """A row with the leanest of its equally fast settings, so that a gain over it owes nothing to the
+        tie."""
         return self.lean(row, row.found.predicted.period_ns * (1 + SAME), 0)
 
     def _fewest(self, search: Search, uniform: Uniform) -> frozenset[str]:
-        """The first blocks, as few as fit; all units where that is too much."""
-        low, high = 0, len(self.recomputing.blocks) + 1
-        question, without = search.question, search.lasting(uniform)
+        """The smallest number of first blocks whose recomputation makes a triple fit; else all units."""
+        low, high = 0, len(self.recompute_options.blocks) + 1
+        question, without = search.question, search.base_memory(uniform)
         while low < high:
             middle = (low + high) // 2
-            again = self._first(middle)
-            peak = self.model.activation_peak_bytes(question.micro_batch, again)
+            recompute = self._first(middle)
+            peak = self.model.activation_peak_bytes(question.micro_batch, recompute)
             if without.with_activations(peak, question.schedule).peak <= self.request.memory_bytes:
                 high = middle
             else:
@@ -266,7 +272,7 @@ class Settings:
 
     def _first(self, count: int) -> frozenset[str]:
         if count not in self._firsts:
-            self._firsts[count] = self.recomputing.first(count)
+            self._firsts[count] = self.recompute_options.first(count)
         return self._firsts[count]
 
 

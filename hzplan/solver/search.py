@@ -23,7 +23,7 @@ from hzplan.formats.plan import Recompute
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
 from hzplan.solver.paths import MS, Network
-from hzplan.solver.patterns import SWITCHED, Family
+from hzplan.solver.patterns import RECOMPUTE_KEY, ColumnPool
 from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
 from hzplan.solver.relaxation import INFINITY, TOLERANCE, Limits, Relaxation
 from hzplan.solver.rounding import rounded
@@ -31,18 +31,19 @@ from hzplan.solver.rounding import rounded
 PREFETCH_DEPTHS = (1, 2, 3)
 FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_POSITIONS = 2048  # uses with nodes of their own; what a longer step leaves out costs tightness, not truth
-ROUNDS = 8  # of a relaxation before another search has its turn
-MAX_NODES = 60  # turns of one search
+ROUNDS = 8  # of column and row generation in one node before another search has its turn
+MAX_NODES = 60  # branch-and-bound nodes that one search expands
 TAIL = 0.1
-"""A turn that raises a bound by less than this share of the gap asked for is the relaxation's last."""
+"""Share of the gap asked for: a node whose rounds raised its bound by less is branched on."""
 PRICES = tuple(10.0**power for power in range(-3, 4))
-"""Of memory against time, each in units of its whole range: what the relaxation begins with."""
-SMALLEST_S = 10.0  # for each ILP that looks for the least memory
+"""Prices of memory against time, each scaled to its range, at which the best patterns become the relaxation's
+first columns."""
+SMALLEST_S = 10.0  # time limit of each ILP that minimises memory
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the solver.
+    """The question that a user asks the solver.
 
     ``host_bytes``: of the host's memory that a rank may take for optimizer state. ``reduce_dtype``: what
     gradients travel in; None: as they are kept. ``pins``: what is decided already, and
@@ -65,8 +66,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Uniform:
-    """One triple for all tensors: ``levels`` and ``units`` (costs) by unit. ``network``: any of the
-    question's; rows and keys are the same in all."""
+    """One triple for all tensors: ``levels`` and ``units`` (costs) by unit. ``network``: that of any search;
+    rows and duration keys are the same in all."""
 
     triple: Levels
     levels: Mapping[str, tuple[Levels, ...]]
@@ -75,7 +76,7 @@ class Uniform:
 
     @classmethod
     def of(cls, model: CostModel, triple: Levels, network: Network) -> Uniform:
-        """With the costs of a model."""
+        """The triple with its costs under a cost model."""
         levels = uniform(model.profile, triple)
         return cls(triple, levels, unit_costs(model, levels), network)
 
@@ -85,14 +86,14 @@ class Uniform:
         return self.network.durations(self.units)
 
     @cached_property
-    def lasting(self) -> dict[int, Memory]:
-        """Memory without activations, by the search's id, as far as it was asked for."""
+    def base_memory(self) -> dict[int, Memory]:
+        """A cache of ``Search.base_memory``, by the search's id."""
         return {}
 
 
 class Bounded(NamedTuple):
-    """A plan with one triple for all tensors, not yet replayed: its peak memory, what it keeps the links busy
-    for, and what its step takes at least, in nanoseconds."""
+    """A plan with one triple for all tensors, not replayed: its peak memory, the busy time of its links in
+    ``communication_ns``, and in ``floor_ns`` a lower bound on its step."""
 
     uniform: Uniform
     recompute: frozenset[str]
@@ -103,12 +104,13 @@ class Bounded(NamedTuple):
 
 
 Costs = Mapping[str, Coefficients]
-"""By unit, milliseconds that a plan with each of its patterns takes at least."""
+"""Per unit: for each pattern, a lower bound in ms on the step of any plan that uses it (bound plus
+margin)."""
 
 
-class Leaf(NamedTuple):
-    """A part of a search's plans, those within limits: what each takes at least, in all (``bound`` ms) and
-    with a pattern. ``number`` is the order in which leaves were made."""
+class OpenNode(NamedTuple):
+    """An open node of the branch and bound: the plans within ``limits``, with a lower bound in ms on all of
+    them (``bound``) and by pattern (``costs``). ``number``: the order of creation."""
 
     bound: float
     number: int
@@ -117,13 +119,12 @@ class Leaf(NamedTuple):
 
 
 class Search:
-    """One micro-batch size, prefetch depth and number of gradient buffers.
+    """The branch and bound under one micro-batch size, prefetch depth and number of gradient buffers.
 
-    The relaxation over *all* patterns gives a bound, and for every pattern what a plan with it costs at
-    least: in every part that it was split into, so of all plans the least of the parts'. The ILP is offered
-    the patterns that may cost least. A plan then either uses offered patterns only and costs at least what
-    the ILP proves, or it uses one left out and costs at least what that one does; the smaller of the two is
-    this search's bound.
+    The relaxation over *all* patterns gives a lower bound for all plans, and one for the plans with each
+    pattern; over several nodes the smallest counts. The ILP gets only the patterns with the smallest bounds.
+    A plan of ILP patterns costs at least the ILP's bound; any other plan has a pattern that was left out, and
+    costs at least that pattern's bound. The smaller of the two is this search's bound.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class Search:
         micro_batch: int,
         pace: tuple[int, int],
         request: Request,
-        families: Mapping[str, Family],
-        switches: Mapping[str, str],
+        pools: Mapping[str, ColumnPool],
+        binaries: Mapping[str, str],
     ) -> None:
         accumulation = request.global_batch // (model.profile.data_ranks * micro_batch)
         prefetch, buffers = pace
@@ -153,20 +154,20 @@ class Search:
             offload=request.host_bytes > 0,
         )
         slots = assign_slots(schedule, model.tensors)
-        self.request, self.families = request, families
+        self.request, self.pools = request, pools
         self.question = Question(
-            *(model, schedule, short, slots, families, switches, micro_batch),
+            *(model, schedule, short, slots, pools, binaries, micro_batch),
             budget_bytes=request.memory_bytes,
             host_bytes=request.host_bytes,
         )
         self.lp = Relaxation(self.question)
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
-        self.leaves = [Leaf(computes_ms, 0, {}, {})]
-        self.nodes = self.made = 0  # turns taken, leaves made
-        self.closed_ms = INFINITY  # the least bound of what was not taken further
-        self.closed: Costs = {}  # likewise, by pattern
-        self.proven_ms = 0.0  # by ILPs
+        self.open_nodes = [OpenNode(computes_ms, 0, {}, {})]
+        self.expanded = self.numbered = 0  # nodes expanded, nodes made
+        self.fathomed_ms = INFINITY  # the smallest bound of a fathomed node
+        self.fathomed: Costs = {}  # likewise, by pattern
+        self.proven_ms = 0.0  # the largest bound that ILPs have proven
         self.rounded: Coefficients | None = None
 
     def __str__(self) -> str:
@@ -178,12 +179,12 @@ class Search:
 
     def evaluate(self, choice: Mapping[str, int]) -> Evaluation:
         """Replay a choice of patterns."""
-        switches = self.question.switches
-        names = {*switches.values()}
-        levels = {u: self.families[u].levels[index] for u, index in choice.items() if u not in names}
-        again = (unit for unit, name in switches.items() if self.families[name].recompute[choice[name]])
-        moved = (unit for unit in levels if self.families[unit].host[choice[unit]])
-        return self.replay(levels, Modes(frozenset(again), frozenset(moved)))
+        binaries = self.question.binaries
+        names = {*binaries.values()}
+        levels = {u: self.pools[u].levels[index] for u, index in choice.items() if u not in names}
+        recompute = (unit for unit, name in binaries.items() if self.pools[name].recompute[choice[name]])
+        offload = (unit for unit in levels if self.pools[unit].host[choice[unit]])
+        return self.replay(levels, Modes(frozenset(recompute), frozenset(offload)))
 
     def replay(self, levels: Mapping[str, tuple[Levels, ...]], modes: Modes) -> Evaluation:
         """Replay a choice of levels and modes."""
@@ -191,37 +192,40 @@ class Search:
         return evaluate(q.model, levels, q.schedule, q.micro_batch, q.slots, modes)
 
     def fits(self, one: Evaluation) -> bool:
-        """Whether a choice is within what may be taken."""
+        """Whether a plan is within the budgets of device and host memory."""
         return one.fits(self.request.memory_bytes, self.request.host_bytes)
 
     @property
     def bound_ms(self) -> float:
-        """What every plan of this search costs at least."""
-        return max(self.proven_ms, min(self.closed_ms, self.leaves[0][0] if self.leaves else INFINITY))
+        """The lower bound of this search, ms."""
+        return max(
+            self.proven_ms, min(self.fathomed_ms, self.open_nodes[0][0] if self.open_nodes else INFINITY)
+        )
 
-    def worth(self, found: Candidates) -> bool:
+    def may_improve(self, found: Candidates) -> bool:
         """Whether this search may still have a plan that is better by more than the gap."""
-        return self._worth(self.bound_ms, found)
+        return self._may_improve(self.bound_ms, found)
 
-    def _worth(self, bound_ms: float, found: Candidates) -> bool:
+    def _may_improve(self, bound_ms: float, found: Candidates) -> bool:
         return bound_ms * (1 + self.request.gap) < found.least_ms - TOLERANCE
 
     @property
-    def open(self) -> bool:
-        """Whether there is a relaxation left to go on with."""
-        return bool(self.leaves) and self.nodes < MAX_NODES and self.leaves[0][0] <= self.bound_ms
+    def has_open_nodes(self) -> bool:
+        """Whether an open node is left that may raise the bound."""
+        return bool(self.open_nodes) and self.expanded < MAX_NODES and self.open_nodes[0][0] <= self.bound_ms
 
-    def expand(self, found: Candidates, known: Mapping[int, set[int]]) -> None:
-        """Go on with the relaxation of the least bound for some rounds; add plans rounded from it.
+    def branch(self, found: Candidates, known: Mapping[int, set[int]]) -> None:
+        """Solve the relaxation of the best open node, branch on it, and add plans rounded from it to
+        ``found``.
 
-        A relaxation tears what units share: a buffer that holds a third of every unit is a third as large.
-        So it is solved again with the buffer no larger than what it holds whole, and with it larger; likewise
-        with no more like units recomputed than a part of one less, and with more.
-        ``known``: patterns that other searches found useful, by the family's id.
+        Shared buffers are fractional in the relaxation: a buffer that serves a third of each unit is counted
+        at a third of its size. So one child limits the buffer to the sizes that it serves in full, the other
+        makes it larger; likewise for a fractional number of recomputed like units. ``known``: patterns that
+        other searches had in their solutions, by the pool's id.
         """
-        bound, _, limits, costs = self.leaves[0]  # which stays there until this is done, or interrupted
-        if not self.nodes:
-            self.lp.cut(self.question.network.capacities)
+        bound, _, limits, costs = self.open_nodes[0]  # stays in the heap until its children replace it
+        if not self.expanded:
+            self.lp.add_cycles(self.question.network.capacities)
             for unit, patterns in self._beginning(known).items():
                 self.lp.offer(unit, patterns)
         parts: list[Limits] = []
@@ -229,34 +233,34 @@ class Search:
             reached, converged, costs = self._rounds(found, costs)
             converged |= reached - bound < TAIL * self.request.gap * bound
             bound = max(bound, reached)
-            parts = self._parts(bound, limits, found, converged=converged)
+            parts = self._children(bound, limits, found, converged=converged)
             if not parts:
-                self.closed = _least([self.closed, costs] if self.closed else [costs])
-                self.closed_ms = min(self.closed_ms, bound)
-        leaves = list(self.leaves)
-        heapq.heappop(leaves)
-        self.nodes += 1
+                self.fathomed = _least([self.fathomed, costs] if self.fathomed else [costs])
+                self.fathomed_ms = min(self.fathomed_ms, bound)
+        open_nodes = list(self.open_nodes)
+        heapq.heappop(open_nodes)
+        self.expanded += 1
         for part in parts:
-            self.made += 1
-            heapq.heappush(leaves, Leaf(bound, self.made, part, costs))
-        self.leaves = leaves
+            self.numbered += 1
+            heapq.heappush(open_nodes, OpenNode(bound, self.numbered, part, costs))
+        self.open_nodes = open_nodes
         if self.lp.solved:
-            for unit, family in self.families.items():
-                known[id(family)].update(self.lp.shares(unit))
+            for unit, pool in self.pools.items():
+                known[id(pool)].update(self.lp.shares(unit))
 
-    def _parts(self, bound: float, limits: Limits, found: Candidates, *, converged: bool) -> list[Limits]:
-        """What to go on with after a turn: the same, two parts that have every plan between them, or none."""
-        if not self.lp.solved or not self._worth(bound, found):
+    def _children(self, bound: float, limits: Limits, found: Candidates, *, converged: bool) -> list[Limits]:
+        """The limits of a node's children: the same again, two that cover every plan, or none (fathomed)."""
+        if not self.lp.solved or not self._may_improve(bound, found):
             return []
         if not converged:
             return [limits]
-        if self.lp.excess_mib > TOLERANCE:  # at a price of the budget too low, or nothing fits
-            return [limits] if self.lp.dearer() else []
-        if (undecided := self.lp.undecided()) is not None:
+        if self.lp.memory_violation_mib > TOLERANCE:  # the penalty is too low, or nothing fits
+            return [limits] if self.lp.raise_penalty() else []
+        if (undecided := self.lp.fractional_count()) is not None:
             group, number = undecided
             low, high = limits.get(group, (0.0, INFINITY))
             return [{**limits, group: (low, floor(number))}, {**limits, group: (ceil(number), high)}]
-        torn = self.lp.torn()
+        torn = self.lp.fractional_buffer()
         if torn is None:
             return []
         buffer, below, above = torn
@@ -264,31 +268,31 @@ class Search:
         return [{**limits, buffer: (low, below)}, {**limits, buffer: (above, high)}]
 
     def _rounds(self, found: Candidates, costs: Costs) -> tuple[float, bool, Costs]:
-        """Some rounds of rows and columns where they are needed: a bound in milliseconds, whether no more
-        are needed, and what plans with every pattern cost at least, ``costs`` so far."""
+        """Generate columns and rows for some rounds: (lower bound in ms, whether none were missing at the
+        end, bounds by pattern, which begin at ``costs``)."""
         lp, network, best = self.lp, self.question.network, 0.0
         for number in range(1, ROUNDS + 1):
             if not lp.solve():
                 return best, True, costs
             reduced = lp.reduced_costs()
-            bound, excess = lp.bound(reduced)
-            mine = {unit: bound + more for unit, more in excess.items()}
+            bound, margins = lp.bound(reduced)
+            mine = {unit: bound + more for unit, more in margins.items()}
             costs = {unit: np.maximum(costs[unit], of) for unit, of in mine.items()} if costs else mine
             best = max(best, bound)
             period = float(lp.values[lp.period]) * (1 + 1e-7)
             durations = lp.durations()
-            walks = network.walks(durations)
-            if self.rounded is not None:  # walks between here and a plan cut deeper
-                walks += network.walks((durations + self.rounded) / 2)
-            walks = [walk for walk in walks if walk.at(durations) > period]
-            widened = lp.widen()
-            converged = not lp.grow(reduced) and not walks and not widened
-            done = converged or not self._worth(best, found)
+            cycles = network.critical_cycles(durations)
+            if self.rounded is not None:  # cycles half-way to the rounded plan cut deeper
+                cycles += network.critical_cycles((durations + self.rounded) / 2)
+            cycles = [cycle for cycle in cycles if cycle.at(durations) > period]
+            widened = lp.add_event_rows()
+            converged = not lp.grow(reduced) and not cycles and not widened
+            done = converged or not self._may_improve(best, found)
             if done or number in (1, ROUNDS):
                 self._add(rounded(lp), found)
             if done:
                 return best, converged, costs
-            lp.cut(walks)
+            lp.add_cycles(cycles)
         return best, False, costs
 
     def _add(self, choice: Mapping[str, int] | None, found: Candidates) -> None:
@@ -299,102 +303,105 @@ class Search:
                 found.all.append(evaluated)
 
     def _beginning(self, known: Mapping[int, set[int]]) -> dict[str, list[int]]:
-        """For every unit the best patterns at some prices of memory, and what other searches used."""
+        """The first columns by unit: the best patterns at ``PRICES`` of memory, and those of other
+        searches."""
         network = self.question.network
         load = sum((cut.weights for cut in network.capacities[:-1]), np.zeros(network.shape))
         found: dict[int, list[int]] = {}
-        for unit, family in self.families.items():
-            if id(family) not in found:
+        for unit, pool in self.pools.items():
+            if id(pool) not in found:
                 durations = self.question.durations_ms[unit] @ load[network.rows[unit]]
                 nbytes = self._weight(unit)
                 time_range, byte_range = np.ptp(durations) or 1.0, float(np.ptp(nbytes)) or 1.0
                 picks = [int(np.argmin(durations / time_range + p * nbytes / byte_range)) for p in PRICES]
-                found[id(family)] = sorted({*picks, *known.get(id(family), ())})
-        return {unit: found[id(family)] for unit, family in self.families.items()}
+                found[id(pool)] = sorted({*picks, *known.get(id(pool), ())})
+        return {unit: found[id(pool)] for unit, pool in self.pools.items()}
 
     def _weight(self, unit: str) -> Coefficients:
-        """The bytes of a unit's patterns, whatever is shared."""
-        family = self.families[unit]
-        return np.asarray(family.resident + family.unshard + family.staging - family.recompute, dtype=float)
+        """Bytes of a unit's patterns as if no buffer were shared; of equal ones recomputation counts as
+        less."""
+        pool = self.pools[unit]
+        return np.asarray(pool.resident + pool.unshard + pool.gradient_buffer - pool.recompute, dtype=float)
 
     def _plain(self, unit: str) -> int:
-        """The lightest pattern of a unit that takes nothing of the host's memory."""
-        return int(np.argmin(np.where(self.families[unit].host, np.inf, self._weight(unit))))
+        """The pattern of a unit with the least bytes, and nothing in the host's memory."""
+        return int(np.argmin(np.where(self.pools[unit].host, np.inf, self._weight(unit))))
 
     @property
     def smallest(self) -> Evaluation:
-        """The choice with the least peak memory (time is ignored), as far as it was found."""
+        """The plan with the least peak memory that was found, whatever its time."""
         return self._smallest[0]
 
     @property
     def certainly_too_large(self) -> bool:
-        """Whether it is proven that no choice fits."""
+        """Whether it is proven that no plan fits."""
         return self._smallest[1] > self.request.memory_bytes
 
     @cached_property
     def _smallest(self) -> tuple[Evaluation, float]:
-        """The choice, and a bound on the memory in bytes; by the same argument as ``run``."""
-        bound, excess = self._least_memory()
-        for unit, family in self.families.items():
-            lean = np.full(len(family.levels), np.inf)
-            lean[family.leanest] = excess[unit][family.leanest]
-            excess[unit] = lean
+        """The plan with the least memory, and a lower bound on the memory, bytes; the argument is
+        ``run``'s."""
+        bound, margins = self._least_memory()
+        for unit, pool in self.pools.items():
+            lean = np.full(len(pool.levels), np.inf)
+            lean[pool.leanest] = margins[unit][pool.leanest]
+            margins[unit] = lean
         reach, limit = sys.float_info.max, FIRST_OFFER
         while True:
-            offered = _cheapest(excess, reach, limit)
+            offered = _cheapest(margins, reach, limit)
             problem = build_smallest(self.question, offered)
             solved = optimise(problem, 0.0, SMALLEST_S)
-            if solved == "nothing":  # large, and out of time: a plain answer
-                plain = {unit: self._plain(unit) for unit in self.families}
+            if solved == "nothing":  # out of time without a solution
+                plain = {unit: self._plain(unit) for unit in self.pools}
                 return self.evaluate(plain), bound / MIB
             found = self.evaluate(problem.choice())
             if solved != "optimal":
                 return found, bound / MIB
             reach = problem.lp.objective.value() - bound + TOLERANCE
-            needed = sum(int((values <= reach).sum()) for values in excess.values())
+            needed = sum(int((values <= reach).sum()) for values in margins.values())
             if sum(map(len, offered.values())) >= needed:
                 return found, found.memory.peak
             limit *= 8
 
     def _least_memory(self) -> tuple[float, dict[str, Coefficients]]:
-        """A bound on the memory in MiB, and every pattern's excess."""
+        """A bound on the memory in MiB, and every pattern's margin."""
         lp = Relaxation(self.question, least_memory=True)
-        for unit, family in self.families.items():
-            lp.offer(unit, [self._plain(unit), *family.plainest])
+        for unit, pool in self.pools.items():
+            lp.offer(unit, [self._plain(unit), *pool.plainest])
         while True:
             assert lp.solve(), "without a budget something always fits"
-            reduced, widened = lp.reduced_costs(), lp.widen()
+            reduced, widened = lp.reduced_costs(), lp.add_event_rows()
             if not lp.grow(reduced) and not widened:
                 return lp.bound(reduced)
 
-    def bounded(self, plain: Uniform, agains: Iterable[frozenset[str]]) -> list[Bounded]:
-        """A triple with each choice of what is recomputed, whether it fits or not."""
-        q, none = self.question, self.lasting(plain)
+    def bounded(self, plain: Uniform, recompute_choices: Iterable[frozenset[str]]) -> list[Bounded]:
+        """The settings of a triple, one per choice of recomputed units, whether they fit or not."""
+        q, none = self.question, self.base_memory(plain)
         *loads, processors = (cut.at(plain.durations) / MS for cut in q.network.capacities)
-        again_ns = self._again_ns
+        recompute_ns = self._recompute_ns
         found = []
-        for again in agains:
-            peak = none.with_activations(q.model.activation_peak_bytes(q.micro_batch, again), q.schedule)
-            floor = max(processors + sum(again_ns.get(unit, 0.0) for unit in again), *loads)
-            found.append(Bounded(plain, again, self, peak.peak, sum(loads), floor))
+        for recompute in recompute_choices:
+            peak = none.with_activations(q.model.activation_peak_bytes(q.micro_batch, recompute), q.schedule)
+            floor = max(processors + sum(recompute_ns.get(unit, 0.0) for unit in recompute), *loads)
+            found.append(Bounded(plain, recompute, self, peak.peak, sum(loads), floor))
         return found
 
-    def lasting(self, plain: Uniform) -> Memory:
-        """A triple's memory without activations."""
-        if id(self) not in plain.lasting:
+    def base_memory(self, plain: Uniform) -> Memory:
+        """The memory of a triple without activations."""
+        if id(self) not in plain.base_memory:
             q = self.question
-            plain.lasting[id(self)] = memory(plain.units, q.slots, q.schedule, 0)
-        return plain.lasting[id(self)]
+            plain.base_memory[id(self)] = memory(plain.units, q.slots, q.schedule, 0)
+        return plain.base_memory[id(self)]
 
     @cached_property
-    def _again_ns(self) -> dict[str, float]:
-        """By unit, nanoseconds that a step computes longer where it is recomputed."""
+    def _recompute_ns(self) -> dict[str, float]:
+        """By unit, the nanoseconds that recomputation adds to a step's compute."""
         q = self.question
-        column, weights = q.network.columns[SWITCHED], q.network.capacities[-1].weights
-        return {unit: float(weights[q.network.rows[name], column]) / MS for unit, name in q.switches.items()}
+        column, weights = q.network.columns[RECOMPUTE_KEY], q.network.capacities[-1].weights
+        return {unit: float(weights[q.network.rows[name], column]) / MS for unit, name in q.binaries.items()}
 
     def run(self, found: Candidates, seconds: float) -> None:
-        """Add better plans to those found, and prove what can be proven in the time."""
+        """Solve ILPs: add better plans to ``found`` and raise the bound, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         question, limit = self.question, FIRST_OFFER
         while costs := self.costs:
@@ -411,34 +418,37 @@ class Search:
             limit = min(needed, 16 * limit)
 
     def offered(self, found: Candidates, limit: int) -> dict[str, list[int]]:
-        """For every unit so many patterns, at most, that may be part of a better plan, the best first."""
+        """For every unit at most ``limit`` patterns that a better plan may have, the smallest bound first."""
         return _cheapest(self.costs, found.least_ms + TOLERANCE, limit)
 
     @property
     def costs(self) -> Costs:
-        """What a plan with a pattern costs at least; empty before the first relaxation."""
-        parts = [leaf.costs for leaf in self.leaves] + [self.closed] * bool(self.closed)
+        """Lower bounds by pattern over all nodes; empty before the first relaxation."""
+        parts = [node.costs for node in self.open_nodes] + [self.fathomed] * bool(self.fathomed)
         return _least(parts) if parts and all(parts) else {}
 
     def _solve(
         self, question: Question, offered: Mapping[str, list[int]], found: Candidates, deadline: float
     ) -> Question:
-        """The ILP over what is offered, with more walks as long as its answer violates some."""
-        problem, gap = build_fastest(question, offered, [cut for _, cut in self.lp.cuts]), self.request.gap
+        """Solve the ILP over the patterns offered, with new cycles as long as its answer violates some.
+
+        Returns the question, whose budget is tighter where rounding errors had let a plan exceed it.
+        """
+        problem, gap = build_fastest(question, offered, [cut for _, cut in self.lp.cycles]), self.request.gap
         while True:
-            better = found.least_ms / (1 + gap / 2)  # what is worth finding
+            better = found.least_ms / (1 + gap / 2)  # the longest period that is a gain
             problem.period.upBound = better if better < INFINITY else None
             enough = self.bound_ms * (1 + gap)
             proof = found.least_ms / (1 + gap)
             solved = optimise(problem, gap / 2, max(0.5, deadline - time.monotonic()), enough, proof)
             dual = problem.lp.solverModel.getInfo().mip_dual_bound
-            if question is self.question:  # else plans that fit may be left out
+            if question is self.question:  # a tightened budget may exclude plans that fit
                 self._prove(found, better if solved == "infeasible" else min(dual, better), offered)
             if solved in ("infeasible", "nothing"):
                 return question
             choice = problem.choice()
             evaluated = self.evaluate(choice)
-            if not self.fits(evaluated):  # floating point let some bytes through: ask for those less
+            if not self.fits(evaluated):  # rounding errors: tighten the budget by the bytes above it
                 over = max(0, evaluated.memory.peak - self.request.memory_bytes)
                 host = max(0, evaluated.memory.host - self.request.host_bytes)
                 question = replace(
@@ -446,18 +456,20 @@ class Search:
                     budget_bytes=question.budget_bytes - over,
                     host_bytes=question.host_bytes - host,
                 )
-                problem = build_fastest(question, offered, [cut for _, cut in self.lp.cuts])
+                problem = build_fastest(question, offered, [cut for _, cut in self.lp.cycles])
                 continue
             found.all.append(evaluated)
             durations, period = question.durations_of(choice), problem.period.value() * (1 + 1e-9)
-            walks = [walk for walk in question.network.walks(durations) if walk.at(durations) > period]
-            if not walks or not self.worth(found) or time.monotonic() >= deadline:
+            cycles = [
+                cycle for cycle in question.network.critical_cycles(durations) if cycle.at(durations) > period
+            ]
+            if not cycles or not self.may_improve(found) or time.monotonic() >= deadline:
                 return question
-            problem.walk_rows(walks)
-            self.lp.cut(walks)
+            problem.add_cycles(cycles)
+            self.lp.add_cycles(cycles)
 
     def _prove(self, found: Candidates, proven_ms: float, offered: Mapping[str, list[int]]) -> None:
-        """Raise this search's bound; see the class."""
+        """Raise this search's bound to what an ILP proved and patterns left out allow; see the class."""
         bound = min(proven_ms, found.least_ms)
         for unit, costs in self.costs.items():
             left_out = np.delete(costs, offered[unit])
@@ -467,12 +479,12 @@ class Search:
 
 
 def _least(parts: Sequence[Costs]) -> Costs:
-    """Of every pattern the least of all parts."""
+    """For every pattern the smallest bound of all nodes."""
     return {unit: np.minimum.reduce([part[unit] for part in parts]) for unit in parts[0]}
 
 
 def _cheapest(costs: Mapping[str, Coefficients], reach: float, limit: int) -> dict[str, list[int]]:
-    """For every unit the patterns that cost least, none beyond ``reach``."""
+    """For every unit at most ``limit`` patterns of the least cost, none above ``reach``."""
     return {
         unit: [int(i) for i in np.argsort(values, kind="stable")[:limit] if values[i] <= reach]
         for unit, values in costs.items()

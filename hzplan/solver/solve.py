@@ -1,4 +1,4 @@
-"""The whole search: every micro-batch size and pace that may hold the best plan; one bound over all."""
+"""The whole search: over every micro-batch size and pace, with one bound over all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hzplan.solver.evaluate import (
     within_objective,
 )
 from hzplan.solver.paths import MS
-from hzplan.solver.patterns import Family, enumerate_patterns, switch, switch_names
+from hzplan.solver.patterns import ColumnPool, enumerate_patterns, recompute_names, recompute_pool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.refine import improved, settled
@@ -38,8 +38,8 @@ __all__ = [
     "Infeasible",
     "Outcome",
     "Request",
+    "SearchState",
     "Solved",
-    "Standing",
     "searches_of",
     "solve",
 ]
@@ -48,7 +48,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Solved:
     """A plan was found. ``gap`` = (objective − bound) / bound, over the whole search. ``rows``: the schemes
-    that users set by hand, and what they asked to see beside, each at its best."""
+    that users set by hand, and the user's own setting, each at its best."""
 
     status: Literal["optimal", "feasible"]
     best: Evaluation
@@ -59,7 +59,7 @@ class Solved:
 
 
 LOCAL_S, LOCAL_SHARE = 6.0, 0.1
-"""Seconds that are kept for the local search in the simulator, and their share of the time at most."""
+"""Time kept for the local search in the simulator: seconds, and at most this share of the time limit."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ Outcome = Solved | Infeasible | Failed
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a search stands: seconds since its begin, what is being done, and in milliseconds the best
-    objective and the bound (infinite, and 0, where there is none)."""
+class SearchState:
+    """Progress of a search: seconds since its start, the phase (``doing``), and in milliseconds the best
+    objective (infinite without a plan) and the bound (0 without one)."""
 
     seconds: float
     doing: str
@@ -93,7 +93,7 @@ class Standing:
 
     @property
     def gap(self) -> float:
-        """Of the best plan to the bound."""
+        """The relative gap of the best plan to the bound."""
         return self.best_ms / self.bound_ms - 1 if self.bound_ms else INFINITY
 
     def __str__(self) -> str:
@@ -102,13 +102,13 @@ class Standing:
         return f"{self.doing}, best {self.best_ms:,.1f} ms, gap {self.gap:.2%}"
 
 
-Watch = Callable[[Standing], None]
+Watch = Callable[[SearchState], None]
 
 
 def solve(
     profile: Profile,
     request: Request,
-    watch: Watch = lambda standing: None,
+    watch: Watch = lambda state: None,
     *,
     interruptible: bool = False,
     baseline: Baseline | None = None,
@@ -131,7 +131,7 @@ def solve(
 
     def tell(doing: str) -> None:
         bound = min(found.least_ms, *(search.bound_ms for search in searches))
-        watch(Standing(time.monotonic() - started, doing, found.least_ms, bound))
+        watch(SearchState(time.monotonic() - started, doing, found.least_ms, bound))
 
     def bound_ns() -> float:
         return min(found.least_ns, *(search.bound_ms / MS for search in feasible))
@@ -182,8 +182,7 @@ def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
 
 
 def _replayed(one: Evaluation, request: Request) -> Evaluation:
-    """A plan given from outside on a schedule of this question, which may or may not foresee copies to the
-    host's memory; the same choice otherwise."""
+    """A plan from outside, evaluated on a schedule with host copies where this question allows them."""
     schedule = one.model.schedule(
         prefetch=one.schedule.prefetch,
         accumulation=one.schedule.accumulation,
@@ -195,15 +194,16 @@ def _replayed(one: Evaluation, request: Request) -> Evaluation:
 
 
 def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
-    """Whether a plan answers the question."""
+    """Whether a plan keeps every option of the question: batch, clipping, dtypes, budgets, pins,
+    recompute."""
     batch = one.micro_batch * one.schedule.accumulation * profile.data_ranks
     everything = frozenset(one.model.recomputable)
-    again = {"none": frozenset[str](), "all": everything}.get(request.recompute, one.modes.recompute)
+    recompute = {"none": frozenset[str](), "all": everything}.get(request.recompute, one.modes.recompute)
     kept = REDUCE_DTYPES[profile.model.dtype][0]  # where no other is asked for
     return (
         batch == request.global_batch
         and one.schedule.clip == request.clip
-        and one.modes.recompute == again
+        and one.modes.recompute == recompute
         and (one.model.reduce_dtype or kept) == (request.reduce_dtype or kept)
         and one.fits(request.memory_bytes, request.host_bytes)
         and Pins(request.pins, profile).keep(profile, one.levels)
@@ -211,8 +211,10 @@ def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
 
 
 def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request: Request) -> None:
-    """Add the schemes that are faster with as much recomputation as they need to fit, which nobody sets by
-    hand."""
+    """Add schemes with as many recomputed blocks as they need to fit, where that makes them the fastest.
+
+    Users do not set such counts by hand, so these plans are no rows of the table.
+    """
     pins = Pins(request.pins, profile)
     for triple in schemes(settings.model.mesh).values():
         if pins.keep(profile, uniform(profile, triple)):
@@ -224,8 +226,10 @@ def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request:
 def _add_plain(
     settings: Settings, found: Candidates, enough_ns: float, profile: Profile, request: Request
 ) -> None:
-    """Plans with one triple for all tensors that are faster than what was found by more than the tie; until
-    one is within ``enough_ns``."""
+    """Add plans with one triple for all tensors that are faster than ``found`` by more than the tie.
+
+    Stops when a plan's predicted step is within ``enough_ns``.
+    """
     pins, known = Pins(request.pins, profile), set(schemes(settings.model.mesh).values())
     tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all).predicted.period_ns
@@ -284,14 +288,15 @@ def _explored(
     deadline: float,
     tell: Callable[[str], None],
 ) -> Sequence[Search]:
-    """Add what the relaxations and the ILPs find, and plain plans; the searches that something fits in."""
+    """Run relaxations, then ILPs, adding plans to ``found``; returns the searches that have a feasible
+    plan."""
     useful: dict[int, set[int]] = defaultdict(set)
     while time.monotonic() < deadline:
-        unproven = [search for search in searches if search.open and search.worth(found)]
+        unproven = [search for search in searches if search.has_open_nodes and search.may_improve(found)]
         if not unproven:
             break
         tell("relaxations")
-        min(unproven, key=lambda search: search.bound_ms).expand(found, useful)
+        min(unproven, key=lambda search: search.bound_ms).branch(found, useful)
     feasible = searches
     if not found.all:  # perhaps only an exact choice fits, perhaps none does
         found.all += [s.smallest for s in searches if s.fits(s.smallest)]
@@ -299,14 +304,14 @@ def _explored(
     feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):
         left = deadline - time.monotonic()
-        if left > 0 and search.worth(found):
+        if left > 0 and search.may_improve(found):
             tell(f"ILP of {search}")
-            search.run(found, left / sum(other.worth(found) for other in feasible[number:]))
+            search.run(found, left / sum(other.may_improve(found) for other in feasible[number:]))
     return feasible
 
 
 def searches_of(profile: Profile, request: Request) -> list[Search]:
-    """Every micro-batch size and pace of a question; UserError where it has no answer whatever the memory."""
+    """One search per micro-batch size and pace; UserError where no memory budget would give an answer."""
     world = profile.data_ranks
     sizes = [size for size in profile.micro_batches if request.global_batch % (world * size) == 0]
     if not sizes or request.global_batch < 1:
@@ -332,8 +337,8 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
             "--analytic"
         )
     model = CostModel(profile, request.reduce_dtype)
-    families: dict[str, Family] = {}
-    alike: dict[object, Family] = {}
+    pools: dict[str, ColumnPool] = {}
+    alike: dict[object, ColumnPool] = {}
     pins, triples = Pins(request.pins, profile), model.mesh.triples()
     some = model.schedule(prefetch=1, accumulation=1, clip=request.clip, offload=request.host_bytes > 0)
     for unit, tensors in tensors_of(profile).items():
@@ -346,24 +351,28 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
                     *(tensors, model, triples, allowed if request.pins else None),
                     offload=offload,
                 )
-            families[unit] = alike[key, offload]
-    switches = _switches(model, request.recompute, families)
+            pools[unit] = alike[key, offload]
+    binaries = _recompute_binaries(model, request.recompute, pools)
     return [
-        Search(model, size, pace, request, families, switches)
+        Search(model, size, pace, request, pools, binaries)
         for size in sizes
         for pace in model.paces(request.depths)
     ]
 
 
-def _switches(model: CostModel, recompute: Recompute, families: dict[str, Family]) -> dict[str, str]:
-    """Add to the families a switch for every unit that may be recomputed, the same one for like units; their
-    names, by unit."""
+def _recompute_binaries(
+    model: CostModel, recompute: Recompute, pools: dict[str, ColumnPool]
+) -> dict[str, str]:
+    """Add to ``pools`` a recompute binary for every unit that may be recomputed; their names by unit.
+
+    Like units share one pool.
+    """
     if recompute == "none":
         return {}
-    states, made = ([False, True] if recompute == "choose" else [True]), dict[int, Family]()
+    states, made = ([False, True] if recompute == "choose" else [True]), dict[int, ColumnPool]()
     found = {}
-    for unit, name in switch_names(model).items():
+    for unit, name in recompute_names(model).items():
         found[unit] = name
-        kind = id(families.get(unit))
-        families[name] = made.setdefault(kind, switch(len(model.mesh.tiers), states))
+        kind = id(pools.get(unit))
+        pools[name] = made.setdefault(kind, recompute_pool(len(model.mesh.tiers), states))
     return found

@@ -1,4 +1,4 @@
-"""The same question under other budgets or networks, each solved anew."""
+"""Sweeps: one question solved at several memory budgets, node counts or network speeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hzplan.formats.profile import Profile
-from hzplan.solver.solve import Outcome, Request, Solved, Standing, solve
+from hzplan.solver.solve import Outcome, Request, SearchState, Solved, solve
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Point:
 
 
 def sweep(
-    points: Sequence[tuple[str, Profile, Request]], watch: Callable[[int, str, Standing], None]
+    points: Sequence[tuple[str, Profile, Request]], watch: Callable[[int, str, SearchState], None]
 ) -> list[Point]:
-    """Solve every one; ``watch`` hears of the number and label of the point that is being solved."""
+    """Solve every point; ``watch`` gets the number, label and search state of the one under way."""
     return [
         Point(label, profile, request, solve(profile, request, partial(watch, number, label)))
         for number, (label, profile, request) in enumerate(points)
@@ -51,7 +51,7 @@ def _cost(point: Point) -> tuple[float, int] | None:
 
 
 def with_network(profile: Profile, factor: float) -> Profile:
-    """The profile with collectives of the slowest tier so many times as fast, latency included."""
+    """The profile with collectives of the slowest tier ``factor`` times as fast, latency included."""
     low = profile.mesh.tier_bounds[-1][0]
     curves = []
     for curve in profile.collectives:

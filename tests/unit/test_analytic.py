@@ -15,7 +15,7 @@ from hzplan.core.layout import Dtype
 from hzplan.cost.collectives import nodes_of, with_nodes
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
-from hzplan.formats.cluster import FOLDERS, Device, find_cluster, known_clusters
+from hzplan.formats.cluster import FOLDERS, DeviceModel, find_cluster, known_clusters
 from hzplan.formats.profile import Profile
 from hzplan.models.gpt import GPTConfig
 from hzplan.models.hf import known_configs
@@ -152,7 +152,7 @@ def test_every_device_file_is_one() -> None:
     files = [path for folder in FOLDERS for path in (folder / "devices").glob("*.json")]
     assert len(files) >= 3
     for path in files:
-        Device.load(path)
+        DeviceModel.load(path)
 
 
 def test_a_slower_network_makes_collectives_slower_and_nothing_else(tmp_path: Path) -> None:

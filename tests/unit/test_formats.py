@@ -15,7 +15,7 @@ from hzplan.errors import UserError
 from hzplan.formats import base
 from hzplan.formats.accuracy import Accuracy
 from hzplan.formats.base import to_text
-from hzplan.formats.cluster import ClusterModel, Device
+from hzplan.formats.cluster import ClusterModel, DeviceModel
 from hzplan.formats.links import Links
 from hzplan.formats.metrics import read_metrics
 from hzplan.formats.plan import Plan
@@ -60,7 +60,7 @@ READERS = {
     "profile": Profile.load,
     "links": Links.load,
     "metrics": read_metrics,
-    "device": Device.load,
+    "device": DeviceModel.load,
     "cluster": ClusterModel.load,
     "accuracy": Accuracy.load,
 }

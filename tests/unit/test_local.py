@@ -9,7 +9,7 @@ import pytest
 from hzplan.core.hierarchy import Levels
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
-from hzplan.solver.local import WORTH, Choice, Surroundings, improve
+from hzplan.solver.local import LEAST_GAIN, LevelsByUnit, Surroundings, improve
 from tests.instances import random_profile
 
 
@@ -31,8 +31,8 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
     tensors = {unit: specs for unit, specs in tensors_of(profile).items() if specs}
     trained = {unit: [tensor.trainable for tensor in specs] for unit, specs in tensors.items()}
     known = {unit: [start.levels[unit]] for unit in tensors}
-    switched = [[unit] for unit in model.recomputable]
-    around = Surroundings([[unit] for unit in tensors], trained, known, model.mesh.triples(), switched)
+    recomputable = [[unit] for unit in model.recomputable]
+    around = Surroundings([[unit] for unit in tensors], trained, known, model.mesh.triples(), recomputable)
     found = improve(start, replays, around, fits)
     assert fits(found)
     assert found.predicted.period_ns <= start.predicted.period_ns
@@ -42,19 +42,19 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
             for triple in model.mesh.triples():
                 levels = list(found.levels[unit])
                 levels[index] = triple if specs[index].trainable else Levels(*[triple.param] * 3)
-                other: Choice = {**found.levels, unit: tuple(levels)}
+                other: LevelsByUnit = {**found.levels, unit: tuple(levels)}
                 candidate = evaluate(model, other, found.schedule, 1, modes=found.modes)
                 assert (
                     not fits(candidate)
                     or len(set(levels)) > 3
-                    or (candidate.predicted.period_ns >= found.predicted.period_ns * (1 - WORTH))
+                    or (candidate.predicted.period_ns >= found.predicted.period_ns * (1 - LEAST_GAIN))
                 )
 
     for unit in model.recomputable:
         again = found.modes._replace(recompute=found.modes.recompute ^ {unit})
         candidate = evaluate(model, found.levels, found.schedule, 1, modes=again)
         assert not fits(candidate) or (
-            candidate.predicted.period_ns >= found.predicted.period_ns * (1 - WORTH)
+            candidate.predicted.period_ns >= found.predicted.period_ns * (1 - LEAST_GAIN)
         )
 
 
@@ -66,7 +66,7 @@ def test_is_over_when_enough_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     start = evaluate(model, uniform(profile, Levels(0, 0, 0)), schedule, 1)
     tried = []
 
-    def replay(levels: Choice, modes: Modes) -> Evaluation:
+    def replay(levels: LevelsByUnit, modes: Modes) -> Evaluation:
         tried.append(levels)
         return evaluate(model, levels, schedule, 1)
 

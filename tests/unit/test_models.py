@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hzplan.errors import CheckFailed, Infeasible, JobFailed, UserError, one_line
+from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, UserError, one_line
 from hzplan.models.gpt import GPT, PRESETS, GPTConfig, closed_form_forward_flops, closed_form_parameters
 from hzplan.models.workload import load
 
@@ -26,7 +26,7 @@ def count(model: nn.Module) -> int:
 
 def test_a_user_error_is_one_line_with_its_exit_code() -> None:
     assert str(UserError("a.json:\n  broken")) == "a.json: broken"
-    assert [kind.exit_code for kind in (CheckFailed, UserError, Infeasible, JobFailed)] == [1, 2, 3, 4]
+    assert [kind.exit_code for kind in (CheckFailed, UserError, NoPlanFits, JobFailed)] == [1, 2, 3, 4]
     assert one_line(ValueError("two\nlines")) == "ValueError: two lines"
     assert one_line(KeyError()) == "KeyError"
     assert len(one_line(ValueError("x" * 1000))) < 250

@@ -29,7 +29,7 @@ def _search(seed: int, accumulation: int) -> Search:
 
 
 def _choice(search: Search, rng: random.Random) -> dict[str, int]:
-    return {unit: rng.randrange(len(family.levels)) for unit, family in search.families.items()}
+    return {unit: rng.randrange(len(pool.levels)) for unit, pool in search.pools.items()}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -39,7 +39,7 @@ def test_the_longest_walk_is_the_period(seed: int) -> None:
     for _ in range(5):
         choice = _choice(search, rng)
         durations = search.question.durations_of(choice)
-        longest = max(cut.at(durations) for cut in network.walks(durations))
+        longest = max(cut.at(durations) for cut in network.critical_cycles(durations))
         found = search.evaluate(choice)
         assert longest == pytest.approx(replay(found.schedule, found.durations_ns).period_ns * MS, rel=1e-9)
         capacities = max(cut.at(durations) for cut in network.capacities)
@@ -54,9 +54,9 @@ def test_no_walk_is_longer_than_any_plans_step(seed: int, monkeypatch: pytest.Mo
     network = search.question.network
     choices = [_choice(search, rng) for _ in range(6)]
     mixed = sum(search.question.durations_of(choice) for choice in choices) / len(choices)
-    cuts = [*network.walks(mixed), *network.capacities]
+    cuts = [*network.critical_cycles(mixed), *network.capacities]
     for choice in choices:
-        cuts += network.walks(search.question.durations_of(choice))
+        cuts += network.critical_cycles(search.question.durations_of(choice))
     for choice in choices:
         objective = search.evaluate(choice).objective_ns * MS
         at = search.question.durations_of(choice)
@@ -67,8 +67,8 @@ def test_no_walk_is_longer_than_any_plans_step(seed: int, monkeypatch: pytest.Mo
 def test_what_is_rounded_fits_and_what_is_bounded_is_not_beaten(seed: int) -> None:
     search, rng = _search(seed, 1 + seed % 2), random.Random(seed)
     found = Candidates()
-    while search.open and search.worth(found):
-        search.expand(found, defaultdict(set))
+    while search.has_open_nodes and search.may_improve(found):
+        search.branch(found, defaultdict(set))
         plan = rounded(search.lp)
         if plan is not None:
             assert search.evaluate(plan).memory.peak <= search.request.memory_bytes
@@ -82,11 +82,11 @@ def test_what_is_rounded_fits_and_what_is_bounded_is_not_beaten(seed: int) -> No
 def test_the_least_memory_is_not_beaten(seed: int) -> None:
     search, rng = _search(seed, 1), random.Random(seed)
     lp = Relaxation(search.question, least_memory=True)
-    for unit, family in search.families.items():
-        lp.offer(unit, list(range(len(family.levels))))
+    for unit, pool in search.pools.items():
+        lp.offer(unit, list(range(len(pool.levels))))
     assert lp.solve()
     least = search.smallest.memory.peak
-    while lp.widen():
+    while lp.add_event_rows():
         assert lp.solve()
     assert lp.value <= least * 2.0**-20 + 1e-9
     assert all(search.evaluate(_choice(search, rng)).memory.peak >= least for _ in range(50))

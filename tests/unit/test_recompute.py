@@ -90,7 +90,7 @@ def test_time_is_that_of_a_forward() -> None:
     uses = model.profile.uses
     forward = {use.unit: use.costs[0].seconds for use in uses if use.phase == "forward"}
     for index, use in enumerate(uses):
-        again = model.again_ns(index, 2) / 1e9
+        again = model.recompute_ns(index, 2) / 1e9
         if use.unit.startswith("layers.") and use.phase == "backward":
             assert 0.5 * forward[use.unit] < again <= 1.01 * forward[use.unit]
         else:

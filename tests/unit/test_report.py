@@ -19,7 +19,7 @@ from hzplan.show import page
 from hzplan.show.charts import place, plain
 from hzplan.show.report import Report
 from hzplan.solver.evaluate import replay, sent_bytes
-from hzplan.solver.gather import gather
+from hzplan.solver.report import build_report
 from tests.cli import hostile
 from tests.cli.command import ROOT
 
@@ -29,7 +29,7 @@ PLANS = sorted((ROOT / "plans").glob("*.json"))
 def report(path: Path, measured: Measured | None = None) -> Report:
     plan = Plan.load(path)
     profile = profile_of(path, plan)
-    return gather("a plan", plan, profile, replay(plan, profile, path), _known(plan, profile), measured)
+    return build_report("a plan", plan, profile, replay(plan, profile, path), _known(plan, profile), measured)
 
 
 def figures(text: str) -> dict[str, object]:
@@ -48,7 +48,7 @@ def test_what_is_gathered_adds_up(path: Path) -> None:
     plan = Plan.load(path)
     profile = profile_of(path, plan)
     found = replay(plan, profile, path)
-    made = gather("a plan", plan, profile, found, {})
+    made = build_report("a plan", plan, profile, found, {})
     over = made.occupancy
     assert sum(nbytes for _, nbytes in over.static) + max(over.activations) == found.memory.peak
     assert list(over.times_s) == sorted(set(over.times_s)) and len(over.times_s) == len(over.activations)
@@ -58,8 +58,8 @@ def test_what_is_gathered_adds_up(path: Path) -> None:
     assert sum(part.seconds for part in made.path) == pytest.approx(made.path_s)
     assert len(made.tensors) == sum(len(unit.tensors) for unit in profile.units)
     assert len({place(tensor.name) for tensor in made.tensors}) == len(made.tensors)
-    assert [one.name for one in made.contenders] == ["this plan"]
-    assert made.contenders[0].step_s == made.step_s == found.step_s
+    assert [one.name for one in made.schemes] == ["this plan"]
+    assert made.schemes[0].step_s == made.step_s == found.step_s
 
 
 def test_the_page_has_every_section_and_its_tables() -> None:

@@ -19,7 +19,7 @@ from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay, uniform
 from hzplan.solver.gain import gain
 from hzplan.solver.prefer import TIE, ceiling_ns, distance, plainness, preferred, tie_of
-from hzplan.solver.schemes import Recomputing, Settings, schemes, slack_bytes
+from hzplan.solver.schemes import RecomputeOptions, Settings, schemes, slack_bytes
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Solved, searches_of, solve
 from tests.instances import random_profile
@@ -96,7 +96,7 @@ def test_a_row_is_the_fastest_of_its_settings_and_of_those_the_leanest() -> None
 
 def test_what_is_recomputed_is_named_as_users_set_it() -> None:
     blocks = tuple(f"layers.{index}" for index in range(6))
-    offered = Recomputing(blocks, ("embed", *blocks))
+    offered = RecomputeOptions(blocks, ("embed", *blocks))
     assert offered.every(2) == {"layers.1", "layers.3", "layers.5"}
     assert offered.name(()) == "none" and offered.name(blocks) == "all"
     assert offered.name(offered.every(2)) == "every 2nd" and offered.name(offered.every(3)) == "every 3rd"
@@ -205,7 +205,7 @@ def test_the_users_own_setting_is_a_row_and_a_candidate() -> None:
     own = Baseline.parse("FSDP2,recompute=selective,micro_batch=1,prefetch=2", model)
     row = own.row(settings)
     assert row.name == "yours" and row.found.micro_batch == 1 and row.found.schedule.prefetch == 2
-    assert settings.recomputing.name(row.found.modes.recompute) == "every 2nd"
+    assert settings.recompute_options.name(row.found.modes.recompute) == "every 2nd"
     assert {triple for of in row.found.levels.values() for triple in of} == {
         Levels(*[profile.mesh.levels] * 3)
     }

@@ -24,7 +24,7 @@ from hzplan.solver.paths import MS
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import TIE
 from hzplan.solver.rounding import rounded
-from hzplan.solver.solve import Infeasible, Request, Solved, Standing, searches_of, solve
+from hzplan.solver.solve import Infeasible, Request, SearchState, Solved, searches_of, solve
 from tests.instances import random_profile, try_everything
 
 INSTANCES = int(os.environ.get("HZPLAN_INSTANCES", "90"))  # make exhaustive asks for more
@@ -85,8 +85,8 @@ def test_no_search_claims_more_than_its_own_best(
     truth = try_everything(profile, request)
     for search in searches_of(profile, request):
         found, useful = Candidates(), defaultdict(set)
-        while search.open and search.worth(found):
-            search.expand(found, useful)
+        while search.has_open_nodes and search.may_improve(found):
+            search.branch(found, useful)
         schedule = search.question.schedule
         pace = search.question.micro_batch, schedule.prefetch, schedule.gradient_buffers
         own = truth.by_pace.get(pace, float("inf")) * MS
@@ -186,12 +186,12 @@ def test_a_pin_that_cannot_be_is_refused(pin: str, said: str | None) -> None:
 def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, request = _instance(2)  # not solved by the first relaxation
     whole = solve(profile, replace(request, memory_bytes=2**30))
-    stood: list[Standing] = []
+    stood: list[SearchState] = []
 
-    def interrupt(standing: Standing) -> None:
-        stood.append(standing)
-        if standing.best_ms < float("inf") and len(stood) < 100:
-            stood.extend([standing] * 100)
+    def interrupt(state: SearchState) -> None:
+        stood.append(state)
+        if state.best_ms < float("inf") and len(stood) < 100:
+            stood.extend([state] * 100)
             raise KeyboardInterrupt
 
     early = solve(profile, replace(request, memory_bytes=2**30), interrupt, interruptible=True)
@@ -217,7 +217,7 @@ def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.Monk
         assert isinstance(early, Solved) and truth is not None
         assert early.bound_ns <= truth * (1 + 1e-7)
 
-    def at_once(standing: Standing) -> None:
+    def at_once(state: SearchState) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hzplan.core.buffers import IN_FLIGHT, scratch_bytes
+from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import InterferenceEntry
 from hzplan.profiler.network.links import collective
@@ -100,7 +100,9 @@ def _communication(
     elements = max(size, min(largest_bytes, MAX_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
     whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
     scratch = torch.zeros(
-        scratch_bytes(whole.nbytes // size) // IN_FLIGHT // dtype.itemsize, dtype=dtype, device=ranks.device
+        scratch_bytes(whole.nbytes // size) // MAX_IN_FLIGHT // dtype.itemsize,
+        dtype=dtype,
+        device=ranks.device,
     )
     gather = collective("all_gather", groups["unshard", stage], whole, scratch)
     reduce = collective("reduce_scatter", groups["reduce", stage], whole, scratch)

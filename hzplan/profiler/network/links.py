@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.core.buffers import IN_FLIGHT, scratch_bytes
+from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Operation
 from hzplan.profiler.session.ranks import Ranks
@@ -120,7 +120,9 @@ def _timed_collectives(
     whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
     # As much as the runtime gives a reduction.
     scratch = torch.zeros(
-        scratch_bytes(whole.nbytes // size) // IN_FLIGHT // dtype.itemsize, dtype=dtype, device=ranks.device
+        scratch_bytes(whole.nbytes // size) // MAX_IN_FLIGHT // dtype.itemsize,
+        dtype=dtype,
+        device=ranks.device,
     )
     for operation, kind in OPERATIONS.items():
         issue = partial(collective, operation, groups[kind, stage], scratch=scratch)

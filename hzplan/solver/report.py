@@ -1,4 +1,4 @@
-"""What a report shows of a plan, gathered from its evaluation, known schemes and what was measured. Pure."""
+"""The data of an HTML report, from a plan's evaluation, known schemes and a run's measurements. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.show.occupancy import activations
 from hzplan.show.readable import cluster, count, duration, size, worker
-from hzplan.show.report import Beside, Contender, Occupancy, Part, Report, Span, Tensor, Tier
+from hzplan.show.report import Beside, ComparedScheme, Occupancy, PathPart, Report, TaskSpan, Tensor, Tier
 from hzplan.solver.calibrate import waits_s
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
 from hzplan.solver.explain import DOING, longest_chain
 
 
-def gather(
+def build_report(
     path: str,
     plan: Plan,
     profile: Profile,
@@ -27,7 +27,7 @@ def gather(
     known: Mapping[str, Evaluation],
     measured: Measured | None = None,
 ) -> Report:
-    """``path``: the plan's, as it is shown; ``known``: the schemes to show beside it."""
+    """The report's data. ``path``: the plan's, as shown; ``known``: by name, the schemes beside it."""
     chain = longest_chain(found, plan.cluster.tier_names)
     waits = waits_s(found, profile)
     sent = sent_bytes(found, profile, plan.reduce_dtype)
@@ -46,11 +46,11 @@ def gather(
             for tier, name in enumerate(plan.cluster.tier_names)
         ],
         optimizer_exposed_s=waits.get(OPTIM_STREAM, 0.0),
-        path=[Part(part.what, part.seconds, part.units) for part in chain.parts],
+        path=[PathPart(part.what, part.seconds, part.units) for part in chain.parts],
         path_s=chain.seconds,
-        binding=Part(chain.binding.what, chain.binding.seconds, ()) if chain.binding else None,
-        contenders=[
-            Contender(
+        binding=PathPart(chain.binding.what, chain.binding.seconds, ()) if chain.binding else None,
+        schemes=[
+            ComparedScheme(
                 name,
                 one.step_s,
                 sum(waits_s(one, profile).values()),
@@ -66,7 +66,7 @@ def gather(
 
 
 def beside(found: Evaluation, profile: Profile, measured: Measured) -> list[Beside]:
-    """What was predicted beside what was measured."""
+    """Predicted and measured step, waits and peak memory, one row each."""
     waits = waits_s(found, profile)
     rows = [Beside("step", found.step_s, measured.step_s)]
     for name in dict.fromkeys([*waits, *measured.exposed_s]):
@@ -129,14 +129,14 @@ def _tensors(plan: Plan, profile: Profile) -> list[Tensor]:
     return sorted(listed, key=lambda tensor: order[tensor.name])
 
 
-def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[Span]:
-    """What takes time, by stream."""
+def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[TaskSpan]:
+    """The tasks of the step that take time, in launch order."""
     timeline, schedule = found.predicted, found.schedule
     sent = task_bytes(found, profile, plan.reduce_dtype)
     names = plan.cluster.tier_names
     chain = critical(schedule, timeline)
     return [
-        Span(
+        TaskSpan(
             _stream(task, names),
             _what(task, schedule),
             ", ".join(task.units),
