@@ -73,14 +73,20 @@ def blocks_like(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...] | 
     found: list[str] = []
     matched: set[str] = set()
     for name, module in model.named_modules():
-        fitting = [p for p in patterns if p == type(module).__name__ or fnmatchcase(name, p)]
+        fitting = [
+            pattern for pattern in patterns if pattern == type(module).__name__ or fnmatchcase(name, pattern)
+        ]
         if fitting and next(module.parameters(), None) is not None:
             found.append(name)
             matched.update(fitting)
     for pattern in patterns:
         if pattern not in matched:
             classes = sorted(
-                {type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None}
+                {
+                    type(module).__name__
+                    for module in model.modules()
+                    if next(module.parameters(), None) is not None
+                }
             )
             raise UserError(
                 f"--unit {pattern}: no module with parameters has this class or name; classes are "
@@ -126,7 +132,9 @@ def _units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[Unit, ...
         Unit(
             name=name,
             module=owners[name],
-            parameters=tuple((n, p) for n, p in parameters if owner_of[id(p)] == name),
+            parameters=tuple(
+                (path, parameter) for path, parameter in parameters if owner_of[id(parameter)] == name
+            ),
             requires=_requires(name, parameters, owner_of, owners),
         )
         for name, parameters in held.items()
@@ -136,7 +144,8 @@ def _units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[Unit, ...
 def _held(name: str, module: nn.Module, *, recurse: bool) -> tuple[tuple[str, nn.Parameter], ...]:
     """The module's parameters with their names in the model, each once."""
     prefix = f"{name}." if name else ""
-    return tuple((prefix + local, p) for local, p in module.named_parameters(recurse=recurse))
+    named = module.named_parameters(recurse=recurse)
+    return tuple((prefix + path, parameter) for path, parameter in named)
 
 
 def _requires(

@@ -80,7 +80,8 @@ def build_model(
     parameter is trained, or a model that must be weight-shared cannot run without values.
     """
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    too_large = any(ranks.gather(weights_exceed(workload, torch_dtype, memory_bytes)))
+    too_large_here = weights_exceed(workload, torch_dtype, memory_bytes)
+    too_large = any(ranks.gather(too_large_here))
     shapes: Shapes | None = None
     if too_large or trace:
         try:
@@ -192,5 +193,5 @@ def share_weights(
 
 def _kind(unit: Unit) -> UnitKind:
     """Equal for units that compute alike: class, shapes, which are trained; a tied unit is like no other."""
-    shapes = tuple((tuple(p.shape), p.requires_grad) for _, p in unit.parameters)
+    shapes = tuple((tuple(parameter.shape), parameter.requires_grad) for _, parameter in unit.parameters)
     return (type(unit.module), shapes, unit.name if not shapes else "")

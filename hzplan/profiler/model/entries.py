@@ -47,8 +47,13 @@ def unit_entry(unit: Unit) -> UnitEntry:
         name=unit.name,
         module=type(unit.module).__name__,
         tensors=tuple(
-            TensorEntry(name=t.name, shape=t.shape, dtype=as_dtype(t.dtype), trainable=t.trainable)
-            for t in unit.tensors
+            TensorEntry(
+                name=tensor.name,
+                shape=tensor.shape,
+                dtype=as_dtype(tensor.dtype),
+                trainable=tensor.trainable,
+            )
+            for tensor in unit.tensors
         ),
         requires=unit.requires,
     )

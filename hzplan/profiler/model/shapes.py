@@ -86,6 +86,7 @@ def trace_shapes(
     """
     with _model_without_values(workload, dtype) as model:
         units = workload.units_of(model)
+        recomputable = leaves(units)
         orders: set[tuple[Use, ...]] = set()
         costs: dict[int, Sequence[UseCost]] = {}
         recompute: dict[int, Sequence[UseCost]] = {}
@@ -109,7 +110,7 @@ def trace_shapes(
             reads=tuple(use.phase == "forward" or use.unit not in looked_up for use in uses),
             costs=costs,
             recompute=recompute if len(recompute) == len(costs) else {},
-            recomputable=leaves(units),
+            recomputable=recomputable,
         )
 
 
