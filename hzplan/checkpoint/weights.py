@@ -121,7 +121,7 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
             raise UserError(f"{path}: {first} is not in it; these are another model's weights")
         chosen[first] = there[0]
     opened: dict[Path, Any] = {}
-    for entry in [*parameters(engine, once=False), *buffers(model)]:
+    for entry in [*parameters(engine.units.values(), once=False), *buffers(model)]:
         name = chosen[entry.name.removeprefix(MODEL)]
         file = files[name]
         if file not in opened:

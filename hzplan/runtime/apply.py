@@ -32,6 +32,7 @@ from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
 from hzplan.runtime.unit import UnitState
+from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import Job, World
 
 NOTE = "while allocating what lasts of unit "
@@ -220,12 +221,16 @@ def apply(
     del waiting  # and what its constructor was given
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
+    updates = Updates(
+        *(states, optimizer_class, groups, arguments),
+        host_buffers=schedule.host_slots,
+        device=device,
+        clip=schedule.clip,
+    )
     engine = Engine(
-        *(states, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
+        *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
     )
-    optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
-    engine.optimizer = optimizer
     for name in sorted(choice.offload - {unit.name for unit in units}):
         raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
     modules = recomputed_modules(units, choice.recompute)
@@ -238,7 +243,7 @@ def apply(
             one()
 
     engine.detach = detach
-    return model, optimizer
+    return model, ShardedOptimizer(engine)
 
 
 def refuse_state_dict(module: nn.Module) -> Callable[[], None]:

@@ -21,8 +21,8 @@ from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_ap
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.launcher import Launcher
-from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import Life, UnitState
+from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
@@ -55,6 +55,7 @@ class Engine:
     def __init__(
         self,
         units: Sequence[UnitState],
+        updates: Updates,
         schedule: Schedule,
         unshard_slots: Mapping[str, int],
         staging_slots: Mapping[str, int],
@@ -65,10 +66,9 @@ class Engine:
         tier_names: tuple[str, ...] = (),
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.schedule = schedule
+        self.updates, self.schedule = updates, schedule
         self._streams = streams
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
-        self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
         self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
         self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
@@ -91,7 +91,7 @@ class Engine:
         self._position = -1  # the use whose turn it is, in scheduled mode
         self._running = False
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
-        self._updates = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
+        self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._step_started = False
         self._micro_batch = 0
         self._warned = False  # of a step with fewer micro-batches than planned
@@ -156,7 +156,7 @@ class Engine:
     def idle(self, task: Task) -> bool:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
-            return self.optimizer is not None and not any(self.units[u].trainable_buckets for u in task.units)
+            return False
         if task.kind in (Kind.FETCH, Kind.STORE):
             return not any(self.units[unit].offload for unit in task.units)
         return not self.stages(task)
@@ -190,14 +190,12 @@ class Engine:
     def run(self, task: Task, lane: int = 0) -> None:
         """Do a task's work for all its units: gathers together, reductions one after the other."""
         if task.kind is Kind.UPDATE:
-            assert self.optimizer is not None
             for name in task.units:
-                self.optimizer.update(name)
+                self.updates.update(name)
             return
         if task.kind in (Kind.FETCH, Kind.STORE):
-            assert self.optimizer is not None
             for name in task.units:
-                self.optimizer.fetch(name) if task.kind is Kind.FETCH else self.optimizer.store(name)
+                self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
             return
         prepared = self._prepared.get((task.kind, task.units, task.tier, lane))
         if prepared is None:
@@ -296,18 +294,18 @@ class Engine:
 
     def step(self) -> None:
         """The user's optimizer.step(): launch updates and the gathering of parameters."""
-        assert self.optimizer is not None
         self._require_complete()
         if self.mode is Mode.SCHEDULED:
             self._start_step()
         if self._updated_in_backward():
-            self.optimizer.check_options()
+            self.updates.check_options()
         else:
-            self.optimizer.take_over_options()
+            self.updates.take_over_options()
         if self.mode is Mode.SCHEDULED:
             self.executor.end(self._step_task)
         else:
             self._update_on_demand()
+        self.updates.steps += 1
         self._end_step()
 
     def skip_step(self) -> None:
@@ -319,6 +317,7 @@ class Engine:
         else:
             self._make_whole(())
         self.executor.skip_step()
+        self.updates.drop_clipping()
         self._end_step()
 
     def _end_step(self) -> None:
@@ -342,7 +341,7 @@ class Engine:
         """The units whose updates this step has launched already, as plans without clipping do."""
         if self.schedule.clip:
             return set()
-        return {name for task in self._updates if self.executor.ran(task) for name in task.units}
+        return {name for task in self._update_tasks if self.executor.ran(task) for name in task.units}
 
     def _require_complete(self) -> None:
         """All gradients of this step are sent; fewer micro-batches than planned will do."""
@@ -373,8 +372,7 @@ class Engine:
         task = self.schedule.compute[position]
         self.executor.start(task)
         if task.index == self.schedule.options_read:
-            assert self.optimizer is not None
-            self.optimizer.take_over_options()
+            self.updates.take_over_options()
         for name in self._needs[position]:
             self.units[name].become_whole()
         self._position, self._running = position, True

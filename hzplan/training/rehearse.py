@@ -108,7 +108,7 @@ def rehearse(
             rehearsal.step(step)
         optimizer.engine.executor.drain()
         traced = partial(rehearsal.step, WARM_UP_STEPS)
-        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.on_host)
+        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.updates.on_host)
         rehearsal.step(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))
