@@ -1,4 +1,4 @@
-"""Ties a model's hooks to a schedule: follows the recorded uses, or falls back to unsharding on demand."""
+"""Ties a model's hooks to a schedule: a micro-batch follows the recorded uses, or is run unscheduled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Literal
 
 import torch
@@ -16,11 +15,13 @@ from hzplan.core.buffers import LANES, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
+from hzplan.models.hooks import backward_is_running
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.launcher import Launcher
+from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import Life, UnitState
 from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import World
@@ -28,14 +29,6 @@ from hzplan.runtime.world import World
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 MOST_GATHERS = 1 << 8
 """Of a task, told apart by their tags while they are under way together."""
-
-
-class Mode(Enum):
-    """How the current step runs."""
-
-    BETWEEN = auto()  # no micro-batch has begun
-    SCHEDULED = auto()  # every event so far was the next recorded one
-    DEMAND = auto()  # something else happened: unshard at use, reduce at the end of backward
 
 
 @dataclass(frozen=True)
@@ -87,15 +80,10 @@ class Engine:
                 self._reduced_at[task.position] = task.units
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
         self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
-        self.mode = Mode.BETWEEN
-        self._position = -1  # the use whose turn it is, in scheduled mode
-        self._running = False
+        self.step_state = StepState()
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
-        self._step_started = False
-        self._micro_batch = 0
         self._warned = False  # of a step with fewer micro-batches than planned
-        self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
 
     def way(self, ranks: Sequence[int]) -> str:
         """Over which tiers this rank reaches others, for messages."""
@@ -147,9 +135,9 @@ class Engine:
     @property
     def turn(self) -> Use | None:
         """The recorded use whose turn it is; None outside of the schedule."""
-        if self.mode is not Mode.SCHEDULED or not self._running:
+        if not self.step_state.in_turn:
             return None
-        return self.schedule.use(self.schedule.compute[self._position])
+        return self.schedule.use(self.schedule.compute[self.step_state.position])
 
     # What tasks do, on their streams' threads.
 
@@ -228,49 +216,72 @@ class Engine:
     # What the hooks report.
 
     def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
-        """A unit's turn begins: end the turn before, wait until the unit is whole."""
+        """A unit's turn begins: end the turn before, wait until the unit is unsharded."""
+        if phase == "forward" and self.step_state.in_backward and not backward_is_running():
+            warnings.warn("a backward pass did not end: the gradients of this step are dropped", stacklevel=2)
+            self.abandon_step()
+        step = self.step_state
         training = torch.is_grad_enabled() or phase == "backward"
-        if training and self._micro_batch >= self.schedule.accumulation:
+        if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
-        if self.mode is Mode.BETWEEN and training and self._expected(0, unit, phase):
-            self._make_whole(())
-            self.executor.begin_step()
-            self.mode = Mode.SCHEDULED
-            self._position = -1
-        if self.mode is Mode.SCHEDULED:
-            following = self._position + 1
-            if training and self._expected(following, unit, phase):
-                self._end_turn()
-                self._begin_turn(following)
-                return
-        self._enter_on_demand(unit, training=training)
+        step.in_backward |= phase == "backward"
+        following = step.position + 1
+        if training and not step.in_micro_batch:
+            step.in_micro_batch = True
+            following = step.micro_batch * len(self.schedule.uses)
+            if not step.scheduled and self._expected(following, unit, phase):
+                self._enter_schedule(following)
+        if training and step.scheduled and self._expected(following, unit, phase):
+            self._end_turn()
+            self._begin_turn(following)
+        else:
+            self._enter_unscheduled(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: it goes to its bucket in the turn after which the unit is reduced.
 
-        Before that turn the slot may be another unit's: an early gradient stays in ``parameter.grad``.
+        Before that turn the gradient buffer may be another unit's: an early gradient stays in
+        ``parameter.grad``.
         """
-        unit = self._unit_of[id(parameter)]
+        unit, step = self._unit_of[id(parameter)], self.step_state
+        step.in_backward = True
         self._require_expected(unit)
-        if self.mode is Mode.SCHEDULED and unit.name in self._reduced_at.get(self._position, ()):
-            unit.take_gradient(parameter, accumulate=self._micro_batch > 0)
+        if step.scheduled and unit.name in self._reduced_at.get(step.position, ()):
+            unit.take_gradient(parameter, accumulate=step.micro_batch > 0)
+            step.delivered.add(id(parameter))
 
     def backward_end(self) -> None:
         """A micro-batch is over."""
-        uses = len(self.schedule.uses)
-        if self.mode is Mode.SCHEDULED:
-            if self._position == (self._micro_batch + 1) * uses - 1:
-                self._end_turn()
-            else:
-                self._go_on_demand()
-        if self.mode is not Mode.SCHEDULED:
-            self._reduce_on_demand()
+        step = self.step_state
+        if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
+            self._end_turn()
+        else:
+            self._leave_schedule()
+            self._reduce_unscheduled()
         for unit in self.units.values():
             if unit.left_over():
                 self._require_expected(unit)
-            unit.expect_gradients()
-        self._reduced.clear()
-        self._micro_batch += 1
+        step.end_micro_batch()
+
+    def abandon_step(self) -> None:
+        """Drop the gradients of the step that is open, if there are any, and be between steps again.
+
+        Every rank calls it, or none. Units that were updated in backward cannot be taken back: UserError.
+        """
+        step = self.step_state
+        if not (step.micro_batch or step.in_backward):
+            return  # loops call zero_grad() at any place before backward
+        if self._updated_in_backward():
+            raise UserError(
+                "the step's gradients are dropped, but under a plan without clipping backward has updated "
+                "units with them already; start again from a checkpoint, or solve with --clip"
+            )
+        self._leave_schedule()
+        self._make_whole(())
+        self.executor.skip_step()
+        for unit in self.units.values():
+            unit.drop_gradients()
+        self._end_step()
 
     def _require_expected(self, unit: UnitState) -> None:
         """A gradient has come: the schedule must have a place for it, and not have sent it yet."""
@@ -279,7 +290,7 @@ class Engine:
                 f"unit {unit.name!r} has a gradient, but took no part when the model was recorded; "
                 "profile and solve with a step that uses it, or set requires_grad=False"
             )
-        if unit.name in self._reduced:
+        if unit.name in self.step_state.reduced:
             raise RuntimeError(
                 f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "
                 "recorded; profile and solve again"
@@ -289,22 +300,20 @@ class Engine:
         """Return when every gradient of this step is reduced."""
         self._require_complete()
         self._require_clip("gradients are clipped")
-        if self.mode is Mode.SCHEDULED:
-            self._start_step()
+        self._start_step_task()
 
     def step(self) -> None:
         """The user's optimizer.step(): launch updates and the gathering of parameters."""
         self._require_complete()
-        if self.mode is Mode.SCHEDULED:
-            self._start_step()
+        self._start_step_task()
         if self._updated_in_backward():
             self.updates.check_options()
         else:
             self.updates.take_over_options()
-        if self.mode is Mode.SCHEDULED:
+        if self.step_state.scheduled:
             self.executor.end(self._step_task)
         else:
-            self._update_on_demand()
+            self._update_unscheduled()
         self.updates.steps += 1
         self._end_step()
 
@@ -312,18 +321,14 @@ class Engine:
         """Instead of ``step``: gradients are left unused."""
         self._require_complete()
         self._require_clip("a step is skipped")
-        if self.mode is Mode.SCHEDULED:
-            self._start_step()  # which waits for the gradients
-        else:
-            self._make_whole(())
+        self._start_step_task()
+        self._make_whole(())
         self.executor.skip_step()
-        self.updates.drop_clipping()
         self._end_step()
 
     def _end_step(self) -> None:
-        self._step_started = False
-        self.mode = Mode.BETWEEN
-        self._micro_batch = 0
+        self.updates.drop_clipping()
+        self.step_state = StepState()
 
     def _require_clip(self, what: str) -> None:
         if not self.schedule.clip:
@@ -332,10 +337,11 @@ class Engine:
                 "with --clip"
             )
 
-    def _start_step(self) -> None:
-        if not self._step_started:
+    def _start_step_task(self) -> None:
+        """Wait for the gradients; unscheduled they have been reduced already."""
+        if self.step_state.scheduled and not self.step_state.step_task_started:
             self.executor.start(self._step_task)
-            self._step_started = True
+            self.step_state.step_task_started = True
 
     def _updated_in_backward(self) -> set[str]:
         """The units whose updates this step has launched already, as plans without clipping do."""
@@ -345,28 +351,54 @@ class Engine:
 
     def _require_complete(self) -> None:
         """All gradients of this step are sent; fewer micro-batches than planned will do."""
-        wanted = self.schedule.accumulation
-        if not self._micro_batch:
+        wanted, step = self.schedule.accumulation, self.step_state
+        if step.in_backward:
+            raise RuntimeError("the last backward pass did not end; call optimizer.zero_grad() first")
+        if not step.micro_batch:
             raise RuntimeError(f"step() without a backward pass; the plan accumulates {wanted}")
-        if self._micro_batch < wanted and not self._warned:
+        if step.micro_batch < wanted and not self._warned:
             self._warned = True
             warnings.warn(
-                f"step() after {self._micro_batch} backward passes, but the plan accumulates {wanted}: right "
+                f"step() after {step.micro_batch} backward passes, but the plan accumulates {wanted}: right "
                 "for the rest of an epoch, and slower than planned; for all steps solve again",
                 stacklevel=5,  # of the loop's call
             )
-        if self._micro_batch < wanted:
-            self._micro_batch = wanted - 1
+        if step.micro_batch < wanted:
+            step.micro_batch = wanted - 1
             self.backward_end()  # as of one more that brings nothing
 
-    # Scheduled mode.
+    # Scheduled micro-batches.
 
     def _expected(self, position: int, unit: str, phase: str) -> bool:
         uses = self.schedule.uses
-        if position // len(uses) != self._micro_batch or self._micro_batch >= self.schedule.accumulation:
+        if position // len(uses) != self.step_state.micro_batch:
             return False
         use = uses[position % len(uses)]
         return use.unit == unit and use.phase == phase
+
+    def _enter_schedule(self, position: int) -> None:
+        """Begin the step at position 0, or go on with a later micro-batch after something unscheduled.
+
+        What the schedule would have prefetched for it by then is unsharded here.
+        """
+        self._make_whole(())
+        if position == 0:
+            self.executor.begin_step()
+        else:
+            compute = self.schedule.compute[position]
+            self.executor.resume(compute)
+            gathered_later = {
+                (name, task.position)
+                for task in self.schedule.tasks[compute.index :]
+                if task.kind is Kind.UNSHARD
+                for name in task.units
+            }
+            next_read: dict[str, int] = {}
+            for reading in range(position, len(self._needs)):
+                for name in self._needs[reading]:
+                    next_read.setdefault(name, reading)
+            self._make_whole([name for name, at in next_read.items() if (name, at) not in gathered_later])
+        self.step_state.open = self.step_state.scheduled = True
 
     def _begin_turn(self, position: int) -> None:
         task = self.schedule.compute[position]
@@ -375,37 +407,37 @@ class Engine:
             self.updates.take_over_options()
         for name in self._needs[position]:
             self.units[name].become_whole()
-        self._position, self._running = position, True
+        self.step_state.position, self.step_state.in_turn = position, True
 
     def _end_turn(self) -> None:
-        """Release what the window does not keep, complete the gradients that are reduced now."""
-        if not self._running:
+        """Reshard the units that the window does not keep, complete the gradients that are reduced now."""
+        step = self.step_state
+        if not step.in_turn:
             return
-        position, self._running = self._position, False
+        position, step.in_turn = step.position, False
         kept = self._needs[position + 1] if position + 1 < len(self._needs) else ()
         for name in self._needs[position]:
             if name not in kept:
                 self.units[name].release()
         for name in self._reduced_at.get(position, ()):
-            self.units[name].take_rest(accumulate=self._micro_batch > 0)
-            self._reduced.add(name)
+            self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+            step.reduced.add(name)
         self.executor.end(self.schedule.compute[position])
 
-    # Demand mode: everything on the compute thread, in program order, which is the same on every rank.
+    # Unscheduled: everything on the compute thread, in program order, which is the same on every rank.
 
-    def _go_on_demand(self) -> None:
-        """Leave the schedule for the rest of this step."""
+    def _leave_schedule(self) -> None:
+        """Run the rest of this micro-batch, or until the next one begins, unscheduled."""
         self.executor.drain()
-        if self.mode is Mode.SCHEDULED:
-            self.mode, self._running = Mode.DEMAND, False
+        self.step_state.scheduled = self.step_state.in_turn = False
 
-    def _enter_on_demand(self, unit: str, *, training: bool) -> None:
-        self._go_on_demand()
-        if training and self.mode is Mode.BETWEEN:
+    def _enter_unscheduled(self, unit: str, *, training: bool) -> None:
+        self._leave_schedule()
+        if training and not self.step_state.open:
             self.executor.step += 1
-            self.mode = Mode.DEMAND
+            self.step_state.open = True
         wanted = self.schedule.requires.get(unit, (unit,))
-        updated = self._updated_in_backward() if self.mode is Mode.DEMAND else set()
+        updated = self._updated_in_backward() if self.step_state.open else set()
         for name in wanted:
             if name in updated:
                 raise UserError(
@@ -426,25 +458,26 @@ class Engine:
                     self.run(Task(-1, Kind.UNSHARD, "", (name,), tier))
                 unit.become_whole()
 
-    def _reduce_on_demand(self) -> None:
+    def _reduce_unscheduled(self) -> None:
         """Reduce this micro-batch's gradients that the schedule has not reduced.
 
         Units with gradients already in their slot go first: the slot is theirs until it is reduced.
         """
         self._make_whole(())
-        final = self._micro_batch == self.schedule.accumulation - 1
+        step = self.step_state
+        final = step.micro_batch == self.schedule.accumulation - 1
         kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
-        position = self._micro_batch * len(self.schedule.uses)
-        left = [name for name in self._trainable if name not in self._reduced]
-        for name in sorted(left, key=lambda name: self.units[name].expects_all):
-            self.units[name].take_rest(accumulate=self._micro_batch > 0)
+        position = step.micro_batch * len(self.schedule.uses)
+        left = [name for name in self._trainable if name not in step.reduced]
+        for name in sorted(left, key=lambda name: not self.units[name].has_any(step.delivered)):
+            self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
             for tier in range(len(self.mesh.tiers)):
                 self.run(Task(-1, kind, "", (name,), tier, position))
             if final:
                 for tier in reversed(range(len(self.mesh.tiers))):
                     self.run(Task(-1, Kind.GRAD_GATHER, "", (name,), tier, position))
 
-    def _update_on_demand(self) -> None:
+    def _update_unscheduled(self) -> None:
         self._make_whole(())  # what an evaluation left whole has old values from here on
         updated = self._updated_in_backward()
         for name in self._trainable:
@@ -461,7 +494,7 @@ class Engine:
 
     def settle(self) -> None:
         """Between two steps: return when all that the last one launched is done."""
-        if self.mode is not Mode.BETWEEN:
+        if self.step_state.open:
             raise RuntimeError(BETWEEN_STEPS)
         self.executor.drain()
 

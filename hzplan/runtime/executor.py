@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -85,10 +86,10 @@ class _Line:
             begun.append(first)
         return begun
 
-    def restart(self) -> None:
-        """Nothing is launched, and what comes next is a step's first task."""
+    def restart(self, first: int = 0) -> None:
+        """Nothing is launched; the next task to begin is the line's first one from index ``first`` on."""
         assert not self._early
-        self._next = 0
+        self._next = bisect_left(self.tasks, first) % len(self.tasks)
 
 
 class Executor:
@@ -230,6 +231,17 @@ class Executor:
             self._done = [self.step] * len(self.tasks)
             for line in self._lines.values():
                 line.restart()
+
+    def resume(self, task: Task) -> None:
+        """Go on with a compute task: those before it in this step were done by other means.
+
+        Nothing may be under way.
+        """
+        with self._lock:
+            for index in range(task.index):
+                self._done[index] = self.step
+            for line in self._lines.values():
+                line.restart(task.index)
 
     def _note_wait(self, start_s: float, end_s: float, cause: str) -> None:
         """Compute stood still."""

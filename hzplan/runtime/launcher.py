@@ -174,6 +174,10 @@ class Launcher:
         self.drain()
         self._ended.clear()  # all of it is done: nobody needs to wait for it
 
+    def resume(self, task: Task) -> None:
+        """See ``Executor.resume``: nothing is under way, so there is nothing to wait for."""
+        self._ended.clear()
+
     def close(self) -> None:
         """Wait for the device."""
         self.drain()

@@ -38,8 +38,8 @@ ELEMENTWISE = (
 class ShardedOptimizer(Optimizer):
     """What ``hzplan.parallelize`` returns beside the model; drives an engine's steps.
 
-    ``param_groups`` are the user's groups over this rank's pieces: a learning-rate scheduler changes them, and each
-    step takes the values over. State lies in ``updates``, not in ``state``.
+    ``param_groups`` are the user's groups over this rank's pieces. A learning-rate scheduler changes them,
+    and each step takes the values over. State lies in ``updates``, not in ``state``.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -71,7 +71,13 @@ class ShardedOptimizer(Optimizer):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: the first backward of a step overwrites."""
+        """Throw away the gradients of a step that was not taken: of whole micro-batches, and of a backward
+        that raised. Every rank calls it, or none. Between a step and the next backward it does nothing.
+
+        UserError under a plan without clipping once this step has updated a unit, in backward.
+        """
+        self.engine.abandon_step()
+        self._clipped = False
 
     def state_dict(self) -> Any:
         """Refused: it would be this rank's pieces, which nothing could read under another plan."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import Enum, auto
 
 import torch
@@ -23,7 +23,7 @@ class Life(Enum):
 
 
 class UnitState:
-    """The buckets of one unit, and which of its gradients this micro-batch has delivered."""
+    """The buckets of one unit, and whether its parameters are unsharded."""
 
     def __init__(self, name: str, buckets: Sequence[Bucket], world: int, *, offload: bool = False) -> None:
         """``offload``: its optimizer state lies in the host's memory."""
@@ -37,8 +37,6 @@ class UnitState:
             for bucket in self.trainable_buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self._missing: dict[int, nn.Parameter] = {}
-        self.expect_gradients()
 
     @property
     def unshard_bytes(self) -> int:
@@ -79,16 +77,11 @@ class UnitState:
                 bucket.hide()
             self.life = Life.SHARDED
 
-    # Gradients of one micro-batch.
+    # Gradients of one micro-batch. ``delivered``: ids of the parameters whose gradient has been taken.
 
-    def expect_gradients(self) -> None:
-        """A micro-batch begins."""
-        self._missing = {id(p): p for bucket in self.trainable_buckets for p in bucket.parameters}
-
-    @property
-    def expects_all(self) -> bool:
-        """Whether no gradient of this micro-batch has been taken yet."""
-        return len(self._missing) == len(self._place_of)
+    def has_any(self, delivered: Set[int]) -> bool:
+        """Whether one of the unit's gradients has been taken."""
+        return not delivered.isdisjoint(self._place_of)
 
     @torch.no_grad()
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
@@ -98,11 +91,11 @@ class UnitState:
         bucket, index = self._place_of[id(parameter)]
         accumulate = accumulate and not bucket.staged
         deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
-        del self._missing[id(parameter)]
 
     @torch.no_grad()
-    def take_rest(self, *, accumulate: bool) -> None:
-        """The turn is over: move what is there; what took no part in this micro-batch has a gradient of zero.
+    def take_rest(self, delivered: Set[int], *, accumulate: bool) -> None:
+        """The turn is over: move the gradients not yet delivered into the buckets; a parameter without one,
+        which took no part in this micro-batch, has a gradient of zero.
 
         All at once where that is possible: most parameters are small, and a model has many.
         """
@@ -111,7 +104,7 @@ class UnitState:
             gradients: list[Tensor] = []
             targets: list[Tensor] = []
             for parameter, target in zip(bucket.parameters, bucket.grad_views, strict=True):
-                if id(parameter) not in self._missing:
+                if id(parameter) in delivered:
                     continue
                 gradient = take_gradient(parameter)
                 if gradient is not None:
@@ -120,7 +113,12 @@ class UnitState:
                 elif not adds:
                     target.zero_()
             deliver_all(gradients, targets, self._scale, accumulate=adds)
-        self._missing.clear()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that backward has left in ``parameter.grad``."""
+        for bucket in self.trainable_buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def left_over(self) -> bool:
         """Whether gradients have come that nobody took."""

@@ -37,10 +37,10 @@ class Piece:
 class Updates:
     """This rank's pieces of all tensors, and the inner optimizers (one per unit) that hold their state.
 
-    Offloaded optimizer state is on the device from ``fetch`` to ``store`` only. ``param_groups`` are the user's
-    groups over this rank's pieces; the inner optimizers go by what ``take_over_options`` copied from them.
-    ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by. ``steps``:
-    steps taken; ``_updating``: the number of the one whose updates are launched.
+    Offloaded optimizer state is on the device from ``fetch`` to ``store`` only. ``param_groups`` are the
+    user's groups over this rank's pieces; the inner optimizers go by what ``take_over_options`` copied from
+    them. ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by.
+    ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
-from hzplan.runtime.engine import Engine, Mode
+from hzplan.runtime.engine import Engine
 from tests.distributed.oracle import Case, batch, loss_of, reference, sharded, train, worst
 
 SHARDED = Case("2|2", (2, 2, 2), accumulation=2, prefetch=1, steps=4)
@@ -306,7 +306,7 @@ def demand(_: Any) -> dict[str, list[float]]:
             for parameter in single.parameters():  # what took no part has a gradient of zero
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            modes.append(optimizer.engine.mode is Mode.SCHEDULED)
+            modes.append(optimizer.engine.step_state.scheduled)
             if step == 3 and clip:  # after a wait for the gradients too
                 optimizer.engine.wait_gradients()
                 off.append(_evaluate(model, single, step))
