@@ -90,7 +90,7 @@ class Saver:
         """
         said_extra = _as_json(extra or {})
         self.wait()
-        optimizer.engine.settle()
+        optimizer.engine.synchronize()
         entries = [
             *parameters(optimizer.engine.units.values(), once=True),
             *state(optimizer.updates),

@@ -111,7 +111,7 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
     or has another shape.
     """
     engine = optimizer.engine
-    engine.settle()
+    engine.synchronize()
     files = _files(path)
     names = _names(model)
     chosen = {}
@@ -127,7 +127,7 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
         if file not in opened:
             opened[file] = _open(file)
         _copy(opened[file], file, name, entry)
-    engine.adopt()
+    engine.refresh_parameters()
     return sorted(set(files) - {name for its_names in names.values() for name in its_names})
 
 

@@ -40,7 +40,7 @@ class Hzplan(Trainer):
         return self._sharded[1].updates.on_host
 
     def finish(self) -> None:
-        self._sharded[1].engine.executor.drain()
+        self._sharded[1].engine.executor.synchronize()
 
     def waits_s(self) -> Mapping[str, float]:
         record = self._sharded[1].engine.executor.record

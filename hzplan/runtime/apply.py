@@ -345,11 +345,11 @@ def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], worl
     """Give what waits its values, rank 0's, one tensor after the other; UserError where ranks differ in what
     waits, or in the order of it."""
     order = hashlib.sha256("\n".join(waiting.order).encode()).digest()
-    mine = torch.tensor(int.from_bytes(order[:7], "big"), device=_device_of(states))
-    least, most = mine.clone(), mine.clone()
+    own = torch.tensor(int.from_bytes(order[:7], "big"), device=_device_of(states))
+    least, most = own.clone(), own.clone()
     world.all_reduce(least, dist.ReduceOp.MIN)
     world.all_reduce(most, dist.ReduceOp.MAX)
-    if not least == most == mine:
+    if not least == most == own:
         raise UserError(
             "the model was made in other ways on other ranks, so its tensors cannot be sent from rank 0; "
             "make it alike on all ranks, from the same seed"
@@ -402,7 +402,7 @@ def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for name in optimizer.engine.units:
-        with optimizer.engine.whole(name) as unit:
+        with optimizer.engine.unsharded(name) as unit:
             for bucket in unit.buckets:
                 values = bucket.gathered(optimizer.engine.groups)
                 found |= {t.name: value for t, value in zip(bucket.layout.tensors, values, strict=True)}

@@ -17,12 +17,12 @@ from hzplan.runtime.world import Groups, World
 class Bucket:
     """Flat buffers [elements] of one bucket.
 
-    ``param``: the level-ℓp slice, for good, in the dtype that computes; ``whole``: all parameters, a view of
-    the unit's unshard slot (or ``param`` itself where it is not sharded); ``master``: the level-ℓo slice that
-    the optimizer updates, for good where the layout keeps one (in the host's memory where the plan offloads
-    the unit), else a view of ``param``; ``grad``: the
-    level-ℓg slice, for good, None when frozen; ``staging``: all gradients of one micro-batch, a view of the
-    unit's gradient slot (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, and have
+    ``param``: model weights, the level-ℓp slice, allocated for good; ``unsharded``: all model weights, a view
+    of the unit's unshard buffer (or ``param`` itself where it is not sharded); ``master``: the level-ℓo slice
+    that the optimizer updates, allocated where the layout keeps one (in the host's memory where the plan
+    offloads the unit), else a view of ``param``; ``grad``: reduced gradients, the level-ℓg slice, allocated
+    for good, None when frozen; ``gradient_buffer``: unsharded gradients of one micro-batch, a view of the
+    unit's gradient buffer (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, with
     the same bounds in every dtype, so every other level is a view of one of these.
     """
 
@@ -44,14 +44,14 @@ class Bucket:
         self._wire = wire
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
-        self.staged = layout.trainable and mesh.shards[levels.grad] > 1
+        self.grad_sharded = layout.trainable and mesh.shards[levels.grad] > 1
         first = local(parameters[0])
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.param = first.new_zeros(self._held(levels.param), dtype=dtype)
-        self.whole = self.param
+        self.param = first.new_zeros(self._numel(levels.param), dtype=dtype)
+        self.unsharded = self.param
         if layout.keeps_master:
             where = "cpu" if offload else first.device
-            self.master = first.new_zeros(self._held(levels.optim), device=where)
+            self.master = first.new_zeros(self._numel(levels.optim), device=where)
         else:
             self.master = self.within(self.param, levels.param, levels.optim)
         if waits:
@@ -67,7 +67,7 @@ class Bucket:
             self.grad = self.param.new_zeros(
                 layout.numel // mesh.shards[levels.grad], dtype=self.master.dtype
             )
-            self.staging = self.grad
+            self.gradient_buffer = self.grad
 
     @torch.no_grad()
     def _gathered_initial(self) -> Tensor:
@@ -99,7 +99,7 @@ class Bucket:
             if low < high:
                 buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
 
-    def _held(self, level: int) -> int:
+    def _numel(self, level: int) -> int:
         """Elements of this rank's slice at a level."""
         start, end = self.bounds(level)
         return end - start
@@ -120,18 +120,18 @@ class Bucket:
             for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=True)
         ]
 
-    def place(self, unshard: Tensor | None, staging: Tensor | None) -> None:
-        """Give the bucket its parts of the slots; called once."""
+    def assign_buffers(self, parameters: Tensor | None, gradients: Tensor | None) -> None:
+        """Give the bucket its parts of the unit's buffers; called once."""
         if self.sharded:
-            assert unshard is not None
-            self.whole = unshard
-        if self.staged:
-            assert staging is not None
-            self.staging = staging
-        self.param_views = self.views(self.whole)
-        self.grad_views = self.views(self.staging) if self.layout.trainable else []
-        # What a sharded parameter shows outside its turn: its shape, and NaN for whoever computes with it.
-        self.absent_views = [
+            assert parameters is not None
+            self.unsharded = parameters
+        if self.grad_sharded:
+            assert gradients is not None
+            self.gradient_buffer = gradients
+        self.param_views = self.views(self.unsharded)
+        self.grad_views = self.views(self.gradient_buffer) if self.layout.trainable else []
+        # What a sharded parameter reads as outside its turn: its shape, and NaN for whoever computes with it.
+        self.placeholders = [
             torch.full((), float("nan"), dtype=self.param.dtype, device=self.param.device).expand(
                 tensor.shape
             )
@@ -141,20 +141,20 @@ class Bucket:
         for parameter, view, tensor in named:
             cast(parameter, view.dtype, tensor.name)
             put(parameter, view)
-            parameter.grad = None  # of before; what backward leaves there is taken as this model's
-        self.hide()
+            parameter.grad = None  # of an earlier backward, which is not of this training
+        self.to_sharded()
 
-    def show(self) -> None:
-        """The unsharded values are there: parameters become views of them."""
+    def to_unsharded(self) -> None:
+        """Make parameters views of the unsharded values, which are there."""
         if self.sharded:
             for parameter, view in zip(self.parameters, self.param_views, strict=True):
                 put(parameter, view)
 
-    def hide(self) -> None:
-        """The buffer goes to another unit."""
+    def to_sharded(self) -> None:
+        """Make parameters read as NaN: the buffer goes to another unit."""
         if self.sharded:
-            for parameter, absent in zip(self.parameters, self.absent_views, strict=True):
-                put(parameter, absent)
+            for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+                put(parameter, placeholder)
 
     def within(self, buffer: Tensor, of: int, level: int) -> Tensor:
         """The level-``level`` slice of a buffer that holds the slice of level ``of`` (coarser or equal)."""
@@ -190,20 +190,22 @@ class Bucket:
     # The collectives, prepared; None or nothing where there is none. They touch only this bucket's buffers.
 
     def unshard(self, tier: int, groups: Groups) -> Gather | None:
-        """From the shard (or what the tier outside has gathered) into the slot."""
+        """Gather parameters into the buffer: from the shard, or the slice that the tier outside gathered."""
         if (stage := self.unshard_stage(tier)) is None:
             return None
         shards, level = self.mesh.shards, self.layout.levels.param
-        part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
-        return Gather(self.within(self.whole, 0, stage.low), part, groups["unshard", stage])
+        part = (
+            self.param if shards[stage.high] == shards[level] else self.within(self.unsharded, 0, stage.high)
+        )
+        return Gather(self.within(self.unsharded, 0, stage.low), part, groups["unshard", stage])
 
     def reductions(
         self, tier: int, groups: Groups, scratch: Tensor, *, final: bool
     ) -> list[tuple[Reduction, bool]]:
-        """Of this micro-batch's gradient down to ℓg, and on the last one of the sum down to L.
+        """Reduce this micro-batch's gradients down to ℓg, and on the last one their sum down to L.
 
-        With each, whether it arrives in the gradient slice from elsewhere, which it is added to from the
-        second micro-batch on. ``scratch``: bytes (uint8) for exchanges.
+        With each, whether it arrives in ``grad`` from another buffer, and so is added to it from the second
+        micro-batch on. ``scratch``: bytes (uint8) for exchanges.
         """
         if self.grad is None:
             return []
@@ -216,21 +218,21 @@ class Bucket:
                 source = self.within(self.grad, level, stage.low)
                 target = self.within(self.grad, level, stage.high)
             else:
-                source = self.within(self.staging, 0, stage.low)
+                source = self.within(self.gradient_buffer, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
-                target = self.grad if arrives else self.within(self.staging, 0, stage.high)
+                target = self.grad if arrives else self.within(self.gradient_buffer, 0, stage.high)
             made = Reduction(target, source, groups["reduce", stage], scratch, self._wire)
             found.append((made, arrives))
         return found
 
     def grad_gather(self, tier: int, groups: Groups) -> Gather | None:
-        """Of the reduced gradient back to ℓo, in place."""
+        """Gather the reduced gradient back to ℓo, in place."""
         if self.grad is None or (stage := self.grad_gather_stage(tier)) is None:
             return None
         return self._in_place(self.grad, self.layout.levels.grad, stage, groups, self._wire)
 
     def param_gather(self, tier: int, groups: Groups) -> Gather | None:
-        """Of updated parameters from ℓo to ℓp, in place."""
+        """Gather updated parameters from ℓo to ℓp, in place."""
         if (stage := self.param_gather_stage(tier)) is None:
             return None
         return self._in_place(self.param, self.layout.levels.param, stage, groups)
@@ -250,10 +252,10 @@ class Bucket:
             wire,
         )
 
-    def publish(self, master: Tensor | None = None) -> None:
-        """Round the updated master weights into the parameters' slice, for ``sync`` to gather.
+    def copy_master_to_model(self, master: Tensor | None = None) -> None:
+        """Round the updated master weights into ``param``, for ``param_gather`` to gather.
 
-        ``master``: where they have been updated, if that is not where they are kept.
+        ``master``: their device copy, where they are offloaded.
         """
         if self.layout.keeps_master:
             levels = self.layout.levels
@@ -261,10 +263,10 @@ class Bucket:
             self.within(self.param, levels.param, levels.optim).copy_(updated)
 
     def gathered(self, groups: Groups) -> list[Tensor]:
-        """New tensors with all values, as exact as they are kept: the master weights' where there are any.
+        """Return new tensors with all values, of master weights where there are any, else of model weights.
 
-        Without master weights the bucket must be whole. It takes the communicators of two streams: no task
-        may be under way.
+        Without master weights the bucket must be unsharded. It takes the communicators of two streams: no
+        task may be under way.
         """
         if not self.layout.keeps_master:
             return [view.clone() for view in self.param_views]
@@ -279,13 +281,13 @@ class Bucket:
                 Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).run()
         return self.views(whole)
 
-    def owned_master(self, low: int, high: int, master: Tensor | None = None) -> Tensor:
-        """Elements ``[low, high)`` of the whole buffer, which this rank updates; ``master`` as above."""
+    def master_shard(self, low: int, high: int, master: Tensor | None = None) -> Tensor:
+        """Master weights ``[low, high)``, elements of the whole buffer; ``master``: their device copy."""
         start = self.bounds(self.layout.levels.optim)[0]
         return (self.master if master is None else master)[low - start : high - start]
 
-    def owned_gradient(self, low: int, high: int) -> Tensor:
-        """Their reduced gradients."""
+    def grad_shard(self, low: int, high: int) -> Tensor:
+        """Reduced gradients ``[low, high)``, elements of the whole buffer."""
         assert self.grad is not None
         start = self.bounds(self.layout.levels.grad)[0]
         return self.grad[low - start : high - start]

@@ -22,20 +22,20 @@ from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.launcher import Launcher
 from hzplan.runtime.step_state import StepState
-from hzplan.runtime.unit import Life, UnitState
+from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 MOST_GATHERS = 1 << 8
-"""Of a task, told apart by their tags while they are under way together."""
+"""Upper limit of the gathers of one task, whose messages are told apart by tags."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """A communication task's collectives: reductions one after the other, gathers together.
 
-    With a reduction: whether it is added to what earlier micro-batches left.
+    With each reduction, whether it adds to the sum of earlier micro-batches.
     """
 
     reductions: list[tuple[Reduction, bool]]
@@ -50,8 +50,8 @@ class Engine:
         units: Sequence[UnitState],
         updates: Updates,
         schedule: Schedule,
-        unshard_slots: Mapping[str, int],
-        staging_slots: Mapping[str, int],
+        unshard_buffers: Mapping[str, int],
+        gradient_buffers: Mapping[str, int],
         mesh: Mesh,
         device: torch.device,
         world: World,
@@ -64,7 +64,7 @@ class Engine:
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
         self.groups = world.groups(mesh, _wanted(units, len(mesh.tiers)))
-        self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
+        self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
         self.executor: Executor | Launcher
         if device.type == "cuda":
             self.executor = Launcher(schedule, self.run, self.idle, Device(device), streams, tier_names)
@@ -85,36 +85,36 @@ class Engine:
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._warned = False  # of a step with fewer micro-batches than planned
 
-    def way(self, ranks: Sequence[int]) -> str:
-        """Over which tiers this rank reaches others, for messages."""
-        if self.world.is_part:  # they are numbered otherwise in the job
+    def route_to(self, ranks: Sequence[int]) -> str:
+        """Names of the network tiers between this rank and ``ranks``, as a phrase for messages."""
+        if self.world.is_part:  # the job numbers its ranks otherwise
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
 
     def _allocate(
-        self, unshard_slots: Mapping[str, int], staging_slots: Mapping[str, int], device: torch.device
+        self, unshard_of: Mapping[str, int], gradient_of: Mapping[str, int], device: torch.device
     ) -> dict[str, int]:
-        """All communication buffers, once. Returns bytes by category."""
+        """Allocate the communication buffers; returns bytes by category. ``*_of``: a unit's buffer number."""
 
-        def slots(assigned: Mapping[str, int], sizes: Mapping[str, int]) -> list[Tensor]:
+        def buffers(assigned: Mapping[str, int], sizes: Mapping[str, int]) -> list[Tensor]:
             return [
                 torch.zeros(size, dtype=torch.uint8, device=device)
                 for size in slot_sizes(assigned, {unit: sizes[unit] for unit in assigned})
             ]
 
-        unshard = slots(unshard_slots, {name: unit.unshard_bytes for name, unit in self.units.items()})
-        staging = slots(
-            staging_slots, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
+        unshard = buffers(unshard_of, {name: unit.unshard_bytes for name, unit in self.units.items()})
+        gradients = buffers(
+            gradient_of, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
         )
         for name, unit in self.units.items():
-            unit.place(
-                unshard[unshard_slots[name]] if name in unshard_slots else None,
-                staging[staging_slots[name]] if name in staging_slots else None,
+            unit.assign_buffers(
+                unshard[unshard_of[name]] if name in unshard_of else None,
+                gradients[gradient_of[name]] if name in gradient_of else None,
             )
         apart = any(receives_apart(device, group) for group in self.groups.values())
         exchanging = any(exchanges(device, group) for group in self.groups.values())
-        # What is only paced has no gap at its end that another one could fill.
+        # Collectives that are only rate-limited have no gap at their end that another one could fill.
         self._depth = LANES if exchanging and self._streams is Streams.TIERS else 1
         sizes = [
             _received_bytes(self.units.values(), tier) if apart else 0 for tier in range(len(self.mesh.tiers))
@@ -127,9 +127,9 @@ class Engine:
             for size in sizes
         ]
         return {
-            "unshard_buffers": sum(slot.numel() for slot in unshard),
-            "gradient_buffers": sum(slot.numel() for slot in staging),
-            "scratch": sum(scratch.numel() for lanes in self._scratch for scratch in lanes),
+            "unshard_buffers": sum(buffer.numel() for buffer in unshard),
+            "gradient_buffers": sum(buffer.numel() for buffer in gradients),
+            "scratch": sum(scratch.numel() for of_tier in self._scratch for scratch in of_tier),
         }
 
     @property
@@ -175,8 +175,8 @@ class Engine:
         )
 
     @torch.no_grad()
-    def run(self, task: Task, lane: int = 0) -> None:
-        """Do a task's work for all its units: gathers together, reductions one after the other."""
+    def run(self, task: Task, scratch: int = 0) -> None:
+        """Do a task's work for all its units. ``scratch``: number of the tier's buffer to receive into."""
         if task.kind is Kind.UPDATE:
             for name in task.units:
                 self.updates.update(name)
@@ -185,11 +185,11 @@ class Engine:
             for name in task.units:
                 self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
             return
-        prepared = self._prepared.get((task.kind, task.units, task.tier, lane))
+        prepared = self._prepared.get((task.kind, task.units, task.tier, scratch))
         if prepared is None:
-            prepared = self._prepare(task, lane)
-            self._prepared[task.kind, task.units, task.tier, lane] = prepared
-        tag = task.index + 1  # what is under way at once on a stream is told apart by it
+            prepared = self._prepare(task, scratch)
+            self._prepared[task.kind, task.units, task.tier, scratch] = prepared
+        tag = task.index + 1  # tells messages apart that are under way at once on a stream
         for reduction, arrives in prepared.reductions:
             reduction.run(accumulate=arrives and task.position >= len(self.schedule.uses), tag=tag)
         for index, gather in enumerate(prepared.gathers):
@@ -197,11 +197,11 @@ class Engine:
         for gather in prepared.gathers:
             gather.end()
 
-    def _prepare(self, task: Task, lane: int) -> _Prepared:
+    def _prepare(self, task: Task, scratch: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
         if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            scratch, final = self._scratch[task.tier][lane], task.kind is Kind.FINAL_REDUCE
-            listed = [bucket.reductions(task.tier, self.groups, scratch, final=final) for bucket in buckets]
+            received, final = self._scratch[task.tier][scratch], task.kind is Kind.FINAL_REDUCE
+            listed = [bucket.reductions(task.tier, self.groups, received, final=final) for bucket in buckets]
             return _Prepared([reduction for found in listed for reduction in found], [])
         gathers = []
         for bucket in buckets:
@@ -277,7 +277,7 @@ class Engine:
                 "units with them already; start again from a checkpoint, or solve with --clip"
             )
         self._leave_schedule()
-        self._make_whole(())
+        self._unshard_only(())
         self.executor.skip_step()
         for unit in self.units.values():
             unit.drop_gradients()
@@ -322,7 +322,7 @@ class Engine:
         self._require_complete()
         self._require_clip("a step is skipped")
         self._start_step_task()
-        self._make_whole(())
+        self._unshard_only(())
         self.executor.skip_step()
         self._end_step()
 
@@ -381,7 +381,7 @@ class Engine:
 
         What the schedule would have prefetched for it by then is unsharded here.
         """
-        self._make_whole(())
+        self._unshard_only(())
         if position == 0:
             self.executor.begin_step()
         else:
@@ -397,7 +397,7 @@ class Engine:
             for reading in range(position, len(self._needs)):
                 for name in self._needs[reading]:
                     next_read.setdefault(name, reading)
-            self._make_whole([name for name, at in next_read.items() if (name, at) not in gathered_later])
+            self._unshard_only([name for name, at in next_read.items() if (name, at) not in gathered_later])
         self.step_state.open = self.step_state.scheduled = True
 
     def _begin_turn(self, position: int) -> None:
@@ -406,7 +406,7 @@ class Engine:
         if task.index == self.schedule.options_read:
             self.updates.take_over_options()
         for name in self._needs[position]:
-            self.units[name].become_whole()
+            self.units[name].to_unsharded()
         self.step_state.position, self.step_state.in_turn = position, True
 
     def _end_turn(self) -> None:
@@ -418,7 +418,7 @@ class Engine:
         kept = self._needs[position + 1] if position + 1 < len(self._needs) else ()
         for name in self._needs[position]:
             if name not in kept:
-                self.units[name].release()
+                self.units[name].to_sharded()
         for name in self._reduced_at.get(position, ()):
             self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
             step.reduced.add(name)
@@ -428,7 +428,7 @@ class Engine:
 
     def _leave_schedule(self) -> None:
         """Run the rest of this micro-batch, or until the next one begins, unscheduled."""
-        self.executor.drain()
+        self.executor.synchronize()
         self.step_state.scheduled = self.step_state.in_turn = False
 
     def _enter_unscheduled(self, unit: str, *, training: bool) -> None:
@@ -444,26 +444,26 @@ class Engine:
                     f"unit {name!r} is used between its last backward and step(), but under a plan without "
                     "clipping it has been updated already; evaluate after step(), or solve with --clip"
                 )
-        self._make_whole(wanted)
+        self._unshard_only(wanted)
 
-    def _make_whole(self, names: Iterable[str]) -> None:
+    def _unshard_only(self, names: Iterable[str]) -> None:
         wanted = list(names)
         for name, unit in self.units.items():
             if name not in wanted:
-                unit.release()
+                unit.to_sharded()
         for name in wanted:
             unit = self.units[name]
-            if unit.life is Life.SHARDED:
+            if not unit.is_unsharded:
                 for tier in reversed(range(len(self.mesh.tiers))):
                     self.run(Task(-1, Kind.UNSHARD, "", (name,), tier))
-                unit.become_whole()
+                unit.to_unsharded()
 
     def _reduce_unscheduled(self) -> None:
         """Reduce this micro-batch's gradients that the schedule has not reduced.
 
-        Units with gradients already in their slot go first: the slot is theirs until it is reduced.
+        Units with gradients already in their buffer go first: until they are reduced, nobody else may use it.
         """
-        self._make_whole(())
+        self._unshard_only(())
         step = self.step_state
         final = step.micro_batch == self.schedule.accumulation - 1
         kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
@@ -478,35 +478,35 @@ class Engine:
                     self.run(Task(-1, Kind.GRAD_GATHER, "", (name,), tier, position))
 
     def _update_unscheduled(self) -> None:
-        self._make_whole(())  # what an evaluation left whole has old values from here on
+        self._unshard_only(())  # an evaluation may have left old values unsharded
         updated = self._updated_in_backward()
         for name in self._trainable:
             if name not in updated:
-                held = (Kind.FETCH, Kind.UPDATE, Kind.STORE) if self.units[name].offload else (Kind.UPDATE,)
-                for kind in held:
+                offload = self.units[name].offload
+                for kind in (Kind.FETCH, Kind.UPDATE, Kind.STORE) if offload else (Kind.UPDATE,):
                     self.run(Task(-1, kind, "", (name,)))
-            self._sync(name)
+            self._gather_parameters(name)
         self.executor.skip_step()
 
-    def _sync(self, name: str) -> None:
+    def _gather_parameters(self, name: str) -> None:
         for tier in reversed(range(len(self.mesh.tiers))):
             self.run(Task(-1, Kind.PARAM_GATHER, "", (name,), tier))
 
-    def settle(self) -> None:
-        """Between two steps: return when all that the last one launched is done."""
+    def synchronize(self) -> None:
+        """Return when everything that the last step launched is done; RuntimeError inside of a step."""
         if self.step_state.open:
             raise RuntimeError(BETWEEN_STEPS)
-        self.executor.drain()
+        self.executor.synchronize()
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Master weights were written to from outside: gather parameters from them, on every rank."""
-        self.settle()
-        self._make_whole(())
+    def refresh_parameters(self) -> None:
+        """Gather parameters from master weights that were written to from outside; every rank calls it."""
+        self.synchronize()
+        self._unshard_only(())
         for name in self._trainable:
             for bucket in self.units[name].trainable_buckets:
-                bucket.publish()
-            self._sync(name)
+                bucket.copy_master_to_model()
+            self._gather_parameters(name)
 
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
@@ -514,16 +514,16 @@ class Engine:
         self.executor.close()
 
     @contextmanager
-    def whole(self, unit: str) -> Iterator[UnitState]:
-        """A unit's parameters, readable inside the block; between steps only."""
-        self.settle()
-        self._make_whole([unit])
+    def unsharded(self, unit: str) -> Iterator[UnitState]:
+        """A unit whose parameters are unsharded inside the block; between steps only."""
+        self.synchronize()
+        self._unshard_only([unit])
         yield self.units[unit]
-        self._make_whole(())
+        self._unshard_only(())
 
 
 def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
-    """The communicators that a plan uses."""
+    """(Stream kind, stage) of the communicators that a plan uses."""
     found: set[tuple[str, Stage | None]] = set()
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         for tier in range(tiers):
@@ -536,7 +536,7 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
 
 
 def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
-    """The most that a reduce on a tier receives at once: a rank's slice."""
+    """Most bytes that a reduction on a tier receives at once: a rank's slice."""
     return max(
         (
             bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]

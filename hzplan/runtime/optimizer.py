@@ -106,7 +106,7 @@ class ShardedOptimizer(Optimizer):
                 for groups in updates.splits
             ]
         )
-        with named("clipping: all-reduce of the norm", self.engine.way):
+        with named("clipping: all-reduce of the norm", self.engine.route_to):
             self.engine.world.all_reduce(squares)
             for place, groups in enumerate(updates.splits):
                 for group in groups:
@@ -129,10 +129,10 @@ class ShardedOptimizer(Optimizer):
         The step, counted from 0, and the units as ``nonfinite_units`` lists them. Every rank calls it,
         between steps.
         """
-        self.engine.executor.drain()
+        self.engine.executor.synchronize()
         names = [*reversed(self.updates.finest_gradients)]
         firsts = torch.stack([self.updates.first_nonfinite[name] for name in names])
-        with named("looking for gradients that are not finite: all-reduce", self.engine.way):
+        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
             self.engine.world.all_reduce(firsts, MIN)
         first = int(firsts.min())
         return (
@@ -147,7 +147,7 @@ class ShardedOptimizer(Optimizer):
         after ``clip_grad_norm_`` or between steps; for when a norm or a loss is not finite, as it reads all
         gradients.
         """
-        self.engine.executor.drain()
+        self.engine.executor.synchronize()
         names = [*reversed(self.updates.finest_gradients)]
         found = torch.tensor(
             [
@@ -157,7 +157,7 @@ class ShardedOptimizer(Optimizer):
             dtype=torch.uint8,
             device=self.engine.device,
         )
-        with named("looking for gradients that are not finite: all-reduce", self.engine.way):
+        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
             self.engine.world.all_reduce(found, MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
 

@@ -81,14 +81,14 @@ class Updates:
                             f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
                             "add it to one, or set requires_grad=False"
                         )
-                    param = nn.Parameter(bucket.owned_master(low, high, self._host.master(bucket)))
-                    param.grad = bucket.owned_gradient(low, high)
+                    param = nn.Parameter(bucket.master_shard(low, high, self._host.master(bucket)))
+                    param.grad = bucket.grad_shard(low, high)
                     of_unit[group_of[id(owner)]].append(param)
                     self._gradients.setdefault(unit.name, []).append(param.grad)
                     self.pieces.append(Piece(unit.name, bucket, index, low, high, param))
                 finest = self.finest_gradients.setdefault(unit.name, [])
                 for index, low, high in bucket.layout.pieces(*bucket.bounds(bucket.mesh.levels)):
-                    finest.append(bucket.owned_gradient(low, high))
+                    finest.append(bucket.grad_shard(low, high))
                     self.split_of[id(finest[-1])] = split_over(bucket.parameters[index])
             if any(of_unit):
                 self._inner[unit.name] = optimizer_class(
@@ -234,7 +234,7 @@ class Updates:
             if self._units[unit].offload:
                 self._move_state(unit, lambda copies: copies.device)
         for bucket in self._units[unit].trainable_buckets:
-            bucket.publish(self._host.master(bucket))
+            bucket.copy_master_to_model(self._host.master(bucket))
 
     def _move_state(self, unit: str, destination: Callable[[Offloaded], Tensor]) -> None:
         """Copy state that torch has just allocated by itself to one of its two copies, and refer to the

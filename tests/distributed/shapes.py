@@ -227,9 +227,9 @@ def dawdling() -> Iterator[None]:
     """Every background task begins late, at random."""
     rng, run = random.Random(0), Engine.run
 
-    def late(self: Engine, task: Task, lane: int = 0) -> None:
+    def late(self: Engine, task: Task, scratch: int = 0) -> None:
         time.sleep(rng.uniform(0, 0.003))
-        run(self, task, lane)
+        run(self, task, scratch)
 
     with patch.object(Engine, "run", late):
         yield

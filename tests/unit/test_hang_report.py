@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hzplan.runtime import blame
-from hzplan.runtime.blame import Blame, follow
+from hzplan.runtime.hang_report import Blame, follow
 
 LATE, LOST = True, False
 
