@@ -9,9 +9,20 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
+from hzplan.core.schedule import Kind
+from hzplan.core.stages import stages_of
 from hzplan.models.local import cast, local, put
 from hzplan.runtime.collectives import Gather, Reduction
 from hzplan.runtime.world import Groups, World
+
+GROUP_OF = {
+    Kind.UNSHARD: "unshard",
+    Kind.REDUCE: "reduce",
+    Kind.FINAL_REDUCE: "reduce",
+    Kind.GRAD_GATHER: "sync",
+    Kind.PARAM_GATHER: "sync",
+}
+"""The stream kind whose communicators a task's collectives take."""
 
 
 class Bucket:
@@ -162,45 +173,32 @@ class Bucket:
         start, end = self.bounds(level)
         return buffer[start - origin : end - origin]
 
-    # Stages of each kind of task in a tier; None where this bucket has nothing to do there.
+    # The collectives of tasks, prepared. They touch only this bucket's buffers.
 
-    def unshard_stage(self, tier: int) -> Stage | None:
-        """The part of ℓp → 0 in a tier."""
-        return self.mesh.stage_in_tier(tier, 0, self.layout.levels.param)
+    def stages(self, kind: Kind, tier: int) -> list[Stage]:
+        """The stages that this bucket walks in a task of a kind on a tier."""
+        return stages_of(kind, tier, self.layout, self.mesh)
 
-    def reduce_stages(self, tier: int, *, final: bool) -> list[Stage]:
-        """The parts of 0 → ℓg and, on the last micro-batch, ℓg → L in a tier."""
-        if not self.layout.trainable:
-            return []
-        spans = self.mesh.reduce_stages(tier, self.layout.levels.grad, final=final)
-        return [stage for stage in spans if stage is not None]
-
-    def grad_gather_stage(self, tier: int) -> Stage | None:
-        """The part of L → ℓo in a tier: the sum goes back to the replicas."""
-        if not self.layout.trainable:
-            return None
-        return self.mesh.stage_in_tier(tier, self.layout.levels.optim, self.mesh.levels)
-
-    def param_gather_stage(self, tier: int) -> Stage | None:
-        """The part of ℓo → ℓp in a tier: updated parameters."""
-        if not self.layout.trainable:
-            return None
-        return self.mesh.stage_in_tier(tier, self.layout.levels.param, self.layout.levels.optim)
-
-    # The collectives, prepared; None or nothing where there is none. They touch only this bucket's buffers.
-
-    def unshard(self, tier: int, groups: Groups) -> Gather | None:
-        """Gather parameters into the buffer: from the shard, or the slice that the tier outside gathered."""
-        if (stage := self.unshard_stage(tier)) is None:
-            return None
-        shards, level = self.mesh.shards, self.layout.levels.param
-        part = (
-            self.param if shards[stage.high] == shards[level] else self.within(self.unsharded, 0, stage.high)
-        )
-        return Gather(self.within(self.unsharded, 0, stage.low), part, groups["unshard", stage])
+    def gathers(self, kind: Kind, tier: int, groups: Groups) -> list[Gather]:
+        """Unshard parameters into a buffer; gather reduced gradients and updated parameters in place."""
+        levels, found = self.layout.levels, []
+        for stage in self.stages(kind, tier):
+            group = groups[GROUP_OF[kind], stage]
+            if kind is Kind.UNSHARD:
+                # From the shard, or from the slice that the tier outside has gathered.
+                from_shard = self.mesh.shards[stage.high] == self.mesh.shards[levels.param]
+                part = self.param if from_shard else self.within(self.unsharded, 0, stage.high)
+                found.append(Gather(self.within(self.unsharded, 0, stage.low), part, group))
+                continue
+            gradients = kind is Kind.GRAD_GATHER
+            buffer, level = (self.grad, levels.grad) if gradients else (self.param, levels.param)
+            assert buffer is not None
+            target, part = self.within(buffer, level, stage.low), self.within(buffer, level, stage.high)
+            found.append(Gather(target, part, group, self._wire if gradients else None))
+        return found
 
     def reductions(
-        self, tier: int, groups: Groups, scratch: Tensor, *, final: bool
+        self, kind: Kind, tier: int, groups: Groups, scratch: Tensor
     ) -> list[tuple[Reduction, bool]]:
         """Reduce this micro-batch's gradients down to ℓg, and on the last one their sum down to L.
 
@@ -212,7 +210,7 @@ class Bucket:
         scratch = scratch.view(self.grad.dtype)
         shards, level = self.mesh.shards, self.layout.levels.grad
         found = []
-        for stage in self.reduce_stages(tier, final=final):
+        for stage in self.stages(kind, tier):
             arrives = False
             if stage.low >= level:
                 source = self.within(self.grad, level, stage.low)
@@ -221,36 +219,9 @@ class Bucket:
                 source = self.within(self.gradient_buffer, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.gradient_buffer, 0, stage.high)
-            made = Reduction(target, source, groups["reduce", stage], scratch, self._wire)
+            made = Reduction(target, source, groups[GROUP_OF[kind], stage], scratch, self._wire)
             found.append((made, arrives))
         return found
-
-    def grad_gather(self, tier: int, groups: Groups) -> Gather | None:
-        """Gather the reduced gradient back to ℓo, in place."""
-        if self.grad is None or (stage := self.grad_gather_stage(tier)) is None:
-            return None
-        return self._in_place(self.grad, self.layout.levels.grad, stage, groups, self._wire)
-
-    def param_gather(self, tier: int, groups: Groups) -> Gather | None:
-        """Gather updated parameters from ℓo to ℓp, in place."""
-        if (stage := self.param_gather_stage(tier)) is None:
-            return None
-        return self._in_place(self.param, self.layout.levels.param, stage, groups)
-
-    def _in_place(
-        self,
-        buffer: Tensor,
-        level: int,
-        stage: Stage,
-        groups: Groups,
-        wire: torch.dtype | None = None,
-    ) -> Gather:
-        return Gather(
-            self.within(buffer, level, stage.low),
-            self.within(buffer, level, stage.high),
-            groups["sync", stage],
-            wire,
-        )
 
     def copy_master_to_model(self, master: Tensor | None = None) -> None:
         """Round the updated master weights into ``param``, for ``param_gather`` to gather.
@@ -273,12 +244,11 @@ class Bucket:
         levels, tiers = self.layout.levels, range(len(self.mesh.tiers))
         whole = self.param.new_empty(self.layout.numel, dtype=self.master.dtype)
         self.within(whole, 0, levels.optim).copy_(self.master)
-        stages = [("sync", self.param_gather_stage(tier)) for tier in reversed(tiers)]
-        stages += [("unshard", self.unshard_stage(tier)) for tier in reversed(tiers)]
-        for kind, stage in stages:
-            if stage is not None:
-                part = self.within(whole, 0, stage.high)
-                Gather(self.within(whole, 0, stage.low), part, groups[kind, stage]).run()
+        for kind in (Kind.PARAM_GATHER, Kind.UNSHARD):
+            for tier in reversed(tiers):
+                for stage in self.stages(kind, tier):
+                    part = self.within(whole, 0, stage.high)
+                    Gather(self.within(whole, 0, stage.low), part, groups[GROUP_OF[kind], stage]).run()
         return self.views(whole)
 
     def master_shard(self, low: int, high: int, master: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
-from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.bucket import GROUP_OF, Bucket
 from hzplan.runtime.collectives import Gather, Reduction, exchanges, receives_apart
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
@@ -151,19 +152,8 @@ class Engine:
 
     def stages(self, task: Task) -> list[tuple[Bucket, Stage]]:
         """The collectives of a communication task, in order."""
-        found: list[tuple[Bucket, Stage]] = []
-        for bucket in (bucket for unit in task.units for bucket in self.units[unit].buckets):
-            if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-                final = task.kind is Kind.FINAL_REDUCE
-                found += [(bucket, stage) for stage in bucket.reduce_stages(task.tier, final=final)]
-            elif task.kind in (Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER):
-                stage = {
-                    Kind.UNSHARD: bucket.unshard_stage,
-                    Kind.GRAD_GATHER: bucket.grad_gather_stage,
-                    Kind.PARAM_GATHER: bucket.param_gather_stage,
-                }[task.kind](task.tier)
-                found += [(bucket, stage)] if stage is not None else []
-        return found
+        buckets = (bucket for name in task.units for bucket in self.units[name].buckets)
+        return [(bucket, stage) for bucket in buckets for stage in bucket.stages(task.kind, task.tier)]
 
     def nbytes(self, task: Task) -> int:
         """The bytes of a communication task's whole buffers, as they travel: of the coarser slice."""
@@ -200,18 +190,11 @@ class Engine:
     def _prepare(self, task: Task, scratch: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
         if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            received, final = self._scratch[task.tier][scratch], task.kind is Kind.FINAL_REDUCE
-            listed = [bucket.reductions(task.tier, self.groups, received, final=final) for bucket in buckets]
-            return _Prepared([reduction for found in listed for reduction in found], [])
-        gathers = []
-        for bucket in buckets:
-            gather = {
-                Kind.UNSHARD: bucket.unshard,
-                Kind.GRAD_GATHER: bucket.grad_gather,
-                Kind.PARAM_GATHER: bucket.param_gather,
-            }
-            gathers.append(gather[task.kind](task.tier, self.groups))
-        return _Prepared([], [found for found in gathers if found is not None])
+            received = self._scratch[task.tier][scratch]
+            reductions = (b.reductions(task.kind, task.tier, self.groups, received) for b in buckets)
+            return _Prepared([*itertools.chain.from_iterable(reductions)], [])
+        gathers = (b.gathers(task.kind, task.tier, self.groups) for b in buckets)
+        return _Prepared([], [*itertools.chain.from_iterable(gathers)])
 
     # What the hooks report.
 
@@ -524,15 +507,14 @@ class Engine:
 
 def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
     """(Stream kind, stage) of the communicators that a plan uses."""
-    found: set[tuple[str, Stage | None]] = set()
-    for bucket in (bucket for unit in units for bucket in unit.buckets):
-        for tier in range(tiers):
-            found.add(("unshard", bucket.unshard_stage(tier)))
-            found.add(("sync", bucket.grad_gather_stage(tier)))
-            found.add(("sync", bucket.param_gather_stage(tier)))
-            for final in (False, True):
-                found |= {("reduce", stage) for stage in bucket.reduce_stages(tier, final=final)}
-    return {(kind, stage) for kind, stage in found if stage is not None}
+    return {
+        (group, stage)
+        for kind, group in GROUP_OF.items()
+        for unit in units
+        for bucket in unit.buckets
+        for tier in range(tiers)
+        for stage in bucket.stages(kind, tier)
+    }
 
 
 def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
@@ -542,7 +524,7 @@ def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
             bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
             for unit in units
             for bucket in unit.buckets
-            for stage in bucket.reduce_stages(tier, final=True)
+            for stage in bucket.stages(Kind.FINAL_REDUCE, tier)
         ),
         default=0,
     )

@@ -106,8 +106,8 @@ class Executor:
     ) -> None:
         """``run(task, scratch)`` does a task's work on a thread; ``idle`` says that a task has none.
 
-        ``depth``: how many tasks of a tier's stream may be in flight at once, each with a scratch buffer of its
-        own; more than one only where a backend does not need one order of launches on every rank.
+        ``depth``: how many tasks of a tier's stream may be in flight at once, each with a scratch buffer of
+        its own; more than one only where a backend does not need one order of launches on every rank.
         ``tier_names``: for messages.
         """
         self.schedule = schedule
