@@ -202,6 +202,9 @@ def apply(
     _check_whole(units, world)
     tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
     _check_masters(units, tensors)
+    for name in sorted(choice.offload - {unit.name for unit in units}):
+        raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
+    modules = recomputed_modules(units, choice.recompute)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     for group in groups:
         group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
@@ -231,9 +234,6 @@ def apply(
         *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
     )
-    for name in sorted(choice.offload - {unit.name for unit in units}):
-        raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
-    modules = recomputed_modules(units, choice.recompute)
     undo = [attach(units, engine), *map(recompute, modules)]
     if any(bucket.sharded for state in states for bucket in state.buckets):
         undo += [refuse_state_dict(module) for module in model.modules()]
@@ -337,15 +337,14 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
                 )
 
 
-def _device_of(states: Iterable[UnitState]) -> torch.device:
-    return next(bucket.param.device for state in states for bucket in state.buckets)
-
-
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:
     """Give what waits its values, rank 0's, one tensor after the other; UserError where ranks differ in what
     waits, or in the order of it."""
     order = hashlib.sha256("\n".join(waiting.order).encode()).digest()
-    own = torch.tensor(int.from_bytes(order[:7], "big"), device=_device_of(states))
+    own = torch.tensor(
+        int.from_bytes(order[:7], "big"),
+        device=next(bucket.param.device for state in states for bucket in state.buckets),
+    )
     least, most = own.clone(), own.clone()
     world.all_reduce(least, dist.ReduceOp.MIN)
     world.all_reduce(most, dist.ReduceOp.MAX)
