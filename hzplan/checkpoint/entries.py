@@ -18,8 +18,8 @@ from hzplan.core.layout import boxes
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL, RNG, STATE
 from hzplan.runtime.bucket import Bucket
-from hzplan.runtime.engine import Engine
-from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.unit import UnitState
+from hzplan.runtime.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def set_random_state(states: Iterable[Entry], device: torch.device) -> None:
             torch.set_rng_state(entry.values)
 
 
-def parameters(engine: Engine, *, once: bool) -> Iterator[Entry]:
+def parameters(units: Iterable[UnitState], *, once: bool) -> Iterator[Entry]:
     """Parameters as exactly as this rank keeps them: master weights, where there are any.
 
     ``once``: only what no other rank's has too, which between all ranks is everything.
     """
-    for unit in engine.units.values():
+    for unit in units:
         for bucket in unit.buckets:
             held, level = _kept(bucket)
             if once and bucket.layout.trainable:
@@ -120,19 +120,19 @@ def _origin(bucket: Bucket, index: int) -> int:
     return bucket.layout.offsets[index]
 
 
-def state(optimizer: ShardedOptimizer) -> Iterator[Entry]:
+def state(updates: Updates) -> Iterator[Entry]:
     """The optimizer's state, each element from one rank.
 
     UserError for an optimizer whose state is neither a tensor of the parameter's size nor a number in one.
     """
-    for held in optimizer.held:
-        bucket = held.bucket
+    for piece in updates.pieces:
+        bucket = piece.bucket
         start, end = bucket.bounds(bucket.mesh.levels)
-        low, high = max(start, held.low), min(end, held.high)
+        low, high = max(start, piece.low), min(end, piece.high)
         if low >= high:
             continue
-        tensor, origin = bucket.layout.tensors[held.index], _origin(bucket, held.index)
-        for key, value in optimizer.state_of(held).items():
+        tensor, origin = bucket.layout.tensors[piece.index], _origin(bucket, piece.index)
+        for key, value in updates.state_of(piece).items():
             name = f"{STATE}{tensor.name}.{key}"
             if value is None:  # as SGD without momentum has it
                 continue
@@ -145,25 +145,25 @@ def state(optimizer: ShardedOptimizer) -> Iterator[Entry]:
                 if low == origin:
                     yield whole(name, value)
             else:
-                yield from flat(name, tensor.shape, low - origin, value[low - held.low : high - held.low])
+                yield from flat(name, tensor.shape, low - origin, value[low - piece.low : high - piece.low])
 
 
 def state_to_fill(
-    optimizer: ShardedOptimizer, stored: Callable[[str], dict[str, tuple[torch.dtype, bool]]]
+    updates: Updates, stored: Callable[[str], dict[str, tuple[torch.dtype, bool]]]
 ) -> Iterator[Entry]:
     """Room for all state of this rank's pieces, which are given it.
 
     ``stored``: of a parameter's name, the keys that were saved: dtype, and whether it is one number for all.
     """
-    for held in optimizer.held:
-        tensor = held.bucket.layout.tensors[held.index]
+    for piece in updates.pieces:
+        tensor = piece.bucket.layout.tensors[piece.index]
         made = {}
         for key, (dtype, single) in stored(tensor.name).items():
             name = f"{STATE}{tensor.name}.{key}"
             if single:
-                made[key] = torch.zeros((), dtype=dtype, device=optimizer.device_of_numbers(held))
+                made[key] = torch.zeros((), dtype=dtype, device=updates.device_of_numbers(piece))
                 yield whole(name, made[key])
             else:
-                made[key] = optimizer.room_for(held, key, dtype)
-                yield from flat(name, tensor.shape, held.low - _origin(held.bucket, held.index), made[key])
-        optimizer.set_state_of(held, made)
+                made[key] = updates.room_for(piece, key, dtype)
+                yield from flat(name, tensor.shape, piece.low - _origin(piece.bucket, piece.index), made[key])
+        updates.set_state_of(piece, made)

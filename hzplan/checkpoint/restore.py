@@ -40,17 +40,17 @@ def restore(found: Found, model: nn.Module, optimizer: ShardedOptimizer) -> bool
     """
     engine, index = optimizer.engine, found.index
     check_fits(found.path, index, model)
-    check_optimizer(found.path, index, optimizer.class_name)
-    engine.settle()
+    check_optimizer(found.path, index, optimizer.updates.class_name)
+    engine.synchronize()
     generators = [entry.staged() for entry in random_state(engine.world.rank, engine.device)]
     goes_on = index.world == engine.world.size and all(entry.name in index.tensors for entry in generators)
-    wanted = [*parameters(engine, once=False), *buffers(model)]
-    wanted += state_to_fill(optimizer, lambda name: _keys(index, name))
+    wanted = [*parameters(engine.units.values(), once=False), *buffers(model)]
+    wanted += state_to_fill(optimizer.updates, lambda name: _keys(index, name))
     wanted += generators if goes_on else []
     fill(found.path, index, wanted, alone=not dist.is_initialized() or dist.get_world_size() == 1)
     if goes_on:
         set_random_state(generators, engine.device)
-    engine.adopt()
+    engine.refresh_parameters()
     return goes_on
 
 

@@ -91,12 +91,15 @@ class Saver:
         """
         said_extra = _as_json(extra or {})
         self.wait()
-        optimizer.engine.settle()
-        entries = [*parameters(optimizer.engine, once=True), *state(optimizer)]
+        optimizer.engine.synchronize()
+        entries = [
+            *parameters(optimizer.engine.units.values(), once=True),
+            *state(optimizer.updates),
+        ]
         entries += random_state(self._rank, optimizer.engine.device)
         entries += buffers(model) if self._rank == 0 else []
         staged = [entry.staged() for entry in entries]
-        snapshot = _Snapshot(staged, aliases(model), position, said_extra, optimizer.class_name)
+        snapshot = _Snapshot(staged, aliases(model), position, said_extra, optimizer.updates.class_name)
         self._thread = threading.Thread(
             target=self._save,
             args=(snapshot,),

@@ -111,7 +111,7 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
     or has another shape.
     """
     engine = optimizer.engine
-    engine.settle()
+    engine.synchronize()
     files = _files(path)
     names = _names(model)
     chosen = {}
@@ -121,13 +121,13 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
             raise UserError(f"{path}: {first} is not in it; these are another model's weights")
         chosen[first] = there[0]
     opened: dict[Path, Any] = {}
-    for entry in [*parameters(engine, once=False), *buffers(model)]:
+    for entry in [*parameters(engine.units.values(), once=False), *buffers(model)]:
         name = chosen[entry.name.removeprefix(MODEL)]
         file = files[name]
         if file not in opened:
             opened[file] = _open(file)
         _copy(opened[file], file, name, entry)
-    engine.adopt()
+    engine.refresh_parameters()
     return sorted(set(files) - {name for its_names in names.values() for name in its_names})
 
 

@@ -200,15 +200,6 @@ class Mesh:
             return None
         return stage
 
-    def reduce_stages(self, tier: int, grad_level: int, *, final: bool) -> tuple[Stage | None, Stage | None]:
-        """The stages of a reduction on a tier: down to the gradient's level, then (``final``) to the finest.
-
-        The first accumulates into the gradient slice, the second reduces that slice further in place.
-        """
-        own = self.stage_in_tier(tier, 0, grad_level)
-        rest = self.stage_in_tier(tier, grad_level, self.levels) if final else None
-        return own, rest
-
     def stages(self) -> tuple[Stage, ...]:
         """Every stage that a plan can use: all spans of levels inside a tier whose groups have several
         ranks."""

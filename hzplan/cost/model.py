@@ -14,6 +14,7 @@ from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
 from hzplan.core.schedule import Kind, Schedule, Task, build
+from hzplan.core.stages import stages_of
 from hzplan.cost.curves import interpolate
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.unit import BucketCost, UnitCost, summed
@@ -282,22 +283,11 @@ class CostModel:
         return BucketCost(cost, gathers)
 
     def collectives(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
-        """The collectives of a bucket in a task: (stage, bytes of its whole buffer)."""
-        mesh, levels = self.mesh, bucket.levels
-        travelling = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
-        stages: tuple[Stage | None, ...] = ()
-        if kind is Kind.UNSHARD:
-            stages = (mesh.stage_in_tier(tier, 0, levels.param),)
-        elif bucket.trainable and kind is Kind.PARAM_GATHER:
-            stages = (mesh.stage_in_tier(tier, levels.param, levels.optim),)
-        elif bucket.trainable and kind is Kind.GRAD_GATHER:
-            stages = (mesh.stage_in_tier(tier, levels.optim, mesh.levels),)
-        elif bucket.trainable and kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            stages = mesh.reduce_stages(tier, levels.grad, final=kind is Kind.FINAL_REDUCE)
-        nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.PARAM_GATHER) else travelling
-        for stage in stages:
-            if stage is not None:
-                yield stage, nbytes // mesh.shards[stage.low]
+        """A bucket's collectives in a task of a kind on a tier: stages, and bytes of their whole buffer."""
+        gradient_bytes = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
+        nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.PARAM_GATHER) else gradient_bytes
+        for stage in stages_of(kind, tier, bucket, self.mesh):
+            yield stage, nbytes // self.mesh.shards[stage.low]
 
     def schedule(
         self,

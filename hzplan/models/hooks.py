@@ -71,6 +71,11 @@ def _outside_of_graphs() -> Callable[[Any], Any]:
     return torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
 
 
+def backward_is_running() -> bool:
+    """Whether this thread is inside of a ``backward()``, as a recomputed forward is."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_small(parameter: Tensor) -> bool:
     """Whether a parameter's gradient comes without a call."""
     return parameter.numel() < SMALL_ELEMENTS

@@ -37,10 +37,10 @@ class Hzplan(Trainer):
         self._sharded[1].clip_grad_norm_(self.setting.clip_norm)
 
     def on_host(self) -> Sequence[Tensor]:
-        return self._sharded[1].on_host
+        return self._sharded[1].updates.on_host
 
     def finish(self) -> None:
-        self._sharded[1].engine.executor.drain()
+        self._sharded[1].engine.executor.synchronize()
 
     def waits_s(self) -> Mapping[str, float]:
         record = self._sharded[1].engine.executor.record

@@ -32,6 +32,7 @@ from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
 from hzplan.runtime.unit import UnitState
+from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import ProcessWorld, World
 
 NOTE = "while allocating what lasts of unit "
@@ -201,6 +202,9 @@ def apply(
     _check_whole(units, world)
     tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
     _check_masters(units, tensors)
+    for name in sorted(choice.offload - {unit.name for unit in units}):
+        raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
+    modules = recomputed_modules(units, choice.recompute)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     for group in groups:
         group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
@@ -220,15 +224,16 @@ def apply(
     del waiting  # and what its constructor was given
     slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
+    updates = Updates(
+        *(states, optimizer_class, groups, arguments),
+        host_buffers=schedule.host_slots,
+        device=device,
+        clip=schedule.clip,
+    )
     engine = Engine(
-        *(states, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
+        *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
     )
-    optimizer = ShardedOptimizer(engine, states, optimizer_class, groups, arguments)
-    engine.optimizer = optimizer
-    for name in sorted(choice.offload - {unit.name for unit in units}):
-        raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
-    modules = recomputed_modules(units, choice.recompute)
     undo = [attach(units, engine), *map(recompute, modules)]
     if any(bucket.sharded for state in states for bucket in state.buckets):
         undo += [refuse_state_dict(module) for module in model.modules()]
@@ -238,7 +243,7 @@ def apply(
             one()
 
     engine.detach = detach
-    return model, optimizer
+    return model, ShardedOptimizer(engine)
 
 
 def refuse_state_dict(module: nn.Module) -> Callable[[], None]:
@@ -332,19 +337,18 @@ def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorS
                 )
 
 
-def _device_of(states: Iterable[UnitState]) -> torch.device:
-    return next(bucket.param.device for state in states for bucket in state.buckets)
-
-
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:
     """Give what waits its values, rank 0's, one tensor after the other; UserError where ranks differ in what
     waits, or in the order of it."""
     order = hashlib.sha256("\n".join(waiting.order).encode()).digest()
-    mine = torch.tensor(int.from_bytes(order[:7], "big"), device=_device_of(states))
-    least, most = mine.clone(), mine.clone()
+    own = torch.tensor(
+        int.from_bytes(order[:7], "big"),
+        device=next(bucket.param.device for state in states for bucket in state.buckets),
+    )
+    least, most = own.clone(), own.clone()
     world.all_reduce(least, dist.ReduceOp.MIN)
     world.all_reduce(most, dist.ReduceOp.MAX)
-    if not least == most == mine:
+    if not least == most == own:
         raise UserError(
             "the model was made in other ways on other ranks, so its tensors cannot be sent from rank 0; "
             "make it alike on all ranks, from the same seed"
@@ -397,7 +401,7 @@ def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for name in optimizer.engine.units:
-        with optimizer.engine.whole(name) as unit:
+        with optimizer.engine.unsharded(name) as unit:
             for bucket in unit.buckets:
                 values = bucket.gathered(optimizer.engine.groups)
                 found |= {t.name: value for t, value in zip(bucket.layout.tensors, values, strict=True)}

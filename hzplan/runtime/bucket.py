@@ -9,20 +9,31 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
+from hzplan.core.schedule import Kind
+from hzplan.core.stages import stages_of
 from hzplan.models.local import cast, local, put
 from hzplan.runtime.backends.base import Buffers, Groups
 from hzplan.runtime.world import World
+
+GROUP_OF = {
+    Kind.UNSHARD: "unshard",
+    Kind.REDUCE: "reduce",
+    Kind.FINAL_REDUCE: "reduce",
+    Kind.GRAD_GATHER: "sync",
+    Kind.PARAM_GATHER: "sync",
+}
+"""The stream kind whose communicators a task's collectives take."""
 
 
 class Bucket:
     """Flat buffers [elements] of one bucket.
 
-    ``param``: the level-ℓp slice, for good, in the dtype that computes; ``whole``: all parameters, a view of
-    the unit's unshard slot (or ``param`` itself where it is not sharded); ``master``: the level-ℓo slice that
-    the optimizer updates, for good where the layout keeps one (in the host's memory where the plan offloads
-    the unit), else a view of ``param``; ``grad``: the
-    level-ℓg slice, for good, None when frozen; ``staging``: all gradients of one micro-batch, a view of the
-    unit's gradient slot (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, and have
+    ``param``: model weights, the level-ℓp slice, allocated for good; ``unsharded``: all model weights, a view
+    of the unit's unshard buffer (or ``param`` itself where it is not sharded); ``master``: the level-ℓo slice
+    that the optimizer updates, allocated where the layout keeps one (in the host's memory where the plan
+    offloads the unit), else a view of ``param``; ``grad``: reduced gradients, the level-ℓg slice, allocated
+    for good, None when frozen; ``gradient_buffer``: unsharded gradients of one micro-batch, a view of the
+    unit's gradient buffer (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, with
     the same bounds in every dtype, so every other level is a view of one of these.
     """
 
@@ -44,14 +55,14 @@ class Bucket:
         self.reduce_dtype = reduce_dtype
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
-        self.staged = layout.trainable and mesh.shards[levels.grad] > 1
+        self.grad_sharded = layout.trainable and mesh.shards[levels.grad] > 1
         first = local(parameters[0])
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.param = first.new_zeros(self._held(levels.param), dtype=dtype)
-        self.whole = self.param
+        self.param = first.new_zeros(self._numel(levels.param), dtype=dtype)
+        self.unsharded = self.param
         if layout.keeps_master:
             where = "cpu" if offload else first.device
-            self.master = first.new_zeros(self._held(levels.optim), device=where)
+            self.master = first.new_zeros(self._numel(levels.optim), device=where)
         else:
             self.master = self.within(self.param, levels.param, levels.optim)
         if waits:
@@ -67,7 +78,7 @@ class Bucket:
             self.grad = self.param.new_zeros(
                 layout.numel // mesh.shards[levels.grad], dtype=self.master.dtype
             )
-            self.staging = self.grad
+            self.gradient_buffer = self.grad
 
     @torch.no_grad()
     def _gathered_initial(self) -> Tensor:
@@ -99,7 +110,7 @@ class Bucket:
             if low < high:
                 buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
 
-    def _held(self, level: int) -> int:
+    def _numel(self, level: int) -> int:
         """Elements of this rank's slice at a level."""
         start, end = self.bounds(level)
         return end - start
@@ -120,18 +131,18 @@ class Bucket:
             for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=True)
         ]
 
-    def place(self, unshard: Tensor | None, staging: Tensor | None) -> None:
-        """Give the bucket its parts of the slots; called once."""
+    def assign_buffers(self, parameters: Tensor | None, gradients: Tensor | None) -> None:
+        """Give the bucket its parts of the unit's buffers; called once."""
         if self.sharded:
-            assert unshard is not None
-            self.whole = unshard
-        if self.staged:
-            assert staging is not None
-            self.staging = staging
-        self.param_views = self.views(self.whole)
-        self.grad_views = self.views(self.staging) if self.layout.trainable else []
-        # What a sharded parameter shows outside its turn: its shape, and NaN for whoever computes with it.
-        self.absent_views = [
+            assert parameters is not None
+            self.unsharded = parameters
+        if self.grad_sharded:
+            assert gradients is not None
+            self.gradient_buffer = gradients
+        self.param_views = self.views(self.unsharded)
+        self.grad_views = self.views(self.gradient_buffer) if self.layout.trainable else []
+        # What a sharded parameter reads as outside its turn: its shape, and NaN for whoever computes with it.
+        self.placeholders = [
             torch.full((), float("nan"), dtype=self.param.dtype, device=self.param.device).expand(
                 tensor.shape
             )
@@ -141,20 +152,20 @@ class Bucket:
         for parameter, view, tensor in named:
             cast(parameter, view.dtype, tensor.name)
             put(parameter, view)
-            parameter.grad = None  # of before; what backward leaves there is taken as this model's
-        self.hide()
+            parameter.grad = None  # of an earlier backward, which is not of this training
+        self.to_sharded()
 
-    def show(self) -> None:
-        """The unsharded values are there: parameters become views of them."""
+    def to_unsharded(self) -> None:
+        """Make parameters views of the unsharded values, which are there."""
         if self.sharded:
             for parameter, view in zip(self.parameters, self.param_views, strict=True):
                 put(parameter, view)
 
-    def hide(self) -> None:
-        """The buffer goes to another unit."""
+    def to_sharded(self) -> None:
+        """Make parameters read as NaN: the buffer goes to another unit."""
         if self.sharded:
-            for parameter, absent in zip(self.parameters, self.absent_views, strict=True):
-                put(parameter, absent)
+            for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+                put(parameter, placeholder)
 
     def within(self, buffer: Tensor, of: int, level: int) -> Tensor:
         """The level-``level`` slice of a buffer that holds the slice of level ``of`` (coarser or equal)."""
@@ -162,71 +173,45 @@ class Bucket:
         start, end = self.bounds(level)
         return buffer[start - origin : end - origin]
 
-    # Stages of each kind of task in a tier; None where this bucket has nothing to do there.
+    # The collectives of tasks: stages, and the buffers of each. They touch only this bucket's buffers.
 
-    def unshard_stage(self, tier: int) -> Stage | None:
-        """The part of ℓp → 0 in a tier."""
-        return self.mesh.stage_in_tier(tier, 0, self.layout.levels.param)
+    def stages(self, kind: Kind, tier: int) -> list[Stage]:
+        """The stages that this bucket walks in a task of a kind on a tier."""
+        return stages_of(kind, tier, self.layout, self.mesh)
 
-    def reduce_stages(self, tier: int, *, final: bool) -> list[Stage]:
-        """The parts of 0 → ℓg and, on the last micro-batch, ℓg → L in a tier."""
-        if not self.layout.trainable:
-            return []
-        spans = self.mesh.reduce_stages(tier, self.layout.levels.grad, final=final)
-        return [stage for stage in spans if stage is not None]
+    def gathers(self, kind: Kind, tier: int) -> Iterator[tuple[Stage, Buffers]]:
+        """Unshard parameters into a buffer; gather reduced gradients and updated parameters in place."""
+        levels = self.layout.levels
+        for stage in self.stages(kind, tier):
+            if kind is Kind.UNSHARD:
+                # From the shard, or from the slice that the tier outside has gathered.
+                from_shard = self.mesh.shards[stage.high] == self.mesh.shards[levels.param]
+                part = self.param if from_shard else self.within(self.unsharded, 0, stage.high)
+                yield stage, Buffers(self.within(self.unsharded, 0, stage.low), part)
+            elif kind is Kind.PARAM_GATHER:
+                yield stage, self._in_place(self.param, levels.param, stage)
+            else:
+                assert self.grad is not None
+                yield stage, self._in_place(self.grad, levels.grad, stage, self.reduce_dtype)
 
-    def grad_gather_stage(self, tier: int) -> Stage | None:
-        """The part of L → ℓo in a tier: the sum goes back to the replicas."""
-        if not self.layout.trainable:
-            return None
-        return self.mesh.stage_in_tier(tier, self.layout.levels.optim, self.mesh.levels)
+    def reductions(self, kind: Kind, tier: int) -> Iterator[tuple[Stage, Buffers]]:
+        """Reduce this micro-batch's gradients down to ℓg, and on the last one their sum down to L.
 
-    def param_gather_stage(self, tier: int) -> Stage | None:
-        """The part of ℓo → ℓp in a tier: updated parameters."""
-        if not self.layout.trainable:
-            return None
-        return self.mesh.stage_in_tier(tier, self.layout.levels.param, self.layout.levels.optim)
-
-    # The collectives' stages and buffers; None or nothing where there is none.
-
-    def unshard(self, tier: int) -> tuple[Stage, Buffers] | None:
-        """From the shard (or what the tier outside has gathered) into the slot."""
-        if (stage := self.unshard_stage(tier)) is None:
-            return None
-        shards, level = self.mesh.shards, self.layout.levels.param
-        part = self.param if shards[stage.high] == shards[level] else self.within(self.whole, 0, stage.high)
-        return stage, Buffers(self.within(self.whole, 0, stage.low), part)
-
-    def reductions(self, tier: int, *, final: bool) -> Iterator[tuple[Stage, Buffers]]:
-        """Of this micro-batch's gradient down to ℓg, and on the last one of the sum down to L.
-
-        What arrives in the gradient slice from elsewhere is added to it from the second micro-batch on.
+        Gradients that arrive in ``grad`` from another buffer are added to it from the second micro-batch on.
         """
         if self.grad is None:
             return
         shards, level = self.mesh.shards, self.layout.levels.grad
-        for stage in self.reduce_stages(tier, final=final):
+        for stage in self.stages(kind, tier):
             arrives = False
             if stage.low >= level:
                 source = self.within(self.grad, level, stage.low)
                 target = self.within(self.grad, level, stage.high)
             else:
-                source = self.within(self.staging, 0, stage.low)
+                source = self.within(self.gradient_buffer, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
-                target = self.grad if arrives else self.within(self.staging, 0, stage.high)
+                target = self.grad if arrives else self.within(self.gradient_buffer, 0, stage.high)
             yield stage, Buffers(source, target, self.reduce_dtype, adds=arrives)
-
-    def grad_gather(self, tier: int) -> tuple[Stage, Buffers] | None:
-        """Of the reduced gradient back to ℓo, in place."""
-        if self.grad is None or (stage := self.grad_gather_stage(tier)) is None:
-            return None
-        return stage, self._in_place(self.grad, self.layout.levels.grad, stage, self.reduce_dtype)
-
-    def param_gather(self, tier: int) -> tuple[Stage, Buffers] | None:
-        """Of updated parameters from ℓo to ℓp, in place."""
-        if (stage := self.param_gather_stage(tier)) is None:
-            return None
-        return stage, self._in_place(self.param, self.layout.levels.param, stage)
 
     def _in_place(
         self, buffer: Tensor, level: int, stage: Stage, dtype: torch.dtype | None = None
@@ -234,10 +219,10 @@ class Bucket:
         whole, part = (self.within(buffer, level, inner) for inner in stage)
         return Buffers(whole, part, dtype)
 
-    def publish(self, master: Tensor | None = None) -> None:
-        """Round the updated master weights into the parameters' slice, for ``sync`` to gather.
+    def copy_master_to_model(self, master: Tensor | None = None) -> None:
+        """Round the updated master weights into ``param``, for ``param_gather`` to gather.
 
-        ``master``: where they have been updated, if that is not where they are kept.
+        ``master``: their device copy, where they are offloaded.
         """
         if self.layout.keeps_master:
             levels = self.layout.levels
@@ -245,30 +230,29 @@ class Bucket:
             self.within(self.param, levels.param, levels.optim).copy_(updated)
 
     def gathered(self, groups: Groups) -> list[Tensor]:
-        """New tensors with all values, as exact as they are kept: the master weights' where there are any.
+        """Return new tensors with all values, of master weights where there are any, else of model weights.
 
-        Without master weights the bucket must be whole. It takes the communicators of two streams: no task
-        may be under way.
+        Without master weights the bucket must be unsharded. It takes the communicators of two streams: no
+        task may be under way.
         """
         if not self.layout.keeps_master:
             return [view.clone() for view in self.param_views]
         levels, tiers = self.layout.levels, range(len(self.mesh.tiers))
         whole = self.param.new_empty(self.layout.numel, dtype=self.master.dtype)
         self.within(whole, 0, levels.optim).copy_(self.master)
-        stages = [("sync", self.param_gather_stage(tier)) for tier in reversed(tiers)]
-        stages += [("unshard", self.unshard_stage(tier)) for tier in reversed(tiers)]
-        for kind, stage in stages:
-            if stage is not None:
-                groups[kind, stage].all_gather([self._in_place(whole, 0, stage)]).run()
+        for kind in (Kind.PARAM_GATHER, Kind.UNSHARD):
+            for tier in reversed(tiers):
+                for stage in self.stages(kind, tier):
+                    groups[GROUP_OF[kind], stage].all_gather([self._in_place(whole, 0, stage)]).run()
         return self.views(whole)
 
-    def owned_master(self, low: int, high: int, master: Tensor | None = None) -> Tensor:
-        """Elements ``[low, high)`` of the whole buffer, which this rank updates; ``master`` as above."""
+    def master_shard(self, low: int, high: int, master: Tensor | None = None) -> Tensor:
+        """Master weights ``[low, high)``, elements of the whole buffer; ``master``: their device copy."""
         start = self.bounds(self.layout.levels.optim)[0]
         return (self.master if master is None else master)[low - start : high - start]
 
-    def owned_gradient(self, low: int, high: int) -> Tensor:
-        """Their reduced gradients."""
+    def grad_shard(self, low: int, high: int) -> Tensor:
+        """Reduced gradients ``[low, high)``, elements of the whole buffer."""
         assert self.grad is not None
         start = self.bounds(self.layout.levels.grad)[0]
         return self.grad[low - start : high - start]

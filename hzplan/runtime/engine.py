@@ -1,13 +1,12 @@
-"""Ties a model's hooks to a schedule: follows the recorded uses, or falls back to unsharding on demand."""
+"""Ties a model's hooks to a schedule: a micro-batch follows the recorded uses, or is run unscheduled."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
-from itertools import groupby
 from operator import itemgetter
 from typing import Literal
 
@@ -18,25 +17,19 @@ from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
+from hzplan.models.hooks import backward_is_running
 from hzplan.runtime.backends.base import Buffers, Gathers, Reductions
 from hzplan.runtime.backends.groups import make_groups
-from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.bucket import GROUP_OF, Bucket
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.launcher import Launcher
-from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.unit import Life, UnitState
+from hzplan.runtime.step_state import StepState
+from hzplan.runtime.unit import UnitState
+from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
-
-
-class Mode(Enum):
-    """How the current step runs."""
-
-    BETWEEN = auto()  # no micro-batch has begun
-    SCHEDULED = auto()  # every event so far was the next recorded one
-    DEMAND = auto()  # something else happened: unshard at use, reduce at the end of backward
 
 
 @dataclass(frozen=True)
@@ -53,9 +46,10 @@ class Engine:
     def __init__(
         self,
         units: Sequence[UnitState],
+        updates: Updates,
         schedule: Schedule,
-        unshard_slots: Mapping[str, int],
-        staging_slots: Mapping[str, int],
+        unshard_buffers: Mapping[str, int],
+        gradient_buffers: Mapping[str, int],
         mesh: Mesh,
         device: torch.device,
         world: World,
@@ -63,13 +57,12 @@ class Engine:
         tier_names: tuple[str, ...] = (),
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.schedule = schedule
+        self.updates, self.schedule = updates, schedule
         self._streams = streams
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
-        self.optimizer: ShardedOptimizer | None = None
         self.detach: Callable[[], None] = lambda: None
         self.groups = make_groups(world, mesh, _wanted(units, len(mesh.tiers)), device)
-        self.buffer_bytes = self._allocate(unshard_slots, staging_slots, device)
+        self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
         self.executor: Executor | Launcher
         if device.type == "cuda":
             self.executor = Launcher(schedule, self.run, self.idle, Device(device), streams, tier_names)
@@ -85,42 +78,37 @@ class Engine:
                 self._reduced_at[task.position] = task.units
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
         self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
-        self.mode = Mode.BETWEEN
-        self._position = -1  # the use whose turn it is, in scheduled mode
-        self._running = False
+        self.step_state = StepState()
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
-        self._updates = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
-        self._step_started = False
-        self._micro_batch = 0
+        self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._warned = False  # of a step with fewer micro-batches than planned
-        self._reduced: set[str] = set()  # units whose gradients of this micro-batch were launched
 
     def route_to(self, ranks: Sequence[int]) -> str:
-        """Names of the network tiers between this rank and others, for messages."""
-        if self.world.is_part:  # they are numbered otherwise in the job
+        """Names of the network tiers between this rank and ``ranks``, as a phrase for messages."""
+        if self.world.is_part:  # the job numbers its ranks otherwise
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
 
     def _allocate(
-        self, unshard_slots: Mapping[str, int], staging_slots: Mapping[str, int], device: torch.device
+        self, unshard_of: Mapping[str, int], gradient_of: Mapping[str, int], device: torch.device
     ) -> dict[str, int]:
-        """All communication buffers, once. Returns bytes by category."""
+        """Allocate the communication buffers; returns bytes by category. ``*_of``: a unit's buffer number."""
 
-        def slots(assigned: Mapping[str, int], sizes: Mapping[str, int]) -> list[Tensor]:
+        def buffers(assigned: Mapping[str, int], sizes: Mapping[str, int]) -> list[Tensor]:
             return [
                 torch.zeros(size, dtype=torch.uint8, device=device)
                 for size in slot_sizes(assigned, {unit: sizes[unit] for unit in assigned})
             ]
 
-        unshard = slots(unshard_slots, {name: unit.unshard_bytes for name, unit in self.units.items()})
-        staging = slots(
-            staging_slots, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
+        unshard = buffers(unshard_of, {name: unit.unshard_bytes for name, unit in self.units.items()})
+        gradients = buffers(
+            gradient_of, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
         )
         for name, unit in self.units.items():
-            unit.place(
-                unshard[unshard_slots[name]] if name in unshard_slots else None,
-                staging[staging_slots[name]] if name in staging_slots else None,
+            unit.assign_buffers(
+                unshard[unshard_of[name]] if name in unshard_of else None,
+                gradients[gradient_of[name]] if name in gradient_of else None,
             )
         apart = any(group.needs_scratch for group in self.groups.values())
         concurrent = any(group.concurrent for group in self.groups.values())
@@ -136,43 +124,32 @@ class Engine:
             for size in sizes
         ]
         return {
-            "unshard_buffers": sum(slot.numel() for slot in unshard),
-            "gradient_buffers": sum(slot.numel() for slot in staging),
-            "scratch": sum(scratch.numel() for window in self._scratch for scratch in window),
+            "unshard_buffers": sum(buffer.numel() for buffer in unshard),
+            "gradient_buffers": sum(buffer.numel() for buffer in gradients),
+            "scratch": sum(scratch.numel() for of_tier in self._scratch for scratch in of_tier),
         }
 
     @property
     def turn(self) -> Use | None:
         """The recorded use whose turn it is; None outside of the schedule."""
-        if self.mode is not Mode.SCHEDULED or not self._running:
+        if not self.step_state.in_turn:
             return None
-        return self.schedule.use(self.schedule.compute[self._position])
+        return self.schedule.use(self.schedule.compute[self.step_state.position])
 
     # What tasks do, on their streams' threads.
 
     def idle(self, task: Task) -> bool:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
-            return self.optimizer is not None and not any(self.units[u].trainable_buckets for u in task.units)
+            return False
         if task.kind in (Kind.FETCH, Kind.STORE):
             return not any(self.units[unit].offload for unit in task.units)
         return not self.stages(task)
 
     def stages(self, task: Task) -> list[tuple[Bucket, Stage]]:
         """The collectives of a communication task, in order."""
-        found: list[tuple[Bucket, Stage]] = []
-        for bucket in (bucket for unit in task.units for bucket in self.units[unit].buckets):
-            if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-                final = task.kind is Kind.FINAL_REDUCE
-                found += [(bucket, stage) for stage in bucket.reduce_stages(task.tier, final=final)]
-            elif task.kind in (Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER):
-                stage = {
-                    Kind.UNSHARD: bucket.unshard_stage,
-                    Kind.GRAD_GATHER: bucket.grad_gather_stage,
-                    Kind.PARAM_GATHER: bucket.param_gather_stage,
-                }[task.kind](task.tier)
-                found += [(bucket, stage)] if stage is not None else []
-        return found
+        buckets = (bucket for name in task.units for bucket in self.units[name].buckets)
+        return [(bucket, stage) for bucket in buckets for stage in bucket.stages(task.kind, task.tier)]
 
     def nbytes(self, task: Task) -> int:
         """The bytes of a communication task's whole buffers, as they travel: of the coarser slice."""
@@ -184,23 +161,21 @@ class Engine:
         )
 
     @torch.no_grad()
-    def run(self, task: Task, slot: int = 0) -> None:
-        """Do a task's work for all its units: gathers together, reductions one after the other."""
+    def run(self, task: Task, scratch: int = 0) -> None:
+        """Do a task's work for all its units. ``scratch``: number of the tier's buffer to receive into."""
         if task.kind is Kind.UPDATE:
-            assert self.optimizer is not None
             for name in task.units:
-                self.optimizer.update(name)
+                self.updates.update(name)
             return
         if task.kind in (Kind.FETCH, Kind.STORE):
-            assert self.optimizer is not None
             for name in task.units:
-                self.optimizer.fetch(name) if task.kind is Kind.FETCH else self.optimizer.store(name)
+                self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
             return
-        prepared = self._prepared.get((task.kind, task.units, task.tier, slot))
+        prepared = self._prepared.get((task.kind, task.units, task.tier, scratch))
         if prepared is None:
-            prepared = self._prepare(task, slot)
-            self._prepared[task.kind, task.units, task.tier, slot] = prepared
-        tag = task.index + 1  # what is under way at once on a stream is told apart by it
+            prepared = self._prepare(task, scratch)
+            self._prepared[task.kind, task.units, task.tier, scratch] = prepared
+        tag = task.index + 1  # tells messages apart that are under way at once on a stream
         for reductions in prepared.reductions:
             reductions.run(accumulate=task.position >= len(self.schedule.uses), tag=tag)
         for gather in prepared.gathers:
@@ -208,74 +183,92 @@ class Engine:
         for gather in prepared.gathers:
             gather.end()
 
-    def _prepare(self, task: Task, slot: int) -> _Prepared:
+    def _prepare(self, task: Task, scratch: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
         if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            scratch, final = self._scratch[task.tier][slot], task.kind is Kind.FINAL_REDUCE
-            listed = [found for bucket in buckets for found in bucket.reductions(task.tier, final=final)]
+            received = self._scratch[task.tier][scratch]
+            listed = [found for bucket in buckets for found in bucket.reductions(task.kind, task.tier)]
             reductions = [
-                self.groups["reduce", stage].reduce_scatter([buffers for _, buffers in run], scratch)
-                for stage, run in groupby(listed, key=itemgetter(0))
+                self.groups["reduce", stage].reduce_scatter([buffers for _, buffers in run], received)
+                for stage, run in itertools.groupby(listed, key=itemgetter(0))
             ]
             return _Prepared(reductions, [])
         gathers: dict[Stage, list[Buffers]] = {}
         for bucket in buckets:
-            gather = {
-                Kind.UNSHARD: bucket.unshard,
-                Kind.GRAD_GATHER: bucket.grad_gather,
-                Kind.PARAM_GATHER: bucket.param_gather,
-            }
-            if (found := gather[task.kind](task.tier)) is not None:
-                gathers.setdefault(found[0], []).append(found[1])
-        kind = "unshard" if task.kind is Kind.UNSHARD else "sync"
+            for stage, buffers in bucket.gathers(task.kind, task.tier):
+                gathers.setdefault(stage, []).append(buffers)
+        kind = GROUP_OF[task.kind]
         return _Prepared([], [self.groups[kind, stage].all_gather(one) for stage, one in gathers.items()])
 
     # What the hooks report.
 
     def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
-        """A unit's turn begins: end the turn before, wait until the unit is whole."""
+        """A unit's turn begins: end the turn before, wait until the unit is unsharded."""
+        if phase == "forward" and self.step_state.in_backward and not backward_is_running():
+            warnings.warn("a backward pass did not end: the gradients of this step are dropped", stacklevel=2)
+            self.abandon_step()
+        step = self.step_state
         training = torch.is_grad_enabled() or phase == "backward"
-        if training and self._micro_batch >= self.schedule.accumulation:
+        if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
-        if self.mode is Mode.BETWEEN and training and self._expected(0, unit, phase):
-            self._make_whole(())
-            self.executor.begin_step()
-            self.mode = Mode.SCHEDULED
-            self._position = -1
-        if self.mode is Mode.SCHEDULED:
-            following = self._position + 1
-            if training and self._expected(following, unit, phase):
-                self._end_turn()
-                self._begin_turn(following)
-                return
-        self._enter_on_demand(unit, training=training)
+        step.in_backward |= phase == "backward"
+        following = step.position + 1
+        if training and not step.in_micro_batch:
+            step.in_micro_batch = True
+            following = step.micro_batch * len(self.schedule.uses)
+            if not step.scheduled and self._expected(following, unit, phase):
+                self._enter_schedule(following)
+        if training and step.scheduled and self._expected(following, unit, phase):
+            self._end_turn()
+            self._begin_turn(following)
+        else:
+            self._enter_unscheduled(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: it goes to its bucket in the turn after which the unit is reduced.
 
-        Before that turn the slot may be another unit's: an early gradient stays in ``parameter.grad``.
+        Before that turn the gradient buffer may be another unit's: an early gradient stays in
+        ``parameter.grad``.
         """
-        unit = self._unit_of[id(parameter)]
+        unit, step = self._unit_of[id(parameter)], self.step_state
+        step.in_backward = True
         self._require_expected(unit)
-        if self.mode is Mode.SCHEDULED and unit.name in self._reduced_at.get(self._position, ()):
-            unit.take_gradient(parameter, accumulate=self._micro_batch > 0)
+        if step.scheduled and unit.name in self._reduced_at.get(step.position, ()):
+            unit.take_gradient(parameter, accumulate=step.micro_batch > 0)
+            step.delivered.add(id(parameter))
 
     def backward_end(self) -> None:
         """A micro-batch is over."""
-        uses = len(self.schedule.uses)
-        if self.mode is Mode.SCHEDULED:
-            if self._position == (self._micro_batch + 1) * uses - 1:
-                self._end_turn()
-            else:
-                self._go_on_demand()
-        if self.mode is not Mode.SCHEDULED:
-            self._reduce_on_demand()
+        step = self.step_state
+        if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
+            self._end_turn()
+        else:
+            self._leave_schedule()
+            self._reduce_unscheduled()
         for unit in self.units.values():
             if unit.left_over():
                 self._require_expected(unit)
-            unit.expect_gradients()
-        self._reduced.clear()
-        self._micro_batch += 1
+        step.end_micro_batch()
+
+    def abandon_step(self) -> None:
+        """Drop the gradients of the step that is open, if there are any, and be between steps again.
+
+        Every rank calls it, or none. Units that were updated in backward cannot be taken back: UserError.
+        """
+        step = self.step_state
+        if not (step.micro_batch or step.in_backward):
+            return  # loops call zero_grad() at any place before backward
+        if self._updated_in_backward():
+            raise UserError(
+                "the step's gradients are dropped, but under a plan without clipping backward has updated "
+                "units with them already; start again from a checkpoint, or solve with --clip"
+            )
+        self._leave_schedule()
+        self._unshard_only(())
+        self.executor.skip_step()
+        for unit in self.units.values():
+            unit.drop_gradients()
+        self._end_step()
 
     def _require_expected(self, unit: UnitState) -> None:
         """A gradient has come: the schedule must have a place for it, and not have sent it yet."""
@@ -284,7 +277,7 @@ class Engine:
                 f"unit {unit.name!r} has a gradient, but took no part when the model was recorded; "
                 "profile and solve with a step that uses it, or set requires_grad=False"
             )
-        if unit.name in self._reduced:
+        if unit.name in self.step_state.reduced:
             raise RuntimeError(
                 f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "
                 "recorded; profile and solve again"
@@ -294,40 +287,35 @@ class Engine:
         """Return when every gradient of this step is reduced."""
         self._require_complete()
         self._require_clip("gradients are clipped")
-        if self.mode is Mode.SCHEDULED:
-            self._start_step()
+        self._start_step_task()
 
     def step(self) -> None:
         """The user's optimizer.step(): launch updates and the gathering of parameters."""
-        assert self.optimizer is not None
         self._require_complete()
-        if self.mode is Mode.SCHEDULED:
-            self._start_step()
+        self._start_step_task()
         if self._updated_in_backward():
-            self.optimizer.check_options()
+            self.updates.check_options()
         else:
-            self.optimizer.take_over_options()
-        if self.mode is Mode.SCHEDULED:
+            self.updates.take_over_options()
+        if self.step_state.scheduled:
             self.executor.end(self._step_task)
         else:
-            self._update_on_demand()
+            self._update_unscheduled()
+        self.updates.steps += 1
         self._end_step()
 
     def skip_step(self) -> None:
         """Instead of ``step``: gradients are left unused."""
         self._require_complete()
         self._require_clip("a step is skipped")
-        if self.mode is Mode.SCHEDULED:
-            self._start_step()  # which waits for the gradients
-        else:
-            self._make_whole(())
+        self._start_step_task()
+        self._unshard_only(())
         self.executor.skip_step()
         self._end_step()
 
     def _end_step(self) -> None:
-        self._step_started = False
-        self.mode = Mode.BETWEEN
-        self._micro_batch = 0
+        self.updates.drop_clipping()
+        self.step_state = StepState()
 
     def _require_clip(self, what: str) -> None:
         if not self.schedule.clip:
@@ -336,149 +324,176 @@ class Engine:
                 "with --clip"
             )
 
-    def _start_step(self) -> None:
-        if not self._step_started:
+    def _start_step_task(self) -> None:
+        """Wait for the gradients; unscheduled they have been reduced already."""
+        if self.step_state.scheduled and not self.step_state.step_task_started:
             self.executor.start(self._step_task)
-            self._step_started = True
+            self.step_state.step_task_started = True
 
     def _updated_in_backward(self) -> set[str]:
         """The units whose updates this step has launched already, as plans without clipping do."""
         if self.schedule.clip:
             return set()
-        return {name for task in self._updates if self.executor.ran(task) for name in task.units}
+        return {name for task in self._update_tasks if self.executor.ran(task) for name in task.units}
 
     def _require_complete(self) -> None:
         """All gradients of this step are sent; fewer micro-batches than planned will do."""
-        wanted = self.schedule.accumulation
-        if not self._micro_batch:
+        wanted, step = self.schedule.accumulation, self.step_state
+        if step.in_backward:
+            raise RuntimeError("the last backward pass did not end; call optimizer.zero_grad() first")
+        if not step.micro_batch:
             raise RuntimeError(f"step() without a backward pass; the plan accumulates {wanted}")
-        if self._micro_batch < wanted and not self._warned:
+        if step.micro_batch < wanted and not self._warned:
             self._warned = True
             warnings.warn(
-                f"step() after {self._micro_batch} backward passes, but the plan accumulates {wanted}: right "
+                f"step() after {step.micro_batch} backward passes, but the plan accumulates {wanted}: right "
                 "for the rest of an epoch, and slower than planned; for all steps solve again",
                 stacklevel=5,  # of the loop's call
             )
-        if self._micro_batch < wanted:
-            self._micro_batch = wanted - 1
+        if step.micro_batch < wanted:
+            step.micro_batch = wanted - 1
             self.backward_end()  # as of one more that brings nothing
 
-    # Scheduled mode.
+    # Scheduled micro-batches.
 
     def _expected(self, position: int, unit: str, phase: str) -> bool:
         uses = self.schedule.uses
-        if position // len(uses) != self._micro_batch or self._micro_batch >= self.schedule.accumulation:
+        if position // len(uses) != self.step_state.micro_batch:
             return False
         use = uses[position % len(uses)]
         return use.unit == unit and use.phase == phase
+
+    def _enter_schedule(self, position: int) -> None:
+        """Begin the step at position 0, or go on with a later micro-batch after something unscheduled.
+
+        What the schedule would have prefetched for it by then is unsharded here.
+        """
+        self._unshard_only(())
+        if position == 0:
+            self.executor.begin_step()
+        else:
+            compute = self.schedule.compute[position]
+            self.executor.resume(compute)
+            gathered_later = {
+                (name, task.position)
+                for task in self.schedule.tasks[compute.index :]
+                if task.kind is Kind.UNSHARD
+                for name in task.units
+            }
+            next_read: dict[str, int] = {}
+            for reading in range(position, len(self._needs)):
+                for name in self._needs[reading]:
+                    next_read.setdefault(name, reading)
+            self._unshard_only([name for name, at in next_read.items() if (name, at) not in gathered_later])
+        self.step_state.open = self.step_state.scheduled = True
 
     def _begin_turn(self, position: int) -> None:
         task = self.schedule.compute[position]
         self.executor.start(task)
         if task.index == self.schedule.options_read:
-            assert self.optimizer is not None
-            self.optimizer.take_over_options()
+            self.updates.take_over_options()
         for name in self._needs[position]:
-            self.units[name].become_whole()
-        self._position, self._running = position, True
+            self.units[name].to_unsharded()
+        self.step_state.position, self.step_state.in_turn = position, True
 
     def _end_turn(self) -> None:
-        """Release what the window does not keep, complete the gradients that are reduced now."""
-        if not self._running:
+        """Reshard the units that the window does not keep, complete the gradients that are reduced now."""
+        step = self.step_state
+        if not step.in_turn:
             return
-        position, self._running = self._position, False
+        position, step.in_turn = step.position, False
         kept = self._needs[position + 1] if position + 1 < len(self._needs) else ()
         for name in self._needs[position]:
             if name not in kept:
-                self.units[name].release()
+                self.units[name].to_sharded()
         for name in self._reduced_at.get(position, ()):
-            self.units[name].take_rest(accumulate=self._micro_batch > 0)
-            self._reduced.add(name)
+            self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+            step.reduced.add(name)
         self.executor.end(self.schedule.compute[position])
 
-    # Demand mode: everything on the compute thread, in program order, which is the same on every rank.
+    # Unscheduled: everything on the compute thread, in program order, which is the same on every rank.
 
-    def _go_on_demand(self) -> None:
-        """Leave the schedule for the rest of this step."""
-        self.executor.drain()
-        if self.mode is Mode.SCHEDULED:
-            self.mode, self._running = Mode.DEMAND, False
+    def _leave_schedule(self) -> None:
+        """Run the rest of this micro-batch, or until the next one begins, unscheduled."""
+        self.executor.synchronize()
+        self.step_state.scheduled = self.step_state.in_turn = False
 
-    def _enter_on_demand(self, unit: str, *, training: bool) -> None:
-        self._go_on_demand()
-        if training and self.mode is Mode.BETWEEN:
+    def _enter_unscheduled(self, unit: str, *, training: bool) -> None:
+        self._leave_schedule()
+        if training and not self.step_state.open:
             self.executor.step += 1
-            self.mode = Mode.DEMAND
+            self.step_state.open = True
         wanted = self.schedule.requires.get(unit, (unit,))
-        updated = self._updated_in_backward() if self.mode is Mode.DEMAND else set()
+        updated = self._updated_in_backward() if self.step_state.open else set()
         for name in wanted:
             if name in updated:
                 raise UserError(
                     f"unit {name!r} is used between its last backward and step(), but under a plan without "
                     "clipping it has been updated already; evaluate after step(), or solve with --clip"
                 )
-        self._make_whole(wanted)
+        self._unshard_only(wanted)
 
-    def _make_whole(self, names: Iterable[str]) -> None:
+    def _unshard_only(self, names: Iterable[str]) -> None:
         wanted = list(names)
         for name, unit in self.units.items():
             if name not in wanted:
-                unit.release()
+                unit.to_sharded()
         for name in wanted:
             unit = self.units[name]
-            if unit.life is Life.SHARDED:
+            if not unit.is_unsharded:
                 for tier in reversed(range(len(self.mesh.tiers))):
                     self.run(Task(-1, Kind.UNSHARD, "", (name,), tier))
-                unit.become_whole()
+                unit.to_unsharded()
 
-    def _reduce_on_demand(self) -> None:
+    def _reduce_unscheduled(self) -> None:
         """Reduce this micro-batch's gradients that the schedule has not reduced.
 
-        Units with gradients already in their slot go first: the slot is theirs until it is reduced.
+        Units with gradients already in their buffer go first: until they are reduced, nobody else may use it.
         """
-        self._make_whole(())
-        final = self._micro_batch == self.schedule.accumulation - 1
+        self._unshard_only(())
+        step = self.step_state
+        final = step.micro_batch == self.schedule.accumulation - 1
         kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
-        position = self._micro_batch * len(self.schedule.uses)
-        left = [name for name in self._trainable if name not in self._reduced]
-        for name in sorted(left, key=lambda name: self.units[name].expects_all):
-            self.units[name].take_rest(accumulate=self._micro_batch > 0)
+        position = step.micro_batch * len(self.schedule.uses)
+        left = [name for name in self._trainable if name not in step.reduced]
+        for name in sorted(left, key=lambda name: not self.units[name].has_any(step.delivered)):
+            self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
             for tier in range(len(self.mesh.tiers)):
                 self.run(Task(-1, kind, "", (name,), tier, position))
             if final:
                 for tier in reversed(range(len(self.mesh.tiers))):
                     self.run(Task(-1, Kind.GRAD_GATHER, "", (name,), tier, position))
 
-    def _update_on_demand(self) -> None:
-        self._make_whole(())  # what an evaluation left whole has old values from here on
+    def _update_unscheduled(self) -> None:
+        self._unshard_only(())  # an evaluation may have left old values unsharded
         updated = self._updated_in_backward()
         for name in self._trainable:
             if name not in updated:
-                held = (Kind.FETCH, Kind.UPDATE, Kind.STORE) if self.units[name].offload else (Kind.UPDATE,)
-                for kind in held:
+                offload = self.units[name].offload
+                for kind in (Kind.FETCH, Kind.UPDATE, Kind.STORE) if offload else (Kind.UPDATE,):
                     self.run(Task(-1, kind, "", (name,)))
-            self._sync(name)
+            self._gather_parameters(name)
         self.executor.skip_step()
 
-    def _sync(self, name: str) -> None:
+    def _gather_parameters(self, name: str) -> None:
         for tier in reversed(range(len(self.mesh.tiers))):
             self.run(Task(-1, Kind.PARAM_GATHER, "", (name,), tier))
 
-    def settle(self) -> None:
-        """Between two steps: return when all that the last one launched is done."""
-        if self.mode is not Mode.BETWEEN:
+    def synchronize(self) -> None:
+        """Return when everything that the last step launched is done; RuntimeError inside of a step."""
+        if self.step_state.open:
             raise RuntimeError(BETWEEN_STEPS)
-        self.executor.drain()
+        self.executor.synchronize()
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Master weights were written to from outside: gather parameters from them, on every rank."""
-        self.settle()
-        self._make_whole(())
+    def refresh_parameters(self) -> None:
+        """Gather parameters from master weights that were written to from outside; every rank calls it."""
+        self.synchronize()
+        self._unshard_only(())
         for name in self._trainable:
             for bucket in self.units[name].trainable_buckets:
-                bucket.publish()
-            self._sync(name)
+                bucket.copy_master_to_model()
+            self._gather_parameters(name)
 
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
@@ -486,35 +501,34 @@ class Engine:
         self.executor.close()
 
     @contextmanager
-    def whole(self, unit: str) -> Iterator[UnitState]:
-        """A unit's parameters, readable inside the block; between steps only."""
-        self.settle()
-        self._make_whole([unit])
+    def unsharded(self, unit: str) -> Iterator[UnitState]:
+        """A unit whose parameters are unsharded inside the block; between steps only."""
+        self.synchronize()
+        self._unshard_only([unit])
         yield self.units[unit]
-        self._make_whole(())
+        self._unshard_only(())
 
 
 def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
-    """The communicators that a plan uses."""
-    found: set[tuple[str, Stage | None]] = set()
-    for bucket in (bucket for unit in units for bucket in unit.buckets):
-        for tier in range(tiers):
-            found.add(("unshard", bucket.unshard_stage(tier)))
-            found.add(("sync", bucket.grad_gather_stage(tier)))
-            found.add(("sync", bucket.param_gather_stage(tier)))
-            for final in (False, True):
-                found |= {("reduce", stage) for stage in bucket.reduce_stages(tier, final=final)}
-    return {(kind, stage) for kind, stage in found if stage is not None}
+    """(Stream kind, stage) of the communicators that a plan uses."""
+    return {
+        (group, stage)
+        for kind, group in GROUP_OF.items()
+        for unit in units
+        for bucket in unit.buckets
+        for tier in range(tiers)
+        for stage in bucket.stages(kind, tier)
+    }
 
 
 def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
-    """The most that a reduce on a tier receives at once: a rank's slice."""
+    """Most bytes that a reduction on a tier receives at once: a rank's slice."""
     return max(
         (
             bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
             for unit in units
             for bucket in unit.buckets
-            for stage in bucket.reduce_stages(tier, final=True)
+            for stage in bucket.stages(Kind.FINAL_REDUCE, tier)
         ),
         default=0,
     )

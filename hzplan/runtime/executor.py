@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from hzplan.runtime.faults import named
 POLL_S = 1.0
 
 BETTER_S = 1.0
-"""How long a broken connection waits for another stream to know better."""
+"""Seconds that a broken connection waits for another stream's error, which may name the cause."""
 
 LEAVE_S = 30.0
 FAILED_LEAVE_S = 0.5
@@ -60,10 +61,10 @@ class Streams(Enum):
     NONE = "the compute thread"
 
 
-class _Line:
+class _InFlightWindow:
     """Tasks that begin in order, up to ``width`` at once: what is ready waits for those before it to begin.
 
-    Then the first task of a line that is not done on all ranks has begun wherever it can, so ranks whose
+    Then the first task of a window that is not done on all ranks has begun wherever it can, so ranks whose
     tasks become ready in different orders do not wait for each other in a circle.
     """
 
@@ -85,10 +86,10 @@ class _Line:
             begun.append(first)
         return begun
 
-    def restart(self) -> None:
-        """Nothing is launched, and what comes next is a step's first task."""
+    def restart(self, first: int = 0) -> None:
+        """Nothing is launched; the next task to begin is the window's first one from index ``first`` on."""
         assert not self._early
-        self._next = 0
+        self._next = bisect_left(self.tasks, first) % len(self.tasks)
 
 
 class Executor:
@@ -103,11 +104,11 @@ class Executor:
         depth: int = 1,
         tier_names: tuple[str, ...] = (),
     ) -> None:
-        """``run(task, slot)`` does a task's work on a thread; ``idle`` says that a task has none.
+        """``run(task, scratch)`` does a task's work on a thread; ``idle`` says that a task has none.
 
-        ``depth``: how many tasks of a tier's stream may be under way at once, each in a slot of its own; more
-        than one only where a backend does not need one order of launches on every rank. ``tier_names``: for
-        messages.
+        ``depth``: how many tasks of a tier's stream may be in flight at once, each with a scratch buffer of
+        its own; more than one only where a backend does not need one order of launches on every rank.
+        ``tier_names``: for messages.
         """
         self.schedule = schedule
         self.tasks = schedule.tasks
@@ -135,17 +136,17 @@ class Executor:
         self.step = -1
         self.record = StepRecord()
         self._records = [self.record] * len(self.tasks)  # of the step in which a task was last launched
-        self._lines: dict[str, _Line] = {}
+        self._windows: dict[str, _InFlightWindow] = {}
         for task in self.tasks:
             if task.stream != COMPUTE_STREAM and task.index not in left_out:
                 name = task.stream if streams is Streams.TIERS else "all"
                 width = depth if task.tier >= 0 and streams is Streams.TIERS else 1
-                self._lines.setdefault(name, _Line(width)).tasks.append(task.index)
-        self._line_of = {index: line for line in self._lines.values() for index in line.tasks}
+                self._windows.setdefault(name, _InFlightWindow(width)).tasks.append(task.index)
+        self._window_of = {index: window for window in self._windows.values() for index in window.tasks}
         self._threads = [
-            threading.Thread(target=self._work, args=(line, slot), name=f"hzplan {name}", daemon=True)
-            for name, line in self._lines.items()
-            for slot in range(line.width)
+            threading.Thread(target=self._work, args=(window, scratch), name=f"hzplan {name}", daemon=True)
+            for name, window in self._windows.items()
+            for scratch in range(window.width)
             if streams is not Streams.NONE
         ]
         for thread in self._threads:
@@ -155,15 +156,15 @@ class Executor:
     def close(self) -> None:
         """End the threads, after what was launched is done (or has failed)."""
         with suppress(StreamError):
-            self.drain()
+            self.synchronize()
         self._end_threads(10.0)
 
     def _end_threads(self, most_s: float) -> bool:
         """Whether all have ended in time."""
         until = time.monotonic() + most_s
-        for line in self._lines.values():
-            for _ in range(line.width):
-                line.ready.put(None)
+        for window in self._windows.values():
+            for _ in range(window.width):
+                window.ready.put(None)
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -212,7 +213,7 @@ class Executor:
         if self._streams is Streams.NONE:
             self._work_here()
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait until everything launched is done."""
         with self._all_done:
             while self._open and self._error is None:
@@ -225,11 +226,22 @@ class Executor:
 
     def skip_step(self) -> None:
         """Count the rest of this step as done (it was done by other means)."""
-        self.drain()
+        self.synchronize()
         with self._lock:
             self._done = [self.step] * len(self.tasks)
-            for line in self._lines.values():
-                line.restart()
+            for window in self._windows.values():
+                window.restart()
+
+    def resume(self, task: Task) -> None:
+        """Go on with a compute task: those before it in this step were done by other means.
+
+        Nothing may be under way.
+        """
+        with self._lock:
+            for index in range(task.index):
+                self._done[index] = self.step
+            for window in self._windows.values():
+                window.restart(task.index)
 
     def _note_wait(self, start_s: float, end_s: float, cause: str) -> None:
         """Compute stood still."""
@@ -245,7 +257,7 @@ class Executor:
         )
         self._launched[index] = step
         self._records[index] = self.record
-        self._open += index in self._line_of
+        self._open += index in self._window_of
         waiting = 0
         for before in self._needs[index]:
             waiting += done[before] < step
@@ -257,11 +269,11 @@ class Executor:
     def _release(self, index: int, cause: str) -> None:
         """Everything before a task is done. Lock held."""
         self._cause[index] = cause
-        line = self._line_of.get(index)
-        if line is None:
+        window = self._window_of.get(index)
+        if window is None:
             self._compute_ready.set()
             return
-        for begun in line.release(index):
+        for begun in window.release(index):
             self._records[begun].begun.setdefault(self.tasks[begun].stream, []).append(begun)
 
     def _complete(self, index: int) -> None:
@@ -277,17 +289,17 @@ class Executor:
         if not self._open:
             self._all_done.notify_all()
 
-    def _work(self, line: _Line, slot: int) -> None:
+    def _work(self, window: _InFlightWindow, scratch: int) -> None:
         """A thread: run what is ready, in order."""
-        while (index := line.ready.get()) is not None:
-            if not self._execute(index, slot):
+        while (index := window.ready.get()) is not None:
+            if not self._execute(index, scratch):
                 return
 
     def _work_here(self) -> None:
         """Run what is ready on the compute thread, which waits for nothing else meanwhile."""
-        for line in self._lines.values():
-            while not line.ready.empty():
-                index = line.ready.get()
+        for window in self._windows.values():
+            while not window.ready.empty():
+                index = window.ready.get()
                 if index is None or not self._execute(index, 0):
                     self._raise_error()
                     return
@@ -295,15 +307,15 @@ class Executor:
                 self._note_wait(record.start_s[index], record.end_s[index], booking(self.tasks[index]))
 
     def _tier(self, task: Task) -> str:
-        """What the cluster calls the links that a task goes over."""
+        """The cluster's name for the links of a task's tier, in brackets."""
         return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
 
-    def _execute(self, index: int, slot: int) -> bool:
+    def _execute(self, index: int, scratch: int) -> bool:
         """Run a task and release what waited for it; False when it failed."""
         task, started = self.tasks[index], time.perf_counter()
         try:
             with named(f"stream {task.stream}{self._tier(task)}, task {task}"), span(task):
-                self._run(task, slot)
+                self._run(task, scratch)
         except StreamError as error:
             self._fail(error)
             return False
@@ -374,7 +386,7 @@ def needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[
 
 
 def booking(task: Task) -> str:
-    """What waiting for a task is booked to."""
+    """Account that waiting for a task is booked to."""
     return f"tier {task.tier}" if task.tier >= 0 else "optim"
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from hzplan.errors import StreamError, is_lost_peer, one_line
-from hzplan.runtime.blame import absent, passed_on
+from hzplan.runtime.hang_report import absent, passed_on
 
 GRACE = timedelta(milliseconds=200)
 """How long the others of an exchange have once one of them has not arrived."""

@@ -163,7 +163,7 @@ class Launcher:
         """Whether a task was launched in this step."""
         return self._ran.get(task.index) == self.step
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait until everything launched is done."""
         for _, event in self._ended.values():
             event.synchronize()
@@ -171,12 +171,16 @@ class Launcher:
 
     def skip_step(self) -> None:
         """Count the rest of this step as done (it was done by other means)."""
-        self.drain()
+        self.synchronize()
         self._ended.clear()  # all of it is done: nobody needs to wait for it
+
+    def resume(self, task: Task) -> None:
+        """See ``Executor.resume``: nothing is under way, so there is nothing to wait for."""
+        self._ended.clear()
 
     def close(self) -> None:
         """Wait for the device."""
-        self.drain()
+        self.synchronize()
 
     def _read(self, launched: _Launched) -> StepRecord:
         """What the device did in a step, when it has done it."""

@@ -20,13 +20,13 @@ def diverged(engine: Engine) -> list[str]:
     Looks at parameters and master weights, once through memory. Every rank calls it, between steps, and gets
     the same answer.
     """
-    engine.settle()
+    engine.synchronize()
     buckets = [(unit.name, bucket) for unit in engine.units.values() for bucket in unit.buckets]
-    mine = torch.zeros(engine.world.size, 2 * len(buckets), dtype=torch.int64)
+    checksums = torch.zeros(engine.world.size, 2 * len(buckets), dtype=torch.int64)
     for index, (_, bucket) in enumerate(buckets):
-        mine[engine.world.rank, 2 * index] = checksum(bucket.param)
-        mine[engine.world.rank, 2 * index + 1] = checksum(bucket.master)
-    everyone = mine.to(engine.device)
+        checksums[engine.world.rank, 2 * index] = checksum(bucket.param)
+        checksums[engine.world.rank, 2 * index + 1] = checksum(bucket.master)
+    everyone = checksums.to(engine.device)
     with named("comparing replicas: all-reduce", engine.route_to):
         engine.world.all_reduce(everyone)
     found: dict[str, set[int]] = defaultdict(set)

@@ -1,9 +1,8 @@
-"""A unit's life on one rank: when its parameters are whole, when its gradients may be reduced."""
+"""A unit on one rank: its buffers, whether its parameters are unsharded, and where its gradients go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum, auto
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -12,83 +11,67 @@ from hzplan.models.local import take_gradient
 from hzplan.runtime.bucket import Bucket
 
 CHUNK_ELEMENTS = 1 << 16
-"""How much of a gradient is cast at once: little enough to stay in a core's cache."""
-
-
-class Life(Enum):
-    """Where a unit's parameters are, as the compute thread sees it."""
-
-    SHARDED = auto()
-    WHOLE = auto()
+"""Elements of a gradient that are cast at once: few enough to stay in a core's cache."""
 
 
 class UnitState:
-    """The buckets of one unit, and which of its gradients this micro-batch has delivered."""
+    """The buckets of one unit, and whether its parameters are unsharded."""
 
     def __init__(self, name: str, buckets: Sequence[Bucket], world: int, *, offload: bool = False) -> None:
         """``offload``: its optimizer state lies in the host's memory."""
         self.name, self.offload = name, offload
         self.buckets = tuple(buckets)
         self.trainable_buckets = tuple(bucket for bucket in buckets if bucket.layout.trainable)
-        self.life = Life.SHARDED
+        self.is_unsharded = False
         self._scale = 1.0 / world
         self._place_of = {
             id(parameter): (bucket, index)
             for bucket in self.trainable_buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self._missing: dict[int, nn.Parameter] = {}
-        self.expect_gradients()
 
     @property
     def unshard_bytes(self) -> int:
-        """Bytes of the slot that the unit needs while whole."""
+        """Bytes of the buffer that the unit's parameters need while unsharded."""
         return sum(bucket.layout.nbytes for bucket in self.buckets if bucket.sharded)
 
     @property
     def gradient_buffer_bytes(self) -> int:
-        """Bytes of the slot that the unit needs for unreduced gradients."""
-        return sum(bucket.layout.master_nbytes for bucket in self.buckets if bucket.staged)
+        """Bytes of the buffer that the unit's gradients need before they are reduced."""
+        return sum(bucket.layout.master_nbytes for bucket in self.buckets if bucket.grad_sharded)
 
-    def place(self, unshard: Tensor | None, staging: Tensor | None) -> None:
-        """Cut the unit's slots (uint8) into its buckets' buffers."""
-        at_unshard = at_staging = 0
+    def assign_buffers(self, parameters: Tensor | None, gradients: Tensor | None) -> None:
+        """Cut the unit's buffers (uint8), for parameters and for gradients, into its buckets' parts."""
+        param_offset = grad_offset = 0
         for bucket in self.buckets:
-            mine = gradients = None
-            if bucket.sharded and unshard is not None:
-                mine = _cut(unshard, at_unshard, bucket.layout.nbytes, bucket.param.dtype)
-                at_unshard += bucket.layout.nbytes
-            if bucket.staged and staging is not None:
-                gradients = _cut(staging, at_staging, bucket.layout.master_nbytes, bucket.master.dtype)
-                at_staging += bucket.layout.master_nbytes
-            bucket.place(mine, gradients)
+            param_part = grad_part = None
+            if bucket.sharded and parameters is not None:
+                param_part = _cut(parameters, param_offset, bucket.layout.nbytes, bucket.param.dtype)
+                param_offset += bucket.layout.nbytes
+            if bucket.grad_sharded and gradients is not None:
+                grad_part = _cut(gradients, grad_offset, bucket.layout.master_nbytes, bucket.master.dtype)
+                grad_offset += bucket.layout.master_nbytes
+            bucket.assign_buffers(param_part, grad_part)
 
-    # The two transitions of its life.
-
-    def become_whole(self) -> None:
-        """The unshard has ended: parameters show their values."""
-        if self.life is Life.SHARDED:
+    def to_unsharded(self) -> None:
+        """The unshard has ended: make parameters views of the unsharded values."""
+        if not self.is_unsharded:
             for bucket in self.buckets:
-                bucket.show()
-            self.life = Life.WHOLE
+                bucket.to_unsharded()
+            self.is_unsharded = True
 
-    def release(self) -> None:
-        """The slot may be given to another unit: parameters show NaN."""
-        if self.life is Life.WHOLE:
+    def to_sharded(self) -> None:
+        """The buffer may be given to another unit: parameters read as NaN from now on."""
+        if self.is_unsharded:
             for bucket in self.buckets:
-                bucket.hide()
-            self.life = Life.SHARDED
+                bucket.to_sharded()
+            self.is_unsharded = False
 
-    # Gradients of one micro-batch.
+    # Gradients of one micro-batch. ``delivered``: ids of the parameters whose gradient has been taken.
 
-    def expect_gradients(self) -> None:
-        """A micro-batch begins."""
-        self._missing = {id(p): p for bucket in self.trainable_buckets for p in bucket.parameters}
-
-    @property
-    def expects_all(self) -> bool:
-        """Whether no gradient of this micro-batch has been taken yet."""
-        return len(self._missing) == len(self._place_of)
+    def has_any(self, delivered: Set[int]) -> bool:
+        """Whether one of the unit's gradients has been taken."""
+        return not delivered.isdisjoint(self._place_of)
 
     @torch.no_grad()
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
@@ -96,22 +79,22 @@ class UnitState:
         gradient = take_gradient(parameter)
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
-        accumulate = accumulate and not bucket.staged
+        accumulate = accumulate and not bucket.grad_sharded
         deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
-        del self._missing[id(parameter)]
 
     @torch.no_grad()
-    def take_rest(self, *, accumulate: bool) -> None:
-        """The turn is over: move what is there; what took no part in this micro-batch has a gradient of zero.
+    def take_rest(self, delivered: Set[int], *, accumulate: bool) -> None:
+        """The turn is over: move the gradients not yet delivered into the buckets; a parameter without one,
+        which took no part in this micro-batch, has a gradient of zero.
 
         All at once where that is possible: most parameters are small, and a model has many.
         """
         for bucket in self.trainable_buckets:
-            adds = accumulate and not bucket.staged
+            adds = accumulate and not bucket.grad_sharded
             gradients: list[Tensor] = []
             targets: list[Tensor] = []
             for parameter, target in zip(bucket.parameters, bucket.grad_views, strict=True):
-                if id(parameter) not in self._missing:
+                if id(parameter) in delivered:
                     continue
                 gradient = take_gradient(parameter)
                 if gradient is not None:
@@ -120,7 +103,12 @@ class UnitState:
                 elif not adds:
                     target.zero_()
             deliver_all(gradients, targets, self._scale, accumulate=adds)
-        self._missing.clear()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that backward has left in ``parameter.grad``."""
+        for bucket in self.trainable_buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def left_over(self) -> bool:
         """Whether gradients have come that nobody took."""
@@ -170,5 +158,5 @@ def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *,
             deliver(gradient, target, scale, accumulate=True)
 
 
-def _cut(slot: Tensor, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-    return slot[start : start + nbytes].view(dtype)
+def _cut(buffer: Tensor, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    return buffer[start : start + nbytes].view(dtype)

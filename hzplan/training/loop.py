@@ -26,8 +26,8 @@ from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.out_of_memory import explain_out_of_memory
 from hzplan.runtime.replicas import diverged
-from hzplan.runtime.room import room
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
 from hzplan.training.keeper import Keeper
@@ -70,7 +70,7 @@ def train(
     if options.steps < 1:
         raise UserError(f"{options.steps} steps: a run has at least 1")
     trainer = _Trainer(plan, workload, corpus, options, watcher or Watcher())
-    with room(plan, lambda: trainer.optimizer.engine):
+    with explain_out_of_memory(plan, lambda: trainer.optimizer.engine):
         result = trainer.train()
     trainer.optimizer.engine.close()  # not after an error: it would wait for ranks that may be gone
     return result
@@ -90,7 +90,7 @@ class _Trainer:
         self.world = plan.mesh.world
         self.rank = dist.get_rank() if self.world > 1 else 0
         torch.manual_seed(options.seed)
-        with room(plan, lambda: None):
+        with explain_out_of_memory(plan, lambda: None):
             self.device = Ranks.here().device
             dtype = master_dtype_of(getattr(torch, plan.model.dtype))
             model = workload.made(self.device, dtype)
@@ -223,9 +223,9 @@ class _Trainer:
     def traced_step(self, step: int) -> Tensor:
         """The same, and note the most memory that it takes on any rank."""
         losses: list[Tensor] = []
-        self.optimizer.engine.executor.drain()  # so that the first update has made its state
+        self.optimizer.engine.executor.synchronize()  # so that the first update has made its state
         ignore = [] if self.corpus is None else [self.corpus.train, self.corpus.heldout]
-        ignore += self.optimizer.on_host
+        ignore += self.optimizer.updates.on_host
         peak = peak_memory_bytes(lambda: losses.append(self.step(step)), self.device, ignore=ignore)
         self.peak_memory_bytes = int(self.over_ranks([peak], dist.ReduceOp.MAX)[0])
         return losses[0]

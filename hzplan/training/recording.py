@@ -29,7 +29,7 @@ class Recording:
         Clocks of nodes differ: each rank's zero is the end of a barrier, so ranks are aligned to about a
         message's latency. The first event of all is then put at 0.
         """
-        self._engine.executor.drain()
+        self._engine.executor.synchronize()
         world = self._engine.mesh.world
         if world > 1:
             dist.barrier()
@@ -47,7 +47,7 @@ class Recording:
 
     def spans(self) -> list[Span]:
         """This rank's, after everything is done; the first event is at 0."""
-        self._engine.executor.drain()
+        self._engine.executor.synchronize()
         spans = self._all_spans()
         first = min((span.start_s for span in spans), default=0.0)
         return [self._moved(span, -first) for span in spans]

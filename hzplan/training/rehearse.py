@@ -20,7 +20,7 @@ from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import Choice, apply, check_model
 from hzplan.runtime.backends.rate_limited import RateLimitedWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.room import room
+from hzplan.runtime.out_of_memory import explain_out_of_memory
 from hzplan.show.trace import Span
 from hzplan.training.batches import SyntheticBatches
 from hzplan.training.measure import peak_memory_bytes
@@ -91,7 +91,7 @@ def rehearse(
         norm_s=cluster.norm_seconds or 0.0,
     )
     made: list[ShardedOptimizer] = []
-    with room(plan, lambda: made[0].engine if made else None):
+    with explain_out_of_memory(plan, lambda: made[0].engine if made else None):
         progress("making the model", 0.0)
         device = Ranks.here().device
         dtype = master_dtype_of(getattr(torch, plan.model.dtype))
@@ -106,9 +106,9 @@ def rehearse(
         for step in range(WARM_UP_STEPS):
             progress("warming up", 0.0)
             rehearsal.step(step)
-        optimizer.engine.executor.drain()
+        optimizer.engine.executor.synchronize()
         traced = partial(rehearsal.step, WARM_UP_STEPS)
-        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.on_host)
+        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.updates.on_host)
         rehearsal.step(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))

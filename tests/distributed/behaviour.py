@@ -1,4 +1,4 @@
-"""What runs on the ranks for the tests of order, timing, mutations and demand mode."""
+"""What runs on the ranks for the tests of order, timing, mutations and unscheduled micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
-from hzplan.runtime.engine import Engine, Mode
+from hzplan.runtime.engine import Engine
 from tests.distributed.oracle import Case, batch, loss_of, reference, sharded, train, worst
 
 SHARDED = Case("2|2", (2, 2, 2), accumulation=2, prefetch=1, steps=4)
@@ -52,7 +52,7 @@ def launch_order(_: Any) -> dict[str, Any]:
         model, optimizer = sharded(case)
         train(case, model, optimizer)
         executor = optimizer.engine.executor
-        executor.drain()
+        executor.synchronize()
         record, schedule = executor.record, executor.schedule
         launches = [record.launched] * dist.get_world_size()
         dist.all_gather_object(launches, record.launched)
@@ -83,9 +83,9 @@ def delays(choose: Callable[[Task], float]) -> Iterator[None]:
     """Every background task first sleeps for the seconds that ``choose`` gives it."""
     run = Engine.run
 
-    def late(self: Engine, task: Task, slot: int = 0) -> None:
+    def late(self: Engine, task: Task, scratch: int = 0) -> None:
         time.sleep(choose(task))
-        run(self, task, slot)
+        run(self, task, scratch)
 
     with patch.object(Engine, "run", late):
         yield
@@ -140,24 +140,24 @@ def allocations(_: Any) -> dict[str, dict[str, Any]]:
     for case in (SHARDED, MIXED, FREE, SYNCED, replace(MIXED, dtype="bfloat16")):
         run, counts = Engine.run, {"nbytes": 0, "operations": 0}
 
-        def counted(self: Engine, task: Task, slot: int = 0, run: Any = run, counts: Any = counts) -> None:
+        def counted(self: Engine, task: Task, scratch: int = 0, run: Any = run, counts: Any = counts) -> None:
             if task.kind is Kind.UPDATE:
-                run(self, task, slot)
+                run(self, task, scratch)
                 return
             with Allocations() as mode:
-                run(self, task, slot)
+                run(self, task, scratch)
             for name in counts:
                 counts[name] += getattr(mode, name)
 
         model, optimizer = sharded(case)
         engine = optimizer.engine
         train(replace(case, steps=2), model, optimizer)
-        engine.executor.drain()
+        engine.executor.synchronize()
         before = _addresses(engine)
         with patch.object(Engine, "run", counted):
             engine.executor._run = engine.run
             train(case, model, optimizer)
-            engine.executor.drain()
+            engine.executor.synchronize()
         found[case.name] = counts | {"moved": before != _addresses(engine)}
         engine.close()
     return found
@@ -166,8 +166,8 @@ def allocations(_: Any) -> dict[str, dict[str, Any]]:
 def _addresses(engine: Engine) -> list[int]:
     """Where every buffer of the runtime lies."""
     buckets = [bucket for unit in engine.units.values() for bucket in unit.buckets]
-    kept = [t for b in buckets for t in (b.param, b.whole, b.master, b.grad) if t is not None]
-    return [tensor.data_ptr() for tensor in [*kept, *(s for window in engine._scratch for s in window)]]
+    kept = [t for b in buckets for t in (b.param, b.unsharded, b.master, b.grad) if t is not None]
+    return [tensor.data_ptr() for tensor in [*kept, *(s for of_tier in engine._scratch for s in of_tier)]]
 
 
 # ---- mutations -----------------------------------------------------------------------------------------
@@ -203,17 +203,17 @@ def shuffled_buffers() -> Iterator[None]:
     def moved(self: Engine, unit: str, phase: Any) -> None:
         backward = phase == "backward"
         if getattr(self, "moved", None) != backward:
-            self.executor.drain()
+            self.executor.synchronize()
             for state in self.units.values():
                 for bucket in state.buckets:
                     if bucket.sharded:
-                        homes = bucket.__dict__.setdefault("homes", [bucket.whole, bucket.whole.clone()])
-                        bucket.whole = homes[backward]
-                        bucket.param_views = bucket.views(bucket.whole)
+                        buffers = [bucket.unsharded, bucket.unsharded.clone()]
+                        bucket.unsharded = bucket.__dict__.setdefault("buffers", buffers)[backward]
+                        bucket.param_views = bucket.views(bucket.unsharded)
             self.moved = backward  # type: ignore[attr-defined]
             if backward:  # what was prefetched for backward went to the old address
                 for state in self.units.values():
-                    state.release()
+                    state.to_sharded()
         enter(self, unit, phase)
 
     with patch.object(Engine, "enter", moved):
@@ -247,7 +247,7 @@ def mutations(_: Any) -> dict[str, tuple[float, float]]:
     return found
 
 
-# ---- demand mode ---------------------------------------------------------------------------------------
+# ---- unscheduled micro-batches --------------------------------------------------------------------------
 
 
 class Branching(nn.Module):
@@ -275,7 +275,7 @@ def _branching_step(model: nn.Module, kind: str, rank: int, step: int) -> Tensor
     return model(x).square().mean()
 
 
-def demand(_: Any) -> dict[str, list[float]]:
+def unscheduled(_: Any) -> dict[str, list[float]]:
     """Errors of weights (and of evaluations) after steps that leave the recorded sequence."""
     kinds = ["plain", "skip", "plain", "twice", "evaluate", "plain", "evaluate inside", "skip", "plain"]
     found: dict[str, list[float]] = {}
@@ -306,7 +306,7 @@ def demand(_: Any) -> dict[str, list[float]]:
             for parameter in single.parameters():  # what took no part has a gradient of zero
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            modes.append(optimizer.engine.mode is Mode.SCHEDULED)
+            modes.append(optimizer.engine.step_state.scheduled)
             if step == 3 and clip:  # after a wait for the gradients too
                 optimizer.engine.wait_gradients()
                 off.append(_evaluate(model, single, step))

@@ -116,7 +116,7 @@ def _ours(plan: Plan, workload: Workload) -> tuple[list[float], int]:
             losses.append(float(loss.detach()))
         optimizer.clip_grad_norm_(1e9)
         optimizer.step()
-        optimizer.engine.settle()
+        optimizer.engine.synchronize()
 
     for number in range(STEPS - 1):
         step(number)

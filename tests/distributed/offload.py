@@ -78,9 +78,9 @@ def contents(case: Case, model: nn.Module, optimizer: ShardedOptimizer) -> dict[
             total += evaluate(model)
         found[f"loss {step}"] = total
     found |= {f"weight {name}": value for name, value in full_parameters(optimizer).items()}
-    for held in optimizer.held:
-        place = f"{held.unit} {held.bucket.layout.tensors[held.index].name}"
-        for key, value in optimizer.state_of(held).items():
+    for piece in optimizer.updates.pieces:
+        place = f"{piece.unit} {piece.bucket.layout.tensors[piece.index].name}"
+        for key, value in optimizer.updates.state_of(piece).items():
             if isinstance(value, Tensor):
                 found[f"state {place} {key}"] = value.clone()
     return found

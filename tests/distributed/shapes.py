@@ -19,7 +19,7 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Task, Use
 from hzplan.errors import UserError
 from hzplan.runtime.apply import Choice, apply, full_parameters
-from hzplan.runtime.engine import Engine, Mode
+from hzplan.runtime.engine import Engine
 from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.distributed.lean import lean
 
@@ -227,9 +227,9 @@ def dawdling() -> Iterator[None]:
     """Every background task begins late, at random."""
     rng, run = random.Random(0), Engine.run
 
-    def late(self: Engine, task: Task, slot: int = 0) -> None:
+    def late(self: Engine, task: Task, scratch: int = 0) -> None:
         time.sleep(rng.uniform(0, 0.003))
-        run(self, task, slot)
+        run(self, task, scratch)
 
     with patch.object(Engine, "run", late):
         yield
@@ -244,7 +244,7 @@ def train(name: str, levels: tuple[int, int, int], prefetch: int) -> tuple[float
             for step in range(STEPS):
                 for micro_batch in range(ACCUMULATION):
                     (loss_of(model, step, micro_batch, dist.get_rank()) / ACCUMULATION).backward()
-                scheduled &= optimizer.engine.mode is Mode.SCHEDULED
+                scheduled &= optimizer.engine.step_state.scheduled
                 optimizer.step()
         return error(optimizer, one_process(name, dist.get_world_size())), scheduled
     finally:

@@ -56,12 +56,12 @@ def test_mutants_are_caught(tmp_path: Path) -> None:
 
 
 def test_steps_outside_the_schedule_are_correct(tmp_path: Path) -> None:
-    found = on_ranks(4, f"{MODULE}:demand", None, tmp_path)
+    found = on_ranks(4, f"{MODULE}:unscheduled", None, tmp_path)
     assert len(found) == 10
     for name, values in found.items():
         if name.endswith("scheduled"):
             #        plain skip plain twice evaluate plain inside skip plain
-            assert values == [1, 0, 1, 0, 1, 1, 0, 0, 1], name
+            assert values == [1, 0, 1, 0, 1, 1, 1, 0, 1], name
         else:
             assert max(values) <= 1e-9, name
 
@@ -78,10 +78,10 @@ def test_an_error_on_a_stream_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
     levels = {name: Levels(0, 0, 0) for name, _ in model.named_parameters()}
     run = Engine.run
 
-    def broken(self: Engine, task: Task, slot: int = 0) -> None:
+    def broken(self: Engine, task: Task, scratch: int = 0) -> None:
         if task.kind is Kind.UPDATE:
             raise ValueError("no more room")
-        run(self, task, slot)
+        run(self, task, scratch)
 
     monkeypatch.setattr(Engine, "run", broken)
     model, optimizer = apply(

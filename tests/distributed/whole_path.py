@@ -88,8 +88,7 @@ _close = Engine.close
 def _count_and_close(engine: Engine) -> None:
     """What the engine and the optimizer hold at the end of a run."""
     buckets = [bucket for unit in engine.units.values() for bucket in unit.buckets]
-    assert engine.optimizer is not None
-    states = [state for inner in engine.optimizer._inner.values() for state in inner.state.values()]
+    states = [state for inner in engine.updates._inner.values() for state in inner.state.values()]
     _counted.clear()
     _counted.update(engine.buffer_bytes)
     _counted["parameters"] = sum(bucket.param.nbytes for bucket in buckets)

@@ -54,7 +54,12 @@ def steps(model: nn.Module, optimizer: ShardedOptimizer, numbers: range) -> None
 
 
 def state_of(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
-    return [v for held in optimizer.held for v in optimizer.state_of(held).values() if v is not None]
+    return [
+        v
+        for piece in optimizer.updates.pieces
+        for v in optimizer.updates.state_of(piece).values()
+        if v is not None
+    ]
 
 
 def equal(one: ShardedOptimizer, other: ShardedOptimizer) -> bool:
@@ -308,7 +313,7 @@ def test_what_training_cannot_go_on_from_is_not_saved(saved: Path, tmp_path: Pat
     model, optimizer = made()
     checkpoints = Checkpoints(folder)
     assert checkpoints.load(model, optimizer) is not None
-    optimizer.held[0].param.data[3] = float("nan")
+    optimizer.updates.pieces[0].param.data[3] = float("nan")
     checkpoints.save(model, optimizer, 6)
     with pytest.raises(UserError, match=r"step-00000006: not saved: model\.\S+ is not finite"):
         checkpoints.wait()

@@ -52,7 +52,7 @@ class Recorded:
     def now_s(self) -> float:
         return 0.0
 
-    def run(self, task: Task, slot: int = 0) -> None:
+    def run(self, task: Task, scratch: int = 0) -> None:
         """A task's work, in the queue that is current."""
         queue = self.here()
         queue.at_ns += self.lengths[task.index]
@@ -112,7 +112,7 @@ def run_steps(
                 device.run(task)
                 launcher.end(task)
         records.append(launcher.record)
-    launcher.drain()
+    launcher.synchronize()
     return device, records
 
 

@@ -36,7 +36,7 @@ def test_adapters_of_peft_are_all_that_is_reduced_and_updated(monkeypatch: pytes
             sum(engine.nbytes(task) for task in engine.schedule.tasks if task.kind is kind and task.tier == 0)
             for kind in (Kind.FINAL_REDUCE, Kind.UNSHARD)
         )
-        return first, second, sum(held.high - held.low for held in optimizer.held)
+        return first, second, sum(piece.high - piece.low for piece in optimizer.updates.pieces)
 
     sent = in_threads(plan, initial, rank)
     assert sum(held for *_, held in sent) == trained  # each element is updated once

@@ -44,7 +44,7 @@ def measure_wakeup(ranks: Ranks) -> float:
     begins, ends = [0.0] * len(schedule.tasks), [0.0] * len(schedule.tasks)
     found: list[float] = []
 
-    def work(task: Task, slot: int = 0) -> None:
+    def work(task: Task, scratch: int = 0) -> None:
         begins[task.index] = began = time.perf_counter()
         if task.stream == COMPUTE_STREAM:
             while time.perf_counter() - began < TASK_S:
@@ -62,7 +62,7 @@ def measure_wakeup(ranks: Ranks) -> float:
                 executor.start(task)
                 work(task)
                 executor.end(task)
-            executor.drain()
+            executor.synchronize()
             found += wakeups(schedule, begins, ends)
     return nanoseconds(max(ranks.gather(statistics.median(found))))
 

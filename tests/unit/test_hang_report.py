@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from hzplan.runtime import blame
-from hzplan.runtime.blame import Blame, follow
+from hzplan.runtime import hang_report
+from hzplan.runtime.hang_report import Blame, follow
 
 LATE, LOST = True, False
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blame, "POLL_S", 0.001)
+    monkeypatch.setattr(hang_report, "POLL_S", 0.001)
 
 
 def found(mine: Blame, written: dict[int, Blame]) -> Blame:

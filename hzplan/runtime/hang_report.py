@@ -1,4 +1,4 @@
-"""Who holds a job up: ranks that wait for one that waits for another pass the blame on.
+"""Hang attribution: which rank a job waits for in the end.
 
 In a ring, or over several stages, the rank that one waits for is often itself waiting. A rank that gives up
 writes into the job's store whom it waited for; whoever is blamed and has written nothing is to blame.
@@ -14,30 +14,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 PATIENCE_S = 2.0
-"""How long the others have to write: they gave up at about the same time, or not at all."""
+"""Seconds that other ranks have to write: they gave up at about the same time, or not at all."""
 POLL_S = 0.05
 
 Blame = tuple[bool, frozenset[int]]
-"""Whether ranks are late (or else lost), and which."""
+"""Whether ranks are late (else lost), and their numbers."""
 
 
 def passed_on(late: bool, missing: Collection[int]) -> Blame:
-    """Write down whom this rank blames, and find who is to blame in the end.
+    """Write into the store whom this rank waited for, and follow the others' entries to the cause.
 
     Without a job's store, or where all blame each other, it is those that were given.
     """
-    mine = late, frozenset(missing)
-    found = [mine]
+    own = late, frozenset(missing)
+    found = [own]
     # The store may be out of reach, as the ranks are that do not answer, and has a patience of its own.
-    asking = threading.Thread(target=_ask, args=(mine, found), name="hzplan blame", daemon=True)
+    asking = threading.Thread(target=_ask, args=(own, found), name="hzplan hang report", daemon=True)
     asking.start()
     asking.join(PATIENCE_S + 1.0)
     return found[0]
 
 
-def _ask(mine: Blame, found: list[Blame]) -> None:
-    """Leave in ``found`` what the store says, if it says anything."""
-    late, missing = mine
+def _ask(own: Blame, found: list[Blame]) -> None:
+    """Replace ``found[0]`` by the blame that the store's entries lead to, if it can be read."""
+    late, missing = own
     try:
         store = distributed_c10d._get_default_store()
         store.set(_key(dist.get_rank()), f"{'late' if late else 'lost'} {','.join(map(str, missing))}")
@@ -48,17 +48,17 @@ def _ask(mine: Blame, found: list[Blame]) -> None:
             kind, _, ranks = store.get(_key(rank)).decode().partition(" ")
             return kind == "late", frozenset(int(other) for other in ranks.split(",") if other)
 
-        found[0] = follow(mine, dist.get_rank(), read, time.monotonic() + PATIENCE_S)
+        found[0] = follow(own, dist.get_rank(), read, time.monotonic() + PATIENCE_S)
     except (RuntimeError, ValueError):  # it went with the rank that held it
         return
 
 
-def follow(mine: Blame, me: int, read: Callable[[int], Blame | None], until: float) -> Blame:
+def follow(own: Blame, me: int, read: Callable[[int], Blame | None], until: float) -> Blame:
     """From rank to rank, to those who blame nobody by a time (monotonic seconds).
 
     ``read``: what a rank has written, None while it has not.
     """
-    silent = dict.fromkeys(mine[1], mine[0])  # by rank: whether it is said to be late
+    silent = dict.fromkeys(own[1], own[0])  # by rank: whether it is said to be late
     seen = {me}
     while True:
         for rank in list(silent):
@@ -70,7 +70,7 @@ def follow(mine: Blame, me: int, read: Callable[[int], Blame | None], until: flo
             break
         time.sleep(POLL_S)
     if not silent:
-        return mine
+        return own
     late = [rank for rank, is_late in silent.items() if is_late]
     return (True, frozenset(late)) if late else (False, frozenset(silent))
 
@@ -80,25 +80,25 @@ def _key(rank: int) -> str:
 
 
 MOST_ASKED = 256
-"""Ranks that are asked after one by one."""
+"""Largest world whose ranks are asked for one by one."""
 
 
 def absent(what: str) -> list[int]:
-    """Who does not say either that a collective of all ranks (``what``) ended for want of others.
+    """Ranks that do not report either that a collective of all ranks (``what``) timed out.
 
     Empty where nobody can be asked: without a store in reach, or of too many ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() > MOST_ASKED:
         return []
     found: list[int] = []
-    asking = threading.Thread(target=_ask_all, args=(what, found), name="hzplan blame", daemon=True)
+    asking = threading.Thread(target=_ask_all, args=(what, found), name="hzplan hang report", daemon=True)
     asking.start()
     asking.join(PATIENCE_S + 1.0)
     return found
 
 
 def _ask_all(what: str, found: list[int]) -> None:
-    """Leave in ``found`` those who are silent once the others have had time to speak."""
+    """Add to ``found`` the ranks without an entry once the others have had time to write."""
     try:
         store = distributed_c10d._get_default_store()
         store.set(f"hzplan/missed/{what}/{dist.get_rank()}", "")

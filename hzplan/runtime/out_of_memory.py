@@ -1,4 +1,4 @@
-"""Out of memory: where, for what, and what the plan had said of it."""
+"""Out-of-memory report: the unit, the category of memory, and what the plan predicted for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hzplan.runtime.engine import Engine
 
 
 @contextmanager
-def room(plan: Plan, engine: Callable[[], Engine | None]) -> Iterator[None]:
+def explain_out_of_memory(plan: Plan, engine: Callable[[], Engine | None]) -> Iterator[None]:
     """Errors of allocators in the block as OutOfMemory: unit and category, predicted against allowed.
 
     ``engine``: the plan's, None while there is none yet.
@@ -28,7 +28,7 @@ def room(plan: Plan, engine: Callable[[], Engine | None]) -> Iterator[None]:
 
 
 def _where(error: Exception, engine: Engine | None) -> tuple[str, str]:
-    """What was going on, and the category of memory that it takes, as plans name them."""
+    """The work under way, and the category of memory that it takes, as plans name it."""
     if isinstance(error, StreamError):  # the only task that allocates is an update
         return str(error).partition(":")[0], "optimizer"
     if engine is None:

@@ -1,0 +1,274 @@
+"""Updates of one rank's shards: torch's own optimizer, one per unit, fed with pieces of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hzplan.errors import UserError
+from hzplan.models.local import split_over
+from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.offload import HostStates, Keys, Offloaded, state_keys
+from hzplan.runtime.unit import UnitState
+
+NEVER = 2**62
+"""Sentinel step number: no step with non-finite gradients has been seen."""
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The part of a tensor that this rank updates: elements ``[low, high)`` of its bucket's whole buffer."""
+
+    unit: str
+    bucket: Bucket
+    index: int
+    low: int
+    high: int
+    param: nn.Parameter
+
+
+class Updates:
+    """This rank's pieces of all tensors, and the inner optimizers (one per unit) that hold their state.
+
+    Offloaded optimizer state is on the device from ``fetch`` to ``store`` only. ``param_groups`` are the
+    user's groups over this rank's pieces; the inner optimizers go by what ``take_over_options`` copied from
+    them. ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by.
+    ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        optimizer_class: Callable[..., Optimizer],
+        groups: Sequence[Group],
+        arguments: Group,
+        *,
+        host_buffers: Mapping[str, int],
+        device: torch.device,
+        clip: bool,
+    ) -> None:
+        """``groups``: the user's parameter groups, ``params`` being parameters of the model.
+        ``host_buffers``: by unit, the device buffer that its offloaded state is fetched to."""
+        self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        self.clip = clip
+        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._units = {unit.name: unit for unit in units}
+        self._host = _host_states(units, optimizer_class, groups, arguments, host_buffers, device)
+        self._inner: dict[str, Optimizer] = {}
+        self.pieces: list[Piece] = []
+        self._gradients: dict[str, list[Tensor]] = {}  # by unit: those that this rank updates with
+        self.finest_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's slices at the finest level
+        self.split_of: dict[int, tuple[Any, ...]] = {}  # by id of those: the groups that have other parts
+        trained = (p for unit in units for b in unit.trainable_buckets for p in b.parameters)
+        self.splits = [*dict.fromkeys(map(split_over, trained))]  # the same on every rank
+        everything: list[list[nn.Parameter]] = [[] for _ in groups]
+        for unit in units:
+            of_unit: list[list[nn.Parameter]] = [[] for _ in groups]
+            for bucket in unit.trainable_buckets:
+                start, end = bucket.bounds(bucket.layout.levels.optim)
+                for index, low, high in bucket.layout.pieces(start, end):
+                    owner = bucket.parameters[index]
+                    if id(owner) not in group_of:
+                        raise UserError(
+                            f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
+                            "add it to one, or set requires_grad=False"
+                        )
+                    param = nn.Parameter(bucket.master_shard(low, high, self._host.master(bucket)))
+                    param.grad = bucket.grad_shard(low, high)
+                    of_unit[group_of[id(owner)]].append(param)
+                    self._gradients.setdefault(unit.name, []).append(param.grad)
+                    self.pieces.append(Piece(unit.name, bucket, index, low, high, param))
+                finest = self.finest_gradients.setdefault(unit.name, [])
+                for index, low, high in bucket.layout.pieces(*bucket.bounds(bucket.mesh.levels)):
+                    finest.append(bucket.grad_shard(low, high))
+                    self.split_of[id(finest[-1])] = split_over(bucket.parameters[index])
+            if any(of_unit):
+                self._inner[unit.name] = optimizer_class(
+                    [dict(option, params=params) for option, params in zip(options, of_unit, strict=True)],
+                    **arguments,
+                )
+            for collected, params in zip(everything, of_unit, strict=True):
+                collected += params
+        self._pieces_of = {
+            unit.name: [piece for piece in self.pieces if piece.unit == unit.name]
+            for unit in units
+            if unit.offload and unit.name in self._inner
+        }
+        for name in self._pieces_of:  # some optimizers make their state at once
+            self._move_state(name, lambda copies: copies.host)
+        empty = nn.Parameter(torch.zeros(0))  # a rank may have no piece at all
+        self.defaults = optimizer_class([dict(options[0], params=[empty])], **arguments).defaults
+        self.param_groups: list[Group] = (
+            [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
+            if self.pieces
+            else [dict(options[0], params=[empty])]
+        )
+        self._options: list[Group] = []  # taken over for the updates of this step
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self.clip_scale = self._update_scale = self._one
+        self.steps = self._updating = 0
+        self.first_nonfinite = {
+            name: torch.full((), NEVER, dtype=torch.int64, device=device) for name in self.finest_gradients
+        }
+        """By unit: the first step whose gradients were not finite on this rank, noted without clipping."""
+
+    # State of pieces, for checkpoints.
+
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:
+        """A piece's state as torch's optimizer of the class keeps it; empty before its first update.
+
+        Of tensors that are offloaded the host's copy.
+        """
+        found = self._inner[piece.unit].state.get(piece.param, {})
+        copies = {key: self._copies(piece, key) for key in found}
+        return {
+            key: both.host if (both := copies[key]) is not None and value is both.device else value
+            for key, value in found.items()
+        }
+
+    def set_state_of(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Replace a piece's state, between steps only. Tensors may come from ``room_for``, filled later."""
+        made = dict(state)
+        for key, value in state.items():
+            if (copies := self._copies(piece, key)) is not None and value is copies.host:
+                made[key] = copies.device
+        if made:
+            self._inner[piece.unit].state[piece.param] = made
+        else:
+            self._inner[piece.unit].state.pop(piece.param, None)
+
+    def room_for(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
+        """A tensor [elements of the piece] to write its state ``key`` into."""
+        copies = self._copies(piece, key)
+        if copies is not None and copies.host.dtype == dtype:
+            return copies.host
+        return torch.zeros_like(piece.param, dtype=dtype).detach()
+
+    def device_of_numbers(self, piece: Piece) -> torch.device:
+        """The device where torch's optimizers keep state that is one number for a whole tensor."""
+        on_device = any(self.defaults.get(key) for key in ("capturable", "fused"))
+        return piece.param.device if on_device else torch.device("cpu")
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """The buffers in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
+        return self._host.host_buffers
+
+    def _copies(self, piece: Piece, key: str) -> Offloaded | None:
+        return self._host.copies(piece.bucket, piece.low, key)
+
+    # Options: learning rates and the like.
+
+    def take_over_options(self) -> None:
+        """Copy options from ``param_groups`` to the inner optimizers, and the clipping factor to the updates.
+
+        Tensors are cloned: schedulers change them in place, while updates may still be under way.
+        """
+        self._updating = self.steps
+        self._update_scale, self.clip_scale = self.clip_scale, self._one
+        self._options = [
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.param_groups
+        ]
+        for inner in self._inner.values():
+            for group, options in zip(inner.param_groups, self._options, strict=True):
+                group.update(options)
+
+    def check_options(self) -> None:
+        """Raise UserError when options have changed since they were taken over."""
+        for index, (group, taken) in enumerate(zip(self.param_groups, self._options, strict=True)):
+            for key, value in taken.items():
+                now = group[key]
+                same = torch.equal(now, value) if isinstance(value, Tensor) else now == value
+                if not same:
+                    raise UserError(
+                        f"parameter group {index}: {key} changed between backward and step(), but under a "
+                        "plan without clipping units are updated during backward; set it before, or solve "
+                        "with --clip"
+                    )
+
+    def drop_clipping(self) -> None:
+        """Forget the factor of a step whose gradients are left unused."""
+        self.clip_scale = self._one
+
+    # The tasks of a schedule, on the streams' threads.
+
+    def fetch(self, unit: str) -> None:
+        """Copy a unit's offloaded state to its device buffer; runs on the fetch stream."""
+        self._host.fetch(unit)
+
+    def store(self, unit: str) -> None:
+        """Copy a unit's offloaded state back to the host's memory; runs on the store stream."""
+        self._host.store(unit)
+
+    @torch.no_grad()
+    def update(self, unit: str) -> None:
+        """Scale a unit's gradients by the clipping factor, update its pieces, and copy master weights to
+        model weights; runs on the optim stream.
+
+        Without clipping nobody looks at gradients before: whether they are finite is noted here, on the
+        device and without waiting for it, which would stop the thread that launches.
+        """
+        if not self.clip and self.finest_gradients[unit]:
+            sums = torch.stack([grad.sum() for grad in self.finest_gradients[unit]])
+            first = self.first_nonfinite[unit]
+            first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._updating)))
+        if unit in self._inner:
+            # A device that queues work is not waited for: small gradients are multiplied by 1 there.
+            if self.clip and (self._update_scale.is_cuda or self._update_scale < 1.0):
+                gradients = self._gradients[unit]
+                torch._foreach_mul_(gradients, self._update_scale.to(gradients[0].dtype))
+            self._inner[unit].step()
+            if self._units[unit].offload:
+                self._move_state(unit, lambda copies: copies.device)
+        for bucket in self._units[unit].trainable_buckets:
+            bucket.copy_master_to_model(self._host.master(bucket))
+
+    def _move_state(self, unit: str, destination: Callable[[Offloaded], Tensor]) -> None:
+        """Copy state that torch has just allocated by itself to one of its two copies, and refer to the
+        device copy from now on."""
+        for piece in self._pieces_of[unit]:
+            state = self._inner[unit].state.get(piece.param, {})
+            for key, value in state.items():
+                copies = self._copies(piece, key)
+                if copies is not None and value is not copies.device:
+                    destination(copies).copy_(value)
+                    state[key] = copies.device
+
+
+def _host_states(
+    units: Sequence[UnitState],
+    optimizer_class: Callable[..., Optimizer],
+    groups: Sequence[Group],
+    arguments: Group,
+    buffers: Mapping[str, int],
+    device: torch.device,
+) -> HostStates:
+    """Host memory for the units that the plan offloads; parameter groups may keep different state."""
+    offloaded = [unit for unit in units if unit.offload]
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    known: dict[tuple[int, torch.dtype], Keys] = {}
+    dtypes = {id(p): b.master.dtype for u in offloaded for b in u.trainable_buckets for p in b.parameters}
+
+    def keys(parameter: nn.Parameter) -> Keys:
+        index, dtype = group_of.get(id(parameter), 0), dtypes[id(parameter)]
+        if (index, dtype) not in known:
+            known[index, dtype] = state_keys(
+                lambda params: optimizer_class([dict(groups[index], params=params)], **arguments),
+                *(dtype, device),
+            )
+        return known[index, dtype]
+
+    return HostStates(offloaded, buffers, keys, device)

@@ -1,0 +1,268 @@
+"""Steps that a loop throws away, and evaluations inside of a step, against plain torch in float64."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Use
+from hzplan.errors import UserError
+from hzplan.models.hooks import SMALL_ELEMENTS
+from hzplan.runtime.apply import Choice, apply, full_parameters
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.backends.threads import Post, ThreadWorld
+
+BLOCKS = 4
+SMALL, LARGE = 6, 130
+assert SMALL**2 < SMALL_ELEMENTS <= LARGE**2
+PLACES = [("1", (0, 0, 0)), ("2", (0, 0, 0)), ("2", (0, 0, 1)), ("2", (0, 1, 1)), ("2", (1, 1, 1))]
+"""Mesh and levels: gradients that are sharded, and that are not; on one rank and on two."""
+
+
+class Fault(torch.autograd.Function):
+    """The identity, whose backward raises where it is asked to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.block = block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.block.fails:
+            raise ValueError("in backward")
+        return gradients[0], None
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.fails = nn.Linear(width, width), nn.Linear(width, width), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(Fault.apply(self.first(x).tanh(), self))  # type: ignore[no-untyped-call]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def fresh(width: int) -> Net:
+    torch.manual_seed(0)
+    return Net(width).double()
+
+
+def choice_of(mesh: str, levels: tuple[int, int, int], *, clip: bool, accumulation: int) -> Choice:
+    names = [f"blocks.{index}" for index in range(BLOCKS)]
+    uses = [Use(name, "forward") for name in names] + [Use(name, "backward") for name in reversed(names)]
+    tensors = {name: Levels(*levels) for name, _ in fresh(SMALL).named_parameters()}
+    return Choice(Mesh.parse(mesh), tensors, tuple(uses), 1, accumulation, clip, "float64")
+
+
+Loop = Callable[[Net, torch.optim.Optimizer, Callable[[int], Tensor]], None]
+
+
+def on_ranks(loop: Loop, choice: Choice, width: int) -> None:
+    """Run a loop on every rank, a thread each, and in plain torch with all batches; compare weights."""
+    post, size = Post(choice.mesh.world), choice.mesh.world
+    models = [fresh(width) for _ in range(size)]  # here: all threads share one generator
+    weights: dict[int, dict[str, Tensor]] = {}
+
+    def batch(number: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        return torch.randn(3, width, generator=generator, dtype=torch.float64)
+
+    def run(rank: int) -> None:
+        model, optimizer = apply(
+            models[rank], choice, torch.optim.SGD, world=ThreadWorld(post, rank), lr=0.05, momentum=0.5
+        )
+        assert isinstance(model, Net)
+        loop(model, optimizer, lambda number: batch(number, rank))
+        weights[rank] = {} if optimizer.engine.step_state.open else full_parameters(optimizer)
+        optimizer.engine.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(weights) == [*range(size)], "a rank failed; its traceback is above"
+    single = fresh(width)
+    plain = torch.optim.SGD(single.parameters(), lr=0.05, momentum=0.5)
+    loop(single, plain, lambda number: torch.cat([batch(number, rank) for rank in range(size)]))
+    exact = dict(single.named_parameters())
+    for of_rank in weights.values():
+        for name, value in of_rank.items():
+            torch.testing.assert_close(value, exact[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+def end_step(optimizer: torch.optim.Optimizer) -> None:
+    """Clip (far above the norm) where the plan does; torch's optimizer then forgets its gradients."""
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.updates.clip:
+        optimizer.clip_grad_norm_(1e9)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def failing(block: nn.Module) -> Iterator[None]:
+    block.fails = True  # type: ignore[assignment]
+    try:
+        with pytest.raises(ValueError, match="in backward"):
+            yield
+    finally:
+        block.fails = False  # type: ignore[assignment]
+
+
+def thrown_away(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+    """Steps of two micro-batches; of the second step the first one is thrown away, and done again."""
+    for step in range(3):
+        if step == 1:
+            (100 * model(batch(99)).square().mean()).backward()
+            optimizer.zero_grad()
+        for micro_batch in range(2):
+            model(batch(10 * step + micro_batch)).square().mean().backward()
+        end_step(optimizer)
+
+
+def failed(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+    """In the second step a backward raises in its middle; the loop goes on with the next batch."""
+    for step in range(3):
+        if step == 1:
+            with failing(model.blocks[1]):
+                model(batch(99)).square().mean().backward()
+            optimizer.zero_grad()
+        for micro_batch in range(2):
+            model(batch(10 * step + micro_batch)).square().mean().backward()
+        end_step(optimizer)
+
+
+def called_late(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+    """``zero_grad()`` after the forward, where many loops have it."""
+    for step in range(3):
+        for micro_batch in range(2):
+            loss = model(batch(10 * step + micro_batch)).square().mean()
+            if not micro_batch:
+                optimizer.zero_grad()
+            loss.backward()
+        assert not isinstance(optimizer, ShardedOptimizer) or optimizer.engine.step_state.scheduled
+        end_step(optimizer)
+
+
+def evaluated(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+    """An evaluation before the second of three micro-batches; in the second step the third too."""
+    for step in range(3):
+        for micro_batch in range(3):
+            if micro_batch == 1 or (micro_batch == 2 and step == 1):
+                with torch.no_grad():
+                    model(batch(77))
+            model(batch(10 * step + micro_batch)).square().mean().backward()
+            assert not isinstance(optimizer, ShardedOptimizer) or optimizer.engine.step_state.scheduled
+        end_step(optimizer)
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("loop", [thrown_away, failed, called_late])
+def test_gradients_that_are_thrown_away_are_in_no_update(
+    loop: Loop, place: tuple[str, tuple[int, int, int]], clip: bool, width: int
+) -> None:
+    on_ranks(loop, choice_of(*place, clip=clip, accumulation=2), width)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_micro_batch_after_an_evaluation_is_scheduled(
+    place: tuple[str, tuple[int, int, int]], clip: bool
+) -> None:
+    on_ranks(evaluated, choice_of(*place, clip=clip, accumulation=3), SMALL)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_an_evaluation_inside_a_step_leaves_unsharded_gradients_as_few(
+    place: tuple[str, tuple[int, int, int]],
+) -> None:
+    most: dict[bool, int] = {}
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for evaluates in (False, True):
+            model(batch(0)).square().mean().backward()
+            if evaluates:
+                with torch.no_grad():
+                    model(batch(1))
+            counted = [0]
+
+            def count(*_: object, counted: list[int] = counted) -> None:
+                counted.append(sum(p.grad is not None for p in model.parameters()))
+
+            handles = [block.register_full_backward_pre_hook(count) for block in model.blocks]
+            model(batch(2)).square().mean().backward()
+            for handle in handles:
+                handle.remove()
+            if isinstance(optimizer, ShardedOptimizer):
+                most[evaluates] = max(counted)
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=2), LARGE)
+    assert most[True] <= most[False] <= 4  # those of one block, of four
+
+
+def test_a_forward_after_a_failed_backward_drops_the_step() -> None:
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        with failing(model.blocks[1]):
+            model(batch(99)).square().mean().backward()
+        if not isinstance(optimizer, ShardedOptimizer):
+            optimizer.zero_grad()
+        else:
+            with pytest.raises(RuntimeError, match="did not end; call optimizer"):
+                optimizer.step()
+        for micro_batch in range(2):
+            model(batch(micro_batch)).square().mean().backward()
+        end_step(optimizer)
+
+    with pytest.warns(UserWarning, match="a backward pass did not end"):
+        on_ranks(loop, choice_of("1", (0, 0, 0), clip=True, accumulation=2), LARGE)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_units_that_were_updated_in_backward_are_not_taken_back(
+    place: tuple[str, tuple[int, int, int]],
+) -> None:
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        with failing(model.blocks[0]):
+            model(batch(0)).square().mean().backward()
+        if isinstance(optimizer, ShardedOptimizer):
+            with pytest.raises(UserError, match="start again from a checkpoint, or solve with --clip"):
+                optimizer.zero_grad()
+
+    on_ranks(loop, choice_of(*place, clip=False, accumulation=1), SMALL)
+
+
+def test_clipping_of_a_step_that_is_thrown_away_is_forgotten() -> None:
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        model(batch(0)).square().mean().backward()
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.clip_grad_norm_(1e-6)
+        optimizer.zero_grad()
+        model(batch(1)).square().mean().backward()
+        end_step(optimizer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_ranks(loop, choice_of("2", (1, 1, 1), clip=True, accumulation=1), SMALL)
