@@ -95,7 +95,7 @@ def command(
     scheme = _scheme(against, loaded, profile) if against is not None else None
     better = _what_if(loaded, profile) if what_if else []
     swept = _sweep(sweep, plot, plan, loaded, profile, found) if sweep is not None else []
-    compared = beside(found, profile, measured) if measured is not None else []
+    compared = beside(found, measured) if measured is not None else []
     if html is not None:
         _write_report(html, plan, loaded, profile, found, measured)
     if as_json:

@@ -117,9 +117,8 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
             tried.append((triple, what, one, one.fits(budget_bytes, host_bytes)))
 
     for triple in found.model.mesh.triples():
-        frozen = Levels(triple.param, triple.param, triple.param)
         shards = readable.shards(*(found.model.mesh.shards[level] for level in triple))
-        attempt(triple, shards, tuple(triple if t.trainable else frozen for t in tensors[unit]), found.modes)
+        attempt(triple, shards, tuple(triple.of(trainable=t.trainable) for t in tensors[unit]), found.modes)
     recompute, offload = found.modes
     if unit in found.model.recomputable:
         what = "activations kept" if unit in recompute else "recomputed"
