@@ -74,7 +74,7 @@ def command(
 
 
 def _as_measured(profile: Profile) -> None:
-    """As many threads as a rank had that was measured; and a word where it was on another device."""
+    """Use as many threads as a measured rank had, and remark where the profile is of another device."""
     import os
 
     import torch
@@ -152,5 +152,5 @@ def _show(path: Path, plan: Plan, found: Evaluation, alone: Timeline, rehearsed:
 
 
 def _apart(predicted: float, rehearsed: float, whole: float) -> str:
-    """As a share of the whole, where that says something."""
+    """The difference as a share of ``whole``, as text."""
     return f"{(rehearsed - predicted) / whole:+.1%}" if whole else ""
