@@ -60,7 +60,7 @@ class PathPart:
 
     what: str
     seconds: float
-    units: Sequence[str]
+    units: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

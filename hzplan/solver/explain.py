@@ -13,6 +13,7 @@ from hzplan.cost.model import tensors_of
 from hzplan.cost.simulate import tier_loads_ns
 from hzplan.errors import UserError
 from hzplan.show import readable
+from hzplan.show.report import PathPart
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate
 from hzplan.solver.paths import Network
 from hzplan.solver.patterns import recompute_names
@@ -31,15 +32,6 @@ DOING: Mapping[Kind, str] = {
     Kind.STORE: "storing optimizer state on the host",
     Kind.COMPUTE: "activation recomputation",
 }
-
-
-@dataclass(frozen=True)
-class PathPart:
-    """Seconds of the critical cycle in one kind of work, and the units with the most of them."""
-
-    what: str
-    seconds: float
-    units: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

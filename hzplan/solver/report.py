@@ -12,7 +12,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.show.occupancy import activations
 from hzplan.show.readable import cluster, count, duration, size, worker
-from hzplan.show.report import Beside, ComparedScheme, Occupancy, PathPart, Report, TaskSpan, Tensor, Tier
+from hzplan.show.report import Beside, ComparedScheme, Occupancy, Report, TaskSpan, Tensor, Tier
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
 from hzplan.solver.explain import DOING, longest_chain
@@ -45,9 +45,9 @@ def build_report(
             for tier, name in enumerate(plan.cluster.tier_names)
         ],
         optimizer_exposed_s=waits.get(OPTIM_STREAM, 0.0),
-        path=[PathPart(part.what, part.seconds, part.units) for part in chain.parts],
+        path=chain.parts,
         path_s=chain.seconds,
-        binding=PathPart(chain.binding.what, chain.binding.seconds, ()) if chain.binding else None,
+        binding=chain.binding,
         schemes=[
             ComparedScheme(
                 name,
