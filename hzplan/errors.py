@@ -1,4 +1,4 @@
-"""What can go wrong for a user, with the exit code that the command line answers (design §7)."""
+"""Exceptions for users, each with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import ClassVar
 
 
 def printable(value: object) -> str:
-    """A name or message of others' making on one line: what a terminal would obey, XML has no place for, or
-    UTF-8 cannot say is a question mark."""
+    """Text from outside on one line; control characters, and all that XML or UTF-8 refuses, become ``?``."""
     return "".join(character if character.isprintable() else "?" for character in str(value))
 
 
@@ -49,9 +48,9 @@ class Preempted(UserError):
 
 
 class StreamError(JobFailed):
-    """What this rank did with others, or beside its compute, failed; ``__cause__`` says how.
+    """A task on a communication or optimizer stream of this rank failed; ``__cause__`` is its exception.
 
-    ``lost_peer``: another rank's death looks to be the reason, which that rank knows better.
+    ``lost_peer``: whether another rank's death is the likely reason, so that its message is the one to show.
     """
 
     def __init__(self, message: str, *, lost_peer: bool = False) -> None:

@@ -75,9 +75,8 @@ def _summary(found: Calibration, measured: Measured) -> dict[str, object]:
 
 def _print(found: Calibration, measured: Measured, output: Path, following: str) -> None:
     from hzplan.cli import console
-    from hzplan.solver.calibrate import waits_s
 
-    before, after = waits_s(found.before, found.profile), waits_s(found.after, found.profile)
+    before, after = found.before.waits_s, found.after.waits_s
     table = console.table(
         f"A step, over {measured.steps} measured ones",
         *("", "measured", "was predicted", "is predicted", "factor"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hzplan.solver.guard import Verdict
 
 TOLERANCES = "check.toml"
-"""Beside the plans: a table ``[tolerance]`` of shares by plan, and perhaps ``default``."""
+"""The file beside the plans with a table ``[tolerance]`` of shares by plan, and perhaps ``default``."""
 
 
 def command(
@@ -89,7 +89,7 @@ def command(
 
 
 def _checked(path: Path, tolerance: float, *, replay_only: bool) -> Verdict:
-    """What a broken file says is its verdict; those of other plans are worth having."""
+    """A plan's verdict; an unreadable file is a verdict too, so that other plans are still checked."""
     from hzplan.solver.guard import Verdict, guard
 
     try:
@@ -162,8 +162,10 @@ def _tolerances(folder: Path) -> Mapping[str, float]:
 
 
 def _verified(verdict: Verdict, *, fresh: bool) -> Verdict:
-    """With what training a narrow copy shows, under the recorded plan or under the ``fresh`` one that will
-    take its place; of a factory's model nothing is run."""
+    """The verdict with the result of training a narrow copy, under the recorded or the ``fresh`` plan.
+
+    A factory's model is not run.
+    """
     from hzplan.formats.plan import Plan
     from hzplan.models.workload import BUILT_IN
     from hzplan.solver.guard import Change

@@ -1,4 +1,4 @@
-"""What ``hzplan check`` found: for people, and for the systems that they review changes in."""
+"""The output of ``hzplan check``: a table, JSON, JUnit, Markdown and annotations for GitHub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(
 
 
 def _remarks(verdict: Verdict) -> Iterator[tuple[bool, str]]:
-    """Whether it fails the check, and what is said."""
+    """The remarks on a plan, each with whether it fails the check."""
     if verdict.unreadable is not None:
         yield True, printable(verdict.unreadable)
     for change in verdict.changes:

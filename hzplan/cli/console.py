@@ -1,4 +1,4 @@
-"""What a person sees: consoles, tables, progress; units of measure are ``show.readable``'s."""
+"""Consoles, tables and progress in the terminal; units of measure are ``show.readable``'s."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Bar", "count", "difference", "duration", "remark", "size", "stderr",
 
 WIDTH = 80
 FIRST_LINE_S, LAST_LINE_S = 5.0, 600.0
-"""Where nobody watches a bar move, a line of progress this often: at first, and at most."""
+"""Seconds between lines of progress where stderr is no terminal: at first, and at most."""
 
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 """Names and paths are the user's: ``[bold]`` in them is text."""
 
 
 def _plain(value: object) -> Any:
-    """Text of others' making as it may be shown: on one line, and nothing that a terminal or CI obeys."""
+    """Text from outside made safe to print: one line, without commands for a terminal or a CI system."""
     return printable(value).replace("::", ": :").replace("##[", "# #[") if isinstance(value, str) else value
 
 
@@ -98,7 +98,7 @@ class Bar:
         return self
 
     def update(self, text: str, fraction: float) -> None:
-        """What is going on, and how much of the whole is done."""
+        """Show a text, and the fraction of the whole that is done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=fraction, text=text)
         elif self._shown:

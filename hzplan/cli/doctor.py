@@ -28,7 +28,7 @@ def command(
 
 
 def _answer(look: Callable[[], str]) -> str:
-    """What is to be seen; what went wrong in looking is an answer too."""
+    """The text of one look, or the error that it raised."""
     from hzplan.errors import one_line
 
     try:

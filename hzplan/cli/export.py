@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")
 MOST_SHOWN = 12
-"""Lines about what gets lost."""
+"""Lines about losses that are printed."""
 
 
 def command(
@@ -166,7 +166,7 @@ def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path |
 
 
 FREE_SHARE, FREE_BYTES = 1e-4, 2**20
-"""What a loss may cost, as a share of the step and in bytes, to be called free."""
+"""Cost below which a loss is called free: share of the step, and bytes."""
 
 
 def _costs(one: Lost, of_s: float) -> bool:

@@ -97,8 +97,10 @@ def command(
             "MODEL is missing: name one, as in gpt:tiny, or measure links alone with --only links"
         )
     if cluster is None and (analytic or nodes is not None):
+        from hzplan.formats.cluster import known_clusters
+
         raise UserError(
-            "--analytic and --nodes need --cluster NAME; clusters: " + ", ".join(_known_clusters())
+            f"--analytic and --nodes need --cluster NAME; clusters: {', '.join(known_clusters())}"
         )
     if cluster is not None and links is not None:
         raise UserError("--cluster has modelled links and --links measured ones; choose one")
@@ -157,12 +159,6 @@ def _in_job(request: _ModelProfiling | _LinksProfiling, nproc: int | None, *, as
             show = request.measure(ready, bar.update)
         if here.rank == 0:
             show(as_json)
-
-
-def _known_clusters() -> list[str]:
-    from hzplan.formats.cluster import known_clusters
-
-    return known_clusters()
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from hzplan.formats.links import Links
 from hzplan.formats.profile import Profile, UnitEntry, UseCost
 
 SCATTERED = 0.25
-"""Half the distance between quartiles, over the median, from which on a figure is marked."""
+"""Spread (half the distance between quartiles, over the median) above which a figure is marked."""
 
 MATTERS = 0.01
-"""Of a forward and backward: what takes less is not marked."""
+"""Share of a forward and backward: uses that take less are not marked."""
 
 
 def show(profile: Profile, path: Path, *, as_json: bool) -> None:
@@ -64,14 +64,14 @@ def _links_summary(links: Links, path: Path, following: str) -> dict[str, object
 
 
 def _name_slow(measured: Profile | Links) -> None:
-    """Who held the others up."""
+    """Print the slow ranks."""
     out = console.stdout()
     for entry in measured.stragglers:
         out.print(f"Slow: {entry.describe()}", soft_wrap=True, markup=False, style="yellow")
 
 
 def _mark_scattered(measured: Profile | Links) -> None:
-    """What cannot be trusted, as it came out differently each time."""
+    """Print a warning about figures with a large spread."""
     if found := _scattered(measured):
         console.stdout().print(
             f"Not steady: {found[0]}"

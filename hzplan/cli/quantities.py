@@ -1,4 +1,4 @@
-"""Quantities as people write them."""
+"""Parsing of quantities in options: bytes, shares, dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_dtype(text: str, option: str) -> Dtype:
 
 
 LEAST_PLAIN = 2**20
-"""A number without a unit is one of bytes from here on; a smaller one lacks its unit."""
+"""Smallest number that is read as bytes without a unit; a smaller one is refused for lack of its unit."""
 
 
 def parse_bytes(text: str, option: str) -> int:

@@ -1,4 +1,4 @@
-"""How a command that needs ranks gets them, and what it says about it."""
+"""Ranks for commands that need them: joining the job of this process, or starting ranks here."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def command(
 
 
 def _as_measured(profile: Profile) -> None:
-    """As many threads as a rank had that was measured; and a word where it was on another device."""
+    """Use as many threads as a measured rank had, and remark where the profile is of another device."""
     import os
 
     import torch
@@ -96,14 +96,8 @@ def _as_measured(profile: Profile) -> None:
     torch.set_flush_denormal(True)  # what arrives is made up
 
 
-def _waits(plan: Plan, alone: Timeline) -> dict[str, float]:
-    """What is predicted that compute waits for, seconds by tier's name or "optim"."""
-    names = {f"tier {tier}": name for tier, name in enumerate(plan.cluster.tier_names)}
-    return {names.get(cause, cause): waited / 1e9 for cause, waited in alone.exposed_ns.items()}
-
-
 def _answer(plan: Plan, found: Evaluation, alone: Timeline, rehearsed: Rehearsed) -> dict[str, object]:
-    waits = _waits(plan, alone)
+    waits = alone.waits_s(plan.cluster.tier_names)
     return {
         "rank": rehearsed.rank,
         "world": plan.mesh.world,
@@ -124,7 +118,7 @@ def _answer(plan: Plan, found: Evaluation, alone: Timeline, rehearsed: Rehearsed
 def _show(path: Path, plan: Plan, found: Evaluation, alone: Timeline, rehearsed: Rehearsed) -> None:
     from hzplan.cli import console
 
-    waits = _waits(plan, alone)
+    waits = alone.waits_s(plan.cluster.tier_names)
     step_s = alone.period_ns / 1e9
     rows = [("compute", step_s - sum(waits.values()), rehearsed.busy_s)]
     rows += [
@@ -158,5 +152,5 @@ def _show(path: Path, plan: Plan, found: Evaluation, alone: Timeline, rehearsed:
 
 
 def _apart(predicted: float, rehearsed: float, whole: float) -> str:
-    """As a share of the whole, where that says something."""
+    """The difference as a share of ``whole``, as text."""
     return f"{(rehearsed - predicted) / whole:+.1%}" if whole else ""

@@ -1,4 +1,4 @@
-"""What a run shows and writes: progress, metrics, the last table."""
+"""The output of ``hzplan run``: progress, metrics file, last table."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RunReport(Watcher):
 
 
 def _lines_before(path: Path, step: int) -> list[str]:
-    """The lines of steps before this one; what is no such line goes."""
+    """The metrics lines of steps before ``step``; lines that cannot be read are dropped."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if _step_of(line) < step]
 

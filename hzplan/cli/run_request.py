@@ -1,4 +1,4 @@
-"""What ``hzplan run`` is asked for: checked, made ready, and done on every rank."""
+"""The request behind ``hzplan run``: its checks, its preparation, and its work on every rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hzplan.training.keeper import Saving
 
 MOST_TIMEOUT_S = 1e6
+"""Upper limit of --timeout, seconds."""
 
 TRACED_STEPS = 5
 """How many steps a trace shows."""
@@ -28,7 +29,7 @@ TRACED_STEPS = 5
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run needs, read and found to fit together."""
+    """Plan, model and data of a run, checked against each other."""
 
     plan: Plan
     workload: Workload
@@ -38,7 +39,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What to train, and every check that needs no other rank."""
+    """The options of ``hzplan run``, and every check that needs no other rank."""
 
     plan: Path
     model: str | None
@@ -321,7 +322,7 @@ def _check_checkpoint(folder: Path, model: nn.Module) -> None:
 
 
 def _checked_model(workload: Workload, plan: Plan) -> nn.Module:
-    """What the plan is for; on no device where it is built in.
+    """The plan's model; on the meta device where it is built in.
 
     UserError when the plan was made for another model.
     """

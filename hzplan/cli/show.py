@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from hzplan.solver.sweep import Point
 
 SHOWN = 8
-"""Alternatives in the table."""
+"""Rows of the table of alternatives."""
 MORE_BYTES = 2**30
+"""Bytes that --what-if adds to the budget."""
 
 
 def command(
@@ -95,7 +96,7 @@ def command(
     scheme = _scheme(against, loaded, profile) if against is not None else None
     better = _what_if(loaded, profile) if what_if else []
     swept = _sweep(sweep, plot, plan, loaded, profile, found) if sweep is not None else []
-    compared = beside(found, profile, measured) if measured is not None else []
+    compared = beside(found, measured) if measured is not None else []
     if html is not None:
         _write_report(html, plan, loaded, profile, found, measured)
     if as_json:
@@ -202,7 +203,7 @@ def _known(plan: Plan, profile: Profile) -> dict[str, Evaluation]:
 
 
 def _what_if(plan: Plan, profile: Profile) -> list[Point]:
-    """Solved again, not guessed."""
+    """The plan's question solved with 1 GiB more, and with a network twice as fast."""
     from hzplan.cli import console
     from hzplan.solver.guard import request_of
     from hzplan.solver.sweep import sweep, with_network
@@ -258,10 +259,10 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
             f"These are {console.duration(chain.seconds)} in all; {chain.binding.what} is longer: "
             f"{console.duration(chain.binding.seconds)}."
         )
-    handed = " and tasks handed over" if found.model.interference.wakeup_ns else ""
+    wakeups = ", and streams wake each other up" if found.model.interference.wakeup_ns else ""
     out.print(
         f"predicted {console.duration(found.step_s)}, of which {console.duration(sharing_s(found))} because "
-        f"links and processors are shared{handed}"
+        f"links and processors are shared{wakeups}"
     )
     busy = zip(plan.cluster.tier_names, tier_shares(found), strict=True)
     out.print("busy: " + ", ".join(f"{name} {share:.0%} of the step" for name, share in busy))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hzplan.solver.solve import Infeasible, Request, Solved
 
 RESERVED = 0.05
-"""The share of a device's memory that is left free when no budget is given: for the CUDA context, NCCL's
-buffers and what the allocator cannot use."""
+"""Share of a device's memory left free when no budget is given: for the CUDA context, NCCL's buffers and
+fragmentation of the allocator."""
 
 
 def command(
@@ -236,7 +236,8 @@ def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
 
 
 def _nothing_fits(profile: Profile, request: Request, outcome: Infeasible, *, as_json: bool) -> str:
-    """The smallest memory that would, what takes it, and which pins are in the way."""
+    """The message where nothing fits: the smallest memory that would, its largest part, options in
+    conflict."""
     from hzplan.cli import console
     from hzplan.solver.conflict import conflict, decided, more_nodes, moved_to_host
 

@@ -1,4 +1,4 @@
-"""What ``hzplan solve`` says of its plan: for people, and for machines."""
+"""The output of ``hzplan solve``: tables and lines for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
 
 OPTIMISTIC = (1.04, 1.49)
-"""How many times as long as predictions from modelled NCCL profiles the published runs took that such
-predictions were held against."""
+"""Least and largest ratio of published NCCL runs' step times to predictions from modelled profiles."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +186,7 @@ class SolveReport:
         )
 
     def _next(self) -> Iterator[str]:
-        """What to type: for a cluster that is not here, what a runtime of its own takes, or its launch
-        line."""
+        """The lines to type next; for a cluster elsewhere the export and the launch line."""
         if self.plan.parallel is not None:
             yield f"next: hzplan show {self.path}"
             return
@@ -209,7 +207,7 @@ class SolveReport:
         yield f"  or, on each node of the cluster: {line}"
 
     def _beside(self) -> str | None:
-        """What model parallelism adds that the plan does not see."""
+        """The effect of model parallelism beside the plan; None without any."""
         parallel = self.plan.parallel
         if parallel is None:
             return None
@@ -227,7 +225,7 @@ class SolveReport:
         )
 
     def _expected_error(self) -> str:
-        """What is known of it."""
+        """The known error of predictions like this one."""
         if self.profile.modelled is not None:
             of_links = self.profile.modelled.device is None
             what, how = (
@@ -331,7 +329,7 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _worth(share: float | None) -> str:
-    """By how much a step is longer without a freedom; None where nothing fits without it."""
+    """A freedom's share of the step as text; None where nothing fits without it."""
     return "needed to fit" if share is None else f"{share:.1%}"
 
 

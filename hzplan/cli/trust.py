@@ -1,4 +1,4 @@
-"""Plans are data: code that one names runs only when the user names it too."""
+"""Checks before a plan's model is built: a factory that a plan names runs only when the user names it too."""
 
 from __future__ import annotations
 

@@ -41,6 +41,10 @@ class Levels(NamedTuple):
         """Whether the optimizer state is sharded at least as finely as parameter and gradient."""
         return 0 <= self.param <= self.optim and 0 <= self.grad <= self.optim
 
+    def of(self, *, trainable: bool) -> Levels:
+        """The levels of a tensor under this triple: a frozen tensor has only a parameter level."""
+        return self if trainable else Levels(self.param, self.param, self.param)
+
 
 @dataclass(frozen=True)
 class Mesh:

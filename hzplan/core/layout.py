@@ -138,8 +138,7 @@ def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple
     """
     groups: dict[tuple[Levels, str, bool], list[TensorSpec]] = {}
     for tensor, levels in choices:
-        if not tensor.trainable:
-            levels = Levels(levels.param, levels.param, levels.param)
+        levels = levels.of(trainable=tensor.trainable)
         groups.setdefault((levels, tensor.dtype, tensor.trainable), []).append(tensor)
     return tuple(lay_out(tensors, key[0], mesh) for key, tensors in groups.items())
 

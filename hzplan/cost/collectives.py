@@ -87,12 +87,10 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
         ) from None
     mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
     largest = largest_gradient_bytes(profile.units, profile.model.dtype)
-    fields = {name: getattr(profile, name) for name in Profile.model_fields}
-    fields |= {  # model_copy would keep cached properties, such as the mesh
-        "cluster": profile.cluster.model_copy(update={"mesh": str(mesh)}),
-        "collectives": collectives(cluster, mesh, largest),
-    }
-    return Profile(**fields)
+    return profile.replaced(
+        cluster=profile.cluster.model_copy(update={"mesh": str(mesh)}),
+        collectives=collectives(cluster, mesh, largest),
+    )
 
 
 def with_ranks(profile: Profile, world: int) -> Profile:
@@ -126,19 +124,18 @@ def with_ranks(profile: Profile, world: int) -> Profile:
         size = mesh.group_size(stage)
         factor = (size - 1) / size * before / (before - 1)
         curves += [_resized(curve, stage, factor) for curve in across.values()]
-    fields = {name: getattr(profile, name) for name in Profile.model_fields}
-    fields |= {
-        "cluster": profile.cluster.model_copy(
+    calibrated = profile.calibrated
+    if calibrated is not None:
+        calibrated = calibrated.model_copy(update={"tiers": calibrated.tiers[:tiers]})
+    return profile.replaced(
+        cluster=profile.cluster.model_copy(
             update={"mesh": str(mesh), "tier_names": profile.cluster.tier_names[:tiers]}
         ),
-        "collectives": tuple(curves),
-        "interference": profile.interference[:tiers],
-        "stragglers": (),
-    }
-    if profile.calibrated is not None:
-        kept = profile.calibrated.tiers[:tiers]
-        fields["calibrated"] = profile.calibrated.model_copy(update={"tiers": kept})
-    return Profile(**fields)
+        collectives=tuple(curves),
+        interference=profile.interference[:tiers],
+        stragglers=(),
+        calibrated=calibrated,
+    )
 
 
 def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveCurve:

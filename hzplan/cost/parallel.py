@@ -51,8 +51,7 @@ def share(profile: Profile, parallel: ModelParallel) -> Profile:
     exchange = _TensorParallelTime(profile, parallel, width)
     shared = tuple(_share_of_unit(unit, parallel.tensor, width) for unit in units)
     specs = [tensor.spec for unit in shared for tensor in unit.tensors]
-    fields = {name: getattr(profile, name) for name in Profile.model_fields}
-    fields |= {
+    fields: dict[str, object] = {
         "parallel": parallel,
         "model": profile.model.model_copy(
             update={"parameters": sum(spec.numel for spec in specs), "signature": signature(specs)}
@@ -61,7 +60,7 @@ def share(profile: Profile, parallel: ModelParallel) -> Profile:
         "uses": tuple(_share_of_use(use, units, parallel, exchange) for use in uses),
         "stragglers": (),
     }
-    return Profile(**fields | _cluster(profile, parallel, shared))
+    return profile.replaced(**fields | _cluster(profile, parallel, shared))
 
 
 def _cluster(profile: Profile, parallel: ModelParallel, units: tuple[UnitEntry, ...]) -> dict[str, object]:

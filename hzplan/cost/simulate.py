@@ -31,6 +31,11 @@ class Timeline:
     period_ns: float
     exposed_ns: dict[str, float]
 
+    def waits_s(self, tier_names: Sequence[str]) -> dict[str, float]:
+        """Seconds that compute waits in the step, by tier name and "optim"."""
+        names = {f"tier {tier}": name for tier, name in enumerate(tier_names)}
+        return {names.get(cause, cause): waited / 1e9 for cause, waited in self.exposed_ns.items()}
+
 
 def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
     """Longest path, step after step, until the period repeats (max-plus systems become periodic).

@@ -1,4 +1,4 @@
-"""What a machine lacks, and the command that provides it. Pure."""
+"""Messages for machines that cannot emulate: the missing part and the command that provides it. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def lacks(platform: str, missing_tools: Iterable[str]) -> str | None:
 
 
 def not_begun(said: str, *, root: bool) -> UserError:
-    """Why a world did not begin, of what unshare or our own first process ``said``."""
+    """The error for namespaces that did not start, from the output ``said`` of unshare or the first
+    process."""
     lines = said.strip().splitlines() or [""]
     if lines[-1].startswith("unshare:") and "failed to execute" not in said:
         return UserError(refused(said, root=root))
@@ -30,7 +31,7 @@ def not_begun(said: str, *, root: bool) -> UserError:
 
 
 def refused(said: str, *, root: bool) -> str:
-    """What to do where unshare failed and ``said`` why."""
+    """The message where unshare failed with the output ``said``."""
     if root:
         todo = "give the container CAP_SYS_ADMIN and CAP_NET_ADMIN, or allow it user namespaces"
     elif "No space left" in said:
@@ -46,7 +47,7 @@ def refused(said: str, *, root: bool) -> str:
 
 
 def failed(line: str, said: str) -> str:
-    """What to do where a line of ip or tc failed and ``said`` why."""
+    """The message where a line of ip or tc failed with the output ``said``."""
     lower = said.lower()
     for word, module in _MODULES.items():
         if word in line.split() and ("unknown" in lower or "not supported" in lower):

@@ -1,4 +1,4 @@
-"""The private world seen from outside: starting it, handing it signals, hearing what it reports."""
+"""The private namespaces seen from outside: starting them, passing signals, reading their reports."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from hzplan.errors import JobFailed, UserError
 
 @dataclass
 class JobOutcome:
-    """What became of a job."""
+    """The result of an emulated job."""
 
     measured: dict[int, float] = field(default_factory=dict)
-    """Bits/s of the tiers that are limited, where that was asked for."""
+    """Measured bits/s of the tiers with a limit, if they were to be measured."""
 
     ended: list[Ended] = field(default_factory=list)
     """How the ranks ended, in that order."""
 
     received: signal.Signals | None = None
-    """What the user sent us."""
+    """The signal that the user sent, if any."""
 
     @property
     def code(self) -> int:
@@ -50,7 +50,7 @@ class JobOutcome:
 
 
 class Box:
-    """A private world, and what it reports."""
+    """The private namespaces of one job, run by ``hzplan.emulate.world``, and their reports."""
 
     def __init__(self, cluster: Cluster, say: Callable[[str], None]) -> None:
         self.began = False
@@ -164,13 +164,13 @@ class Box:
 
 
 def environment() -> dict[str, str]:
-    """Ours, where commands beside our Python are found too: ``hzplan`` of an environment not activated."""
+    """This process's environment, with the folder of this Python on PATH, so that ``hzplan`` is found."""
     beside = os.path.dirname(sys.executable)
     return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:{beside}"}
 
 
 def last_line(said: str) -> str:
-    """What a process that broke said last."""
+    """The last line of a failed process's output."""
     lines = said.strip().splitlines()
     return lines[-1] if lines else "it said nothing; the machine may be out of memory"
 

@@ -1,4 +1,4 @@
-"""What is emulated: sizes and rates of the tiers, as people write them. Pure arithmetic."""
+"""The emulated cluster: sizes and rates of its tiers, parsed from options. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _count(number: int, what: str) -> str:
 
 
 def environment(cluster: Cluster, rank: int, inherited: dict[str, str]) -> dict[str, str]:
-    """What a rank is told: its place as torchrun says it, where to meet, and which interface to use."""
+    """A rank's environment: torchrun's variables, and the interface to use."""
     kept = {name: value for name, value in inherited.items() if not name.startswith(_NOT_INHERITED)}
     node, local = divmod(rank, cluster.per_node)
     if cluster.world > 1:

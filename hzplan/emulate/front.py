@@ -1,4 +1,4 @@
-"""What the user starts: checks what is there, has the job run, tells what became of it."""
+"""``emulate.run``: checks the machine, runs the job in its namespaces, explains failures."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _folder(logs: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
 
 
 def _explain(ended: Sequence[Ended], worst: Ended, logs: Path, say: Callable[[str], None]) -> None:
-    """Who failed how, the culprit last, with the end of its log unless that was shown already."""
+    """Say how ranks failed, the first to fail last, with the end of its log (rank 0's was shown already)."""
     others = [end for end in ended if end.code != 0 and end is not worst]
     for end in others[:OTHERS]:
         say(end.describe() + (" when the others had failed" if end.by_us else ""))

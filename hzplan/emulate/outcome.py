@@ -1,4 +1,4 @@
-"""How the ranks of a job ended, and which of them is to blame. Pure."""
+"""Exit states of a job's ranks, and the rank that failed first. Pure."""
 
 from __future__ import annotations
 

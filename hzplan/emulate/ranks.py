@@ -1,4 +1,4 @@
-"""The ranks inside the world: starting them, passing on output and signals, ending all when one fails."""
+"""The rank processes inside the namespaces: start, output, signals, and the end of all when one fails."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hzplan.emulate.spec import Spec, log_name
 from hzplan.errors import UserError
 
 FAILURE_GRACE_S = 10.0
-"""When a rank failed the others may find out, and say so, for so long."""
+"""Seconds that other ranks have after the first failure, to notice it and say so."""
 
 SIGNAL_GRACE_S = 3.0
-"""A rank that was sent a signal is killed so much later."""
+"""Seconds from a signal to a rank until it is killed."""
 
 DRAIN_S = 2.0
 

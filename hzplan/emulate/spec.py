@@ -1,4 +1,4 @@
-"""What the front tells the world, and what the world reports: one JSON object each, over descriptors."""
+"""The messages between the front and the namespaces' first process: JSON objects over descriptors."""
 
 from __future__ import annotations
 

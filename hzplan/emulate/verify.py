@@ -1,4 +1,4 @@
-"""What the links really carry: a short transfer per tier."""
+"""Measurement of the emulated links: a short transfer per tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hzplan.emulate.cluster import Cluster, address
 from hzplan.emulate.network import MTU
 
 TOLERANCE = 0.2
-"""Beyond this part of the rate asked for, the user is told."""
+"""Share of the asked rate by which the measured one may differ without a warning."""
 
 _HEADERS = 14 + 20 + 32  # bytes of Ethernet, IP and TCP in a frame of MTU + 14 bytes
 _ON_THE_WIRE = (MTU + 14) / (MTU + 14 - _HEADERS)
@@ -23,7 +23,7 @@ _IMPATIENT_S = 10.0
 
 
 def duration_s(rate: int) -> float:
-    """How long to measure: enough for what is let through at first not to matter, as short as that allows."""
+    """Seconds to measure a rate (bits/s): so long that the first burst hardly counts."""
     return min(2.0, max(0.4, 8 * 250_000 / rate))
 
 

@@ -1,4 +1,4 @@
-"""The first process of the private world: makes the network, measures it, runs the ranks.
+"""The first process inside the private namespaces: makes the network, measures it, runs the ranks.
 
 The front starts it as ``python -m hzplan.emulate.world SPEC`` inside new namespaces. When it ends the kernel
 ends everything that it made.
@@ -20,7 +20,7 @@ from hzplan.errors import UserError
 
 
 def main() -> None:
-    """Do what argv says; the front reads from the report how it went."""
+    """Run the job that argv[1] specifies, and report to the front."""
     spec = Spec.from_text(sys.argv[1])
     for descriptor in (spec.control, spec.report, spec.stdout, spec.stderr):
         os.set_inheritable(descriptor, False)

@@ -1,1 +1,1 @@
-"""A plan for a runtime that a team has already: one file per target."""
+"""Export of a plan to other runtimes, one file per target."""

@@ -1,4 +1,4 @@
-"""What every target must say of a plan: how each wrapped module is sharded; and what of it gets lost."""
+"""The part that all export targets share: sharding per wrapped module, and what a target cannot express."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hzplan.core.layout import TensorSpec
 from hzplan.formats.plan import Plan, PlanUnit
 
 GRADIENTS = "the gradients"
-"""Where a loss is that no unit has for itself."""
+"""``Lost.where`` of a loss that concerns all units."""
 
 ROOT = ""
 """The whole model, as modules are named."""
@@ -19,7 +19,7 @@ ROOT = ""
 
 @dataclass(frozen=True)
 class Group:
-    """A module that is unsharded as one, and the levels of what it holds.
+    """A module that the target unshards as one, and the levels of its tensors.
 
     ``units``: the plan's units in it. The root's group has what no other module's has.
     """
@@ -32,9 +32,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Lost:
-    """Something that the target cannot say, and what it does instead.
+    """A choice of the plan that the target cannot express, and its substitute, in ``what``.
 
-    ``step_s``, ``peak_bytes``: what that costs, predicted; None without the plan's profile.
+    ``step_s``, ``peak_bytes``: the predicted cost of the substitute; None without the plan's profile.
     """
 
     where: str
@@ -45,8 +45,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Exported:
-    """A target's file. ``levels``: what it makes of every unit, where that can be said so;
-    ``gradient_buffers``: the target's, None where they are the plan's or nobody's choice."""
+    """A target's file. ``levels``: by unit, the levels that the target uses, where it has such;
+    ``gradient_buffers``: the target's own number of them, None where it has the plan's or none."""
 
     text: str
     lost: tuple[Lost, ...]
@@ -55,7 +55,8 @@ class Exported:
 
 
 def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], list[Lost]]:
-    """The modules to wrap, in forward order, the root last, and which tensors have other levels than theirs.
+    """The modules to wrap, in forward order with the root last, and the tensors with other levels than
+    theirs.
 
     Units that share a tensor without one being inside the other meet in the root, which is the only module
     that has both. ``sizes``: a tensor's elements, to tell which bucket of a unit weighs most.
@@ -103,7 +104,8 @@ def kept_on_device(plan: Plan, target: str) -> list[Lost]:
 def one_scheme(
     plan: Plan, groups: Sequence[Group], known: Iterable[Levels], sizes: Callable[[str], int], target: str
 ) -> tuple[Levels, list[Lost]]:
-    """For a target that has one scheme for a whole model: the one nearest to most elements, and who loses."""
+    """For a target with one scheme per model: the scheme nearest to most elements, and the units that
+    differ."""
     tensors = {unit.name: [t for bucket in unit.buckets for t in bucket.tensors] for unit in plan.units}
     candidates = list(known)
     weight: dict[Levels, int] = {}
@@ -124,7 +126,7 @@ def one_scheme(
 
 
 def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
-    """How different what a rank holds is, in shares of the model."""
+    """Distance of two triples: the summed differences of the shares of the model that a rank holds."""
     counts = plan.mesh.shards
     return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in zip(mine, theirs, strict=True))
 
@@ -169,6 +171,6 @@ def elements(tensors: Iterable[TensorSpec]) -> Callable[[str], int]:
 
 
 def about(path: Path, plan: Plan) -> str:
-    """What a file says of where it comes from; one line."""
+    """A line for an exported file on its origin."""
     text = f"{plan.model.name} on {plan.cluster.mesh}, {path.name}, made by hzplan export"
     return "".join(character if character.isprintable() else "?" for character in text)

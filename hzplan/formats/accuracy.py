@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from hzplan.errors import UserError
-from hzplan.formats.base import Fraction, PositiveInt, Strict, read, to_text, write_text
+from hzplan.formats.base import Document, Fraction, PositiveInt, Strict
 from hzplan.formats.cluster import FOLDERS
 
 
@@ -28,7 +27,7 @@ class AccuracyEntry(Strict):
     memory_worst: Fraction
 
 
-class Accuracy(Strict):
+class Accuracy(Document):
     """The published figures."""
 
     format: Literal["hzplan.accuracy"] = "hzplan.accuracy"
@@ -36,15 +35,6 @@ class Accuracy(Strict):
     date: str
     commit: str
     entries: tuple[AccuracyEntry, ...] = Field(min_length=1)
-
-    @classmethod
-    def load(cls, path: Path) -> Accuracy:
-        """Read figures; UserError of one line when the file does not hold any."""
-        return read(path, cls, form="hzplan.accuracy", version=1)
-
-    def save(self, path: Path) -> None:
-        """Write the canonical text, whole or not at all."""
-        write_text(path, to_text(self))
 
 
 def published(backend: str) -> AccuracyEntry | None:

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,13 +31,28 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Document = TypeVar("Document", bound=Strict)
+class Document(Strict):
+    """A file's content; subclasses have the fields ``format`` and ``version`` with their only value as
+    default."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file of this format; UserError of one line when it is not one."""
+        form, version = (cls.model_fields[name].default for name in ("format", "version"))
+        return read(Path(path), cls, form=form, version=version)
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical text, whole or not at all."""
+        write_text(Path(path), to_text(self))
+
+
+StrictModel = TypeVar("StrictModel", bound=Strict)
 
 MAX_FILE_BYTES = 256 * 2**20
 """Largest file that is read, bytes; real ones are a few MiB."""
 
 
-def read(path: Path, kind: type[Document], *, form: str, version: int) -> Document:
+def read(path: Path, kind: type[StrictModel], *, form: str, version: int) -> StrictModel:
     """Read and validate a file; every failure is a UserError of one line that names file and field."""
     data = read_json(path)
     if not isinstance(data, dict) or data.get("format") != form:

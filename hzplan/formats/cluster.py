@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hzplan.core.layout import Dtype
 from hzplan.errors import UserError
-from hzplan.formats.base import PositiveInt, Strict, read
+from hzplan.formats.base import Document, PositiveInt, Strict
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (_PACKAGE / "_cost_models", _PACKAGE.parent / "cost_models")
@@ -45,7 +45,7 @@ class TimeFigure(Figure):
     value: Annotated[float, Field(gt=0, le=1)]
 
 
-class DeviceModel(Strict):
+class DeviceModel(Document):
     """One accelerator.
 
     ``flops_per_s``: peak of dense matrix products by dtype, of which ``product_share`` is reached;
@@ -66,11 +66,6 @@ class DeviceModel(Strict):
     host_bytes_per_s: RateFigure | None = None
     host_share: ShareFigure | None = None
 
-    @classmethod
-    def load(cls, path: Path) -> DeviceModel:
-        """Read a device; UserError of one line when it is not one."""
-        return read(path, cls, form="hzplan.device", version=1)
-
 
 class TierModel(Strict):
     """The links of a tier, fastest tier first.
@@ -87,7 +82,7 @@ class TierModel(Strict):
     latency_s: TimeFigure
 
 
-class ClusterModel(Strict):
+class ClusterModel(Document):
     """A cluster: one kind of device, and tiers of links."""
 
     format: Literal["hzplan.cluster"] = "hzplan.cluster"
@@ -97,11 +92,6 @@ class ClusterModel(Strict):
     device: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     backend: str
     tiers: tuple[TierModel, ...] = Field(min_length=1, max_length=4)
-
-    @classmethod
-    def load(cls, path: Path) -> ClusterModel:
-        """Read a cluster; UserError of one line when it is not one."""
-        return read(path, cls, form="hzplan.cluster", version=1)
 
 
 def known_clusters() -> list[str]:

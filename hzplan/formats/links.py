@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import model_validator
 
-from hzplan.formats.base import Strict, read, to_text, write_text
+from hzplan.formats.base import Document
 from hzplan.formats.profile import (
     ClusterEntry,
     CollectiveCurve,
@@ -19,7 +18,7 @@ from hzplan.formats.profile import (
 )
 
 
-class Links(Strict):
+class Links(Document):
     """What ``hzplan profile --only links`` measured; the parts of a profile that are not a model's."""
 
     format: Literal["hzplan.links"] = "hzplan.links"
@@ -36,12 +35,3 @@ class Links(Strict):
         """As a profile's."""
         check_cluster(self.cluster, self.collectives, self.interference, self.host)
         return self
-
-    @classmethod
-    def load(cls, path: str | Path) -> Links:
-        """Read links; UserError of one line when it is not that."""
-        return read(Path(path), cls, form="hzplan.links", version=2)
-
-    def save(self, path: str | Path) -> None:
-        """Write the canonical text, whole or not at all."""
-        write_text(Path(path), to_text(self))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -11,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.formats.base import (
+    Document,
     Fraction,
     Gap,
     NonNegativeInt,
@@ -18,9 +18,6 @@ from hzplan.formats.base import (
     Rate,
     Seconds,
     Strict,
-    read,
-    to_text,
-    write_text,
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 
@@ -129,7 +126,7 @@ class Predicted(Strict):
     mfu: Rate
 
 
-class Plan(Strict):
+class Plan(Document):
     """The plan that ``hzplan solve`` writes and ``hzplan run`` executes.
 
     ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights.
@@ -236,12 +233,3 @@ class Plan(Strict):
     def levels(self, bucket: BucketEntry) -> Levels:
         """A bucket's shard counts as levels of the mesh."""
         return self._levels(self.mesh, bucket.shards)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read a plan; UserError of one line when it is not one."""
-        return read(Path(path), cls, form="hzplan.plan", version=1)
-
-    def save(self, path: str | Path) -> None:
-        """Write the canonical text, whole or not at all."""
-        write_text(Path(path), to_text(self))

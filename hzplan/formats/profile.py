@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sized
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,15 +13,13 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import Dtype, TensorSpec
 from hzplan.core.schedule import Use
 from hzplan.formats.base import (
+    Document,
     Fraction,
     Measured,
     NonNegativeInt,
     PositiveInt,
     Rate,
     Strict,
-    read,
-    to_text,
-    write_text,
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 
@@ -254,7 +251,7 @@ class CalibratedEntry(Strict):
     optimizer: Rate
 
 
-class Profile(Strict):
+class Profile(Document):
     """The profile that ``hzplan profile`` writes and ``hzplan solve`` reads.
 
     ``modelled``: None where seconds were measured; ``calibrated``: None where no run has corrected them;
@@ -319,6 +316,10 @@ class Profile(Strict):
                 raise ValueError(f"optimizer.{name}: sizes not rising")
         return self
 
+    def replaced(self, **fields: Any) -> Profile:
+        """The profile with other fields, validated; ``model_copy`` would keep the cached mesh."""
+        return Profile(**{name: getattr(self, name) for name in Profile.model_fields} | fields)
+
     @cached_property
     def mesh(self) -> Mesh:
         """The cluster's mesh."""
@@ -333,15 +334,6 @@ class Profile(Strict):
     def micro_batches(self) -> tuple[int, ...]:
         """The micro-batch sizes that were measured, smallest first."""
         return tuple(cost.micro_batch for cost in self.uses[0].costs)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a profile; UserError of one line when it is not one."""
-        return read(Path(path), cls, form="hzplan.profile", version=2)
-
-    def save(self, path: str | Path) -> None:
-        """Write the canonical text, whole or not at all."""
-        write_text(Path(path), to_text(self))
 
 
 def check_cluster(

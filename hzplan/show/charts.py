@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb8844", "#888888", "#44aa99")
 """Paul Tol's bright scheme and a few more; they read on white and on black."""
 CRITICAL = "#ff5500"
-"""The edge of what a step's end waits for."""
+"""Edge colour of tasks on the critical path."""
 MOST_LABELS_PX = 14
-"""Labels of rows are no denser than this."""
+"""Least distance between two labels of rows, pixels."""
 ROLES = ("parameter", "gradient", "optimizer state")
 
 
@@ -83,7 +83,7 @@ def draw(report: Report) -> dict[str, Any]:
 
 
 def plain(name: str) -> str:
-    """A name of others' making, of which Bokeh takes no part for TeX: for that it would ask the network."""
+    """A name with TeX delimiters broken up, because Bokeh would load MathJax from the network for them."""
     return re.sub(r"\$(?=\$)|\\(?=[\[(])", lambda match: match[0] + "\u200b", printable(name))
 
 

@@ -1,4 +1,4 @@
-"""A figure of several plans: what was varied against the step that each is predicted to make."""
+"""The figure of a sweep: predicted step over the varied quantity, one point per plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hzplan.errors import UserError
 
 
 def check() -> None:
-    """UserError where nothing can be drawn."""
+    """UserError where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot: needs the package matplotlib; pip install 'hzplan[report]'")
 
@@ -22,11 +22,9 @@ def draw(
     path: Path,
     chosen: tuple[float, float] | None = None,
 ) -> None:
-    """Write an SVG: of every point its place on the axis and seconds of a step; None where nothing fits.
+    """Write an SVG of points (place on the axis, seconds of a step); a point is None where nothing fits.
 
-    ``chosen``: one more, which is marked.
-
-    UserError when the file cannot be written.
+    ``chosen``: one more point, marked as this plan. UserError when the file cannot be written.
     """
     import matplotlib
 

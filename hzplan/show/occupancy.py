@@ -13,11 +13,11 @@ from hzplan.cost.simulate import Timeline
 def activations(
     schedule: Schedule, timeline: Timeline, by_use: Sequence[int], update_bytes: int
 ) -> tuple[list[float], list[int]]:
-    """Seconds at which the bytes change, and the bytes from there on; of one rank.
+    """One rank's activation memory over a step: the seconds at which it changes, and the bytes from there on.
 
-    ``by_use``: the most that is alive at every use of a forward and backward, which holds until the next use
-    begins. ``update_bytes``: the optimizer's temporaries. Units are updated beside all activations where
-    nothing is clipped, else in the turns of the optimizer, when few activations are alive.
+    ``by_use``: peak bytes at every use of a forward and backward, counted until the next use begins.
+    ``update_bytes``: the optimizer's temporaries, which without clipping lie beside all activations, and with
+    clipping are there during updates only, when few activations are alive.
     """
     uses = len(schedule.uses)
     beside = 0 if schedule.clip else update_bytes

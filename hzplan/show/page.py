@@ -1,4 +1,4 @@
-"""A report as one HTML file that asks the network for nothing."""
+"""The HTML page of a report: one file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hzplan.show.readable import duration, size
 from hzplan.show.report import ComparedScheme, Report, TaskSpan
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Whatever a library or a name tries, the browser fetches nothing."""
+"""Content security policy: the browser loads nothing from the network."""
 
 _CONTROLS = "".join(
     f'<button type="button" data-move="{move}">{label}</button> '
@@ -30,7 +30,7 @@ _KEYS = "keys + and − zoom, arrows move, Home shows the whole step"
 
 
 def check() -> None:
-    """UserError where no report can be drawn."""
+    """UserError where bokeh is not installed."""
     if importlib.util.find_spec("bokeh") is None:
         raise UserError("--html: needs the package bokeh; pip install 'hzplan[report]'")
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, and the unit that suits."""
+"""Formatting of numbers for people: three digits and a suitable unit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def size(nbytes: float) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """The unit that suits a number of bytes, and its own bytes: for an axis."""
+    """A suitable unit for a number of bytes: its name and its size in bytes."""
     return next(((name, scale) for name, scale in SIZES if nbytes >= scale), ("B", 1))
 
 
@@ -63,7 +63,7 @@ def _plural(name: str) -> str:
 
 
 def worker(device: str) -> str:
-    """What a rank is to a reader: a GPU where it has one."""
+    """The word for a rank in texts: GPU where it has one."""
     return "GPU" if device == "cuda" else "rank"
 
 

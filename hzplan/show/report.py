@@ -1,4 +1,4 @@
-"""What a report says of a plan, as plain data: who gathers it and who draws it need not know each other."""
+"""The data of an HTML report: filled by ``solver.report``, drawn by ``show.page`` and ``show.charts``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tensor:
-    """``shards``: of parameter, gradient and optimizer state; ``nbytes``: of the whole parameter."""
+    """A row of the shards table. ``shards``: of parameter, gradient and optimizer state; ``nbytes``: of the
+    whole parameter."""
 
     unit: str
     name: str
@@ -45,7 +46,7 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Tier:
-    """What a step does on a tier of links, per rank; ``exposed_s``: what compute waits for it."""
+    """A tier's traffic in a step, per rank; ``exposed_s``: seconds that compute waits for it."""
 
     name: str
     sent_bytes: int
@@ -55,11 +56,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class PathPart:
-    """Seconds of the critical path of one kind of work, and the units with the most of them."""
+    """Seconds of the critical path in one kind of work, and the units with the most of them."""
 
     what: str
     seconds: float
-    units: Sequence[str]
+    units: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Beside:
 @dataclass(frozen=True)
 class Report:
     """A plan's report. ``schemes``: the plan itself first; ``beside``: empty where nothing was measured,
-    else over ``measured_steps``; ``binding``: what takes longer than the critical path and so decides."""
+    else over ``measured_steps``; ``binding``: the load that takes longer than the critical path."""
 
     title: str
     subtitle: str

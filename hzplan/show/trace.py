@@ -14,12 +14,12 @@ from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Schedule, Task
 from hzplan.cost.simulate import Timeline
 
 WAITS = "waiting"
-"""The row below ``compute`` that says what compute waits for."""
+"""Name of the row below ``compute`` with the waits of compute."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a stream did: seconds since the beginning of the trace."""
+    """A task on a stream, in seconds since the beginning of the trace."""
 
     stream: str
     name: str
@@ -65,7 +65,7 @@ def predicted(schedule: Schedule, timeline: Timeline) -> list[Span]:
 
 
 def span_of(task: Task, start_s: float, end_s: float, nbytes: int = 0) -> Span:
-    """A task that ran."""
+    """A schedule's task as a span."""
     return Span(task.stream, str(task), start_s, end_s, nbytes)
 
 

@@ -120,16 +120,16 @@ def calibrate(plan: Plan, profile: Profile, path: Path, measured: Measured) -> C
     for _ in range(ROUNDS):
         found = replay(plan, factors.on(profile), path)
         busy = measured.step_s - sum(measured.exposed_s.values())
-        predicted = found.step_s - sum(waits_s(found, profile).values())
+        predicted = found.step_s - sum(found.waits_s.values())
         factors = replace(factors, compute=_within(factors.compute * busy / predicted if predicted else 1.0))
         for kind, name in kinds:
-            now = waits_s(replay(plan, factors.on(profile), path), profile)[name]
+            now = replay(plan, factors.on(profile), path).waits_s[name]
             if max(measured.exposed_s.get(name, 0.0), now) < UNSEEN * measured.step_s:
                 continue
 
             def unlikely(logarithm: float, kind: int = kind, others: Factors = factors) -> float:
                 tried = replay(plan, _with(others, kind, exp(logarithm)).on(profile), path)
-                waits = waits_s(tried, profile)
+                waits = tried.waits_s
                 apart = [tried.step_s - measured.step_s]
                 apart += [waits[name] - measured.exposed_s.get(name, 0.0) for _, name in kinds]
                 return sum((seconds / noise) ** 2 for seconds in apart) + log1p((logarithm / WIDTH) ** 2)
@@ -143,12 +143,6 @@ def calibrate(plan: Plan, profile: Profile, path: Path, measured: Measured) -> C
     )
     corrected = factors.on(profile).model_copy(update={"calibrated": entry})
     return Calibration(corrected, factors, before, replay(plan, corrected, path))
-
-
-def waits_s(found: Evaluation, profile: Profile) -> dict[str, float]:
-    """Seconds that compute waits in a step, by tier name and "optim"."""
-    names = {f"tier {tier}": name for tier, name in enumerate(profile.cluster.tier_names)}
-    return {names.get(cause, cause): waited / 1e9 for cause, waited in found.predicted.exposed_ns.items()}
 
 
 def _with(factors: Factors, kind: int, factor: float) -> Factors:

@@ -87,12 +87,9 @@ def predict(profile: Profile, chosen: Evaluation) -> Predicted:
         cost.flops for use in profile.uses for cost in use.costs if cost.micro_batch == chosen.micro_batch
     )
     peak = profile.cluster.peak_flops * chosen.step_s
-    named = {f"tier {index}": name for index, name in enumerate(profile.cluster.tier_names)}
     return Predicted(
         step_s=_seconds(chosen.predicted.period_ns),
-        exposed_comm_s={
-            named.get(tier, tier): _seconds(waited) for tier, waited in chosen.predicted.exposed_ns.items()
-        },
+        exposed_comm_s={name: round(waited, 9) for name, waited in chosen.waits_s.items()},
         peak_memory_bytes=chosen.memory.peak,
         memory_bytes=chosen.memory.by_category(),
         tokens_per_s_per_gpu=round(sequences * profile.model.seq_len / chosen.step_s, 3)

@@ -89,6 +89,11 @@ class Evaluation:
         return replay_shared(self.schedule, self.durations_ns, cost)
 
     @property
+    def waits_s(self) -> dict[str, float]:
+        """Predicted seconds that compute waits in a step, by tier name and "optim"."""
+        return self.predicted.waits_s(self.model.profile.cluster.tier_names)
+
+    @property
     def step_s(self) -> float:
         """The predicted step, seconds."""
         return self.predicted.period_ns / 1e9
@@ -264,9 +269,8 @@ def _pairs(mine: Strict, theirs: Strict) -> Iterator[tuple[str, tuple[object, ob
 
 def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:
     """The same triple for every trained tensor; frozen ones take its parameter level."""
-    frozen = Levels(levels.param, levels.param, levels.param)
     return {
-        unit: tuple(levels if tensor.trainable else frozen for tensor in tensors)
+        unit: tuple(levels.of(trainable=tensor.trainable) for tensor in tensors)
         for unit, tensors in tensors_of(profile).items()
         if tensors
     }

@@ -13,6 +13,7 @@ from hzplan.cost.model import tensors_of
 from hzplan.cost.simulate import tier_loads_ns
 from hzplan.errors import UserError
 from hzplan.show import readable
+from hzplan.show.report import PathPart
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate
 from hzplan.solver.paths import Network
 from hzplan.solver.patterns import recompute_names
@@ -31,15 +32,6 @@ DOING: Mapping[Kind, str] = {
     Kind.STORE: "storing optimizer state on the host",
     Kind.COMPUTE: "activation recomputation",
 }
-
-
-@dataclass(frozen=True)
-class PathPart:
-    """Seconds of the critical cycle in one kind of work, and the units with the most of them."""
-
-    what: str
-    seconds: float
-    units: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,9 +109,8 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
             tried.append((triple, what, one, one.fits(budget_bytes, host_bytes)))
 
     for triple in found.model.mesh.triples():
-        frozen = Levels(triple.param, triple.param, triple.param)
         shards = readable.shards(*(found.model.mesh.shards[level] for level in triple))
-        attempt(triple, shards, tuple(triple if t.trainable else frozen for t in tensors[unit]), found.modes)
+        attempt(triple, shards, tuple(triple.of(trainable=t.trainable) for t in tensors[unit]), found.modes)
     recompute, offload = found.modes
     if unit in found.model.recomputable:
         what = "activations kept" if unit in recompute else "recomputed"

@@ -285,7 +285,6 @@ def _tensors(pattern: Pattern) -> list[set[int]]:
 
 def _changed(pattern: Pattern, part: set[int], triple: Levels, trained: Sequence[bool]) -> Pattern:
     """Another triple for some of the tensors; a frozen one has a parameter level only."""
-    frozen = Levels(triple.param, triple.param, triple.param)
     return tuple(
-        (triple if trained[index] else frozen) if index in part else old for index, old in enumerate(pattern)
+        triple.of(trainable=trained[index]) if index in part else old for index, old in enumerate(pattern)
     )

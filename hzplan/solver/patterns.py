@@ -221,8 +221,7 @@ def _by_tensor(
     levels = [assigned[0]] * len(tensors)
     for atom, triple in zip(atoms, assigned, strict=True):
         for index in atom:
-            frozen = Levels(triple.param, triple.param, triple.param)
-            levels[index] = triple if tensors[index].trainable else frozen
+            levels[index] = triple.of(trainable=tensors[index].trainable)
     return tuple(levels)
 
 

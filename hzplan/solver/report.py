@@ -12,8 +12,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.show.occupancy import activations
 from hzplan.show.readable import cluster, count, duration, size, worker
-from hzplan.show.report import Beside, ComparedScheme, Occupancy, PathPart, Report, TaskSpan, Tensor, Tier
-from hzplan.solver.calibrate import waits_s
+from hzplan.show.report import Beside, ComparedScheme, Occupancy, Report, TaskSpan, Tensor, Tier
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
 from hzplan.solver.explain import DOING, longest_chain
@@ -29,7 +28,7 @@ def build_report(
 ) -> Report:
     """The report's data. ``path``: the plan's, as shown; ``known``: by name, the schemes beside it."""
     chain = longest_chain(found, plan.cluster.tier_names)
-    waits = waits_s(found, profile)
+    waits = found.waits_s
     sent = sent_bytes(found, profile, plan.reduce_dtype)
     loads = tier_loads_ns(found.schedule, found.durations_ns)
     budget = plan.source.memory_budget_bytes
@@ -46,28 +45,28 @@ def build_report(
             for tier, name in enumerate(plan.cluster.tier_names)
         ],
         optimizer_exposed_s=waits.get(OPTIM_STREAM, 0.0),
-        path=[PathPart(part.what, part.seconds, part.units) for part in chain.parts],
+        path=chain.parts,
         path_s=chain.seconds,
-        binding=PathPart(chain.binding.what, chain.binding.seconds, ()) if chain.binding else None,
+        binding=chain.binding,
         schemes=[
             ComparedScheme(
                 name,
                 one.step_s,
-                sum(waits_s(one, profile).values()),
+                sum(one.waits_s.values()),
                 sum(sent_bytes(one, profile, plan.reduce_dtype)),
                 one.memory.peak,
                 one.memory.peak <= budget,
             )
             for name, one in {"this plan": found, **known}.items()
         ],
-        beside=beside(found, profile, measured) if measured else (),
+        beside=beside(found, measured) if measured else (),
         measured_steps=measured.steps if measured else 0,
     )
 
 
-def beside(found: Evaluation, profile: Profile, measured: Measured) -> list[Beside]:
+def beside(found: Evaluation, measured: Measured) -> list[Beside]:
     """Predicted and measured step, waits and peak memory, one row each."""
-    waits = waits_s(found, profile)
+    waits = found.waits_s
     rows = [Beside("step", found.step_s, measured.step_s)]
     for name in dict.fromkeys([*waits, *measured.exposed_s]):
         rows.append(Beside(f"waiting for {name}", waits.get(name, 0.0), measured.exposed_s.get(name, 0.0)))

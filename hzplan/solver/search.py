@@ -137,21 +137,16 @@ class Search:
         binaries: Mapping[str, str],
     ) -> None:
         accumulation = request.global_batch // (model.profile.data_ranks * micro_batch)
-        prefetch, buffers = pace
-        schedule = model.schedule(
-            prefetch=prefetch,
-            accumulation=accumulation,
-            clip=request.clip,
-            gradient_buffers=buffers,
-            offload=request.host_bytes > 0,
-        )
         explicit = min(accumulation, max(2, MAX_POSITIONS // len(model.profile.uses)))
-        short = model.schedule(
-            prefetch=prefetch,
-            accumulation=explicit,
-            clip=request.clip,
-            gradient_buffers=buffers,
-            offload=request.host_bytes > 0,
+        schedule, short = (
+            model.schedule(
+                prefetch=pace[0],
+                accumulation=micro_batches,
+                clip=request.clip,
+                gradient_buffers=pace[1],
+                offload=request.host_bytes > 0,
+            )
+            for micro_batches in (accumulation, explicit)
         )
         slots = assign_slots(schedule, model.tensors)
         self.request, self.pools = request, pools

@@ -12,7 +12,7 @@ from hzplan.errors import UserError
 from hzplan.formats.metrics import Measured, read_metrics
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.solver.calibrate import NOISE, Factors, calibrate, waits_s
+from hzplan.solver.calibrate import NOISE, Factors, calibrate
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import replay
 from hzplan.solver.solve import Request, Solved, solve
@@ -43,13 +43,13 @@ def test_predicts_what_was_measured(seed: int) -> None:
         rng.uniform(0.7, 1.6), tuple(rng.uniform(0.7, 2.0) for _ in profile.mesh.tiers), rng.uniform(0.7, 1.5)
     )
     truth = replay(plan, hidden.on(profile), PATH)
-    measured = Measured(10, truth.step_s, waits_s(truth, profile))
+    measured = Measured(10, truth.step_s, truth.waits_s)
     found = calibrate(plan, profile, PATH, measured)
     before = abs(found.before.step_s / truth.step_s - 1)
     after = abs(found.after.step_s / truth.step_s - 1)
     assert after <= max(0.02, before / 4)
     apart = [
-        [abs(waited - measured.exposed_s[name]) for name, waited in waits_s(one, profile).items()]
+        [abs(waited - measured.exposed_s[name]) for name, waited in one.waits_s.items()]
         for one in (found.before, found.after)
     ]
     assert max(apart[1]) <= 2 * NOISE * truth.step_s
@@ -61,7 +61,7 @@ def test_predicts_what_was_measured(seed: int) -> None:
 def test_nothing_changes_when_nothing_is_wrong() -> None:
     profile, plan = planned()
     same = replay(plan, profile, PATH)
-    found = calibrate(plan, profile, PATH, Measured(5, same.step_s, waits_s(same, profile)))
+    found = calibrate(plan, profile, PATH, Measured(5, same.step_s, same.waits_s))
     assert found.after.step_s == pytest.approx(same.step_s, rel=2e-3)
     assert found.factors.compute == pytest.approx(1.0, rel=2e-2)
 
@@ -70,13 +70,13 @@ def test_a_tier_that_hardly_matters_is_not_moved_far() -> None:
     """One odd wait is no reason to think a link four times as slow; a slow link is."""
     profile, plan = planned()
     same = replay(plan, profile, PATH)
-    waits, step_s = waits_s(same, profile), same.step_s
+    waits, step_s = same.waits_s, same.step_s
     name = max(profile.cluster.tier_names, key=lambda name: waits[name])
     odd = {**waits, name: waits[name] + 0.03 * step_s}
     factors = calibrate(plan, profile, PATH, Measured(5, step_s, odd)).factors
     assert all(0.8 < factor < 1.25 for factor in factors.tiers)
     slow = replay(plan, Factors(1.0, (3.0,) * len(factors.tiers), 1.0).on(profile), PATH)
-    measured = Measured(5, slow.step_s, waits_s(slow, profile))
+    measured = Measured(5, slow.step_s, slow.waits_s)
     assert max(calibrate(plan, profile, PATH, measured).factors.tiers) > 2
 
 
