@@ -44,7 +44,7 @@ class Choice:
     """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
 
     ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
-    what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
+    what gradients travel in; None: what they are kept in. ``requires``: the parameters units need unsharded besides what
     the model says. ``recompute``: the units that compute their forward again in their backward; ``offload``:
     those whose optimizer state lies in the host's memory. ``tier_names``: what the cluster calls its links,
     for messages.
