@@ -43,11 +43,11 @@ NOTE = "while allocating what lasts of unit "
 class Choice:
     """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
 
-    ``dtype``: what the model computes in, torch's name; None: what its parameters have. ``reduce_dtype``:
-    what gradients travel in; None: what they are kept in. ``requires``: what units need whole besides what
-    the model says. ``recompute``: the units that compute their forward again in their backward; ``offload``:
-    those whose optimizer state lies in the host's memory. ``tier_names``: what the cluster calls its links,
-    for messages.
+    ``dtype``: the dtype that the model computes in, torch's name; None: its parameters'. ``reduce_dtype``:
+    the dtype that gradients travel in; None: the master weights'. ``requires``: by unit, the units whose
+    parameters it needs, besides those that the model shows. ``recompute``: units that compute their forward
+    again in backward. ``offload``: units whose optimizer state lies in the host's memory. ``tier_names``: the
+    cluster's names of its links, for messages.
     """
 
     mesh: Mesh

@@ -152,7 +152,7 @@ class Engine:
         return [(bucket, stage) for bucket in buckets for stage in bucket.stages(task.kind, task.tier)]
 
     def nbytes(self, task: Task) -> int:
-        """The bytes of a communication task's whole buffers, as they travel: of the coarser slice."""
+        """Bytes of a communication task's buffers in the dtype they travel in, counting the coarser slice."""
         gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
         return sum(
             (bucket.gradient_wire_nbytes if gradients else bucket.layout.nbytes)
