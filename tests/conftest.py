@@ -29,6 +29,7 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile("steady")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the hook of xdist that reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests by the module's fixture that they share, for --dist loadgroup, so that it is made once."""
     for item in items:

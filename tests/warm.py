@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -250,10 +251,15 @@ def _process(found: dict[str, Any]) -> Process:
 
 
 def _fork(process: Process, streams: Sequence[int]) -> int:
-    """A child of this process, which the server forked."""
+    """A child of this process, which the server forked; it has its own session when this returns."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    return os.fork() or _be(process, streams)
+    said, told = os.pipe()
+    child = os.fork() or _be(process, streams)
+    os.close(told)
+    os.read(said, 1)  # nothing: the child closes its end
+    os.close(said)
+    return child
 
 
 def _be(process: Process, streams: Sequence[int]) -> NoReturn:
@@ -324,10 +330,14 @@ def _run(program: Program) -> int:
         sys.argv = [program.name if program.kind == "script" else program.kind, *program.arguments]
         if program.kind == "-m":
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)
-        elif program.kind == "script":
-            runpy.run_path(program.name, run_name="__main__")
         else:
-            exec(compile(program.name, "<string>", "exec"), {"__name__": "__main__"})
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            if program.kind == "script":
+                main.__file__ = os.path.abspath(program.name)
+                compiled = compile(Path(program.name).read_bytes(), main.__file__, "exec")
+            else:
+                compiled = compile(program.name, "<string>", "exec")
+            exec(compiled, main.__dict__)
     except SystemExit as ended:
         if isinstance(ended.code, int) or ended.code is None:
             code = ended.code or 0

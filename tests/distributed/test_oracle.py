@@ -17,8 +17,10 @@ pytestmark = pytest.mark.distributed
 WHOLE = "HZPLAN_INSTANCES" in os.environ  # make exhaustive
 LEGAL = list(every_legal_case(whole=WHOLE))
 RANDOM = list(random_cases(100 if WHOLE else 50))
+ROUNDED = [case for case in LEGAL if case.dtype == "float32"]
 SHORT = {case.name for case in [*LEGAL, *RANDOM[:14]] if case.dtype == "float64"}
-"""Every legal triple, and some random ones."""
+SHORT |= {case.name for case in ROUNDED[::11]}
+"""Every legal triple, some random ones, and a few in float32."""
 LISTED = [
     pytest.param(case, marks=[] if case.name in SHORT else pytest.mark.long, id=case.name)
     for case in LEGAL + RANDOM

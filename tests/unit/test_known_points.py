@@ -35,7 +35,8 @@ def _mostly(profile: Profile, request: Request) -> tuple[int, ...]:
     ("memory", "network", "shards"),
     [
         (1000, 0.05, (1, 1, 64)),  # loose memory, a slow network: ZeRO-1
-        (30, 0.05, (8, 8, 64)),  # tight, a fast inner tier: shards in the node, optimizer state everywhere
+        # Tight, a fast inner tier: shards in the node, optimizer state everywhere.
+        pytest.param(30, 0.05, (8, 8, 64), marks=pytest.mark.long),
     ],
 )
 def test_known_schemes_come_out(memory: int, network: float, shards: tuple[int, ...]) -> None:

@@ -26,6 +26,7 @@ from hzplan.solver.prefer import TIE
 from hzplan.solver.rounding import rounded
 from hzplan.solver.solve import Infeasible, Request, SearchState, Solved, searches_of, solve
 from tests.instances import random_profile, try_everything
+from tests.long import shorter
 
 INSTANCES = int(os.environ.get("HZPLAN_INSTANCES", "90"))  # make exhaustive asks for more
 BUDGETS = (0.9, 1.0, 1.05, 1.2, 1.5, 3.0)  # times the least memory of any choice
@@ -48,7 +49,7 @@ def _instance(seed: int) -> tuple[object, Request]:
     return profile, replace(request, memory_bytes=int(least * rng.choice(BUDGETS)))
 
 
-@pytest.mark.parametrize("seed", range(INSTANCES))
+@pytest.mark.parametrize("seed", shorter(range(INSTANCES), without=(4, 5, 16, 17, 53, *range(60, INSTANCES))))
 def test_equals_trying_everything(seed: int) -> None:
     profile, request = _instance(seed)
     truth = try_everything(profile, request)
@@ -70,7 +71,7 @@ BRANCHED = (5029, 5032, 5037, 5055, 7002, 7774, 7776)
 """Where parts that were branched into once left a plan out."""
 
 
-@pytest.mark.parametrize("seed", [*range(5000, 5020), *BRANCHED])
+@pytest.mark.parametrize("seed", shorter([*range(5000, 5020), *BRANCHED], without=range(5010, 5020)))
 @pytest.mark.parametrize("small", [False, True])
 def test_no_search_claims_more_than_its_own_best(
     seed: int, small: bool, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +102,7 @@ def test_no_search_claims_more_than_its_own_best(
             assert not found.all
 
 
-@pytest.mark.parametrize("seed", range(1000, 1012))
+@pytest.mark.parametrize("seed", shorter(range(1000, 1012), without=(1003, 1005)))
 def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hzplan.solver.search.MAX_POSITIONS", 1)
     rng = random.Random(seed)
@@ -114,7 +115,7 @@ def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pyt
     assert truth <= outcome.best.objective_ns * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3000, 3025))
+@pytest.mark.parametrize("seed", shorter(range(3000, 3025), without=range(3015, 3025)))
 def test_what_is_pinned_stays_and_the_rest_is_best(seed: int) -> None:
     profile, request = _instance(seed)
     rng, mesh = random.Random(seed), profile.mesh
@@ -135,7 +136,7 @@ def test_what_is_pinned_stays_and_the_rest_is_best(seed: int) -> None:
     assert isinstance(faster, Solved) and faster.best.memory.peak <= request.memory_bytes
 
 
-@pytest.mark.parametrize("seed", range(4000, 4012))
+@pytest.mark.parametrize("seed", shorter(range(4000, 4012), without=range(4006, 4012)))
 def test_a_conflict_is_irreducible(seed: int) -> None:
     """Without any one of its groups something fits; with all of them nothing does."""
     profile, request = _instance(seed)
@@ -183,7 +184,7 @@ def test_a_pin_that_cannot_be_is_refused(pin: str, said: str | None) -> None:
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_ends_with_the_best_plan_so_far() -> None:
     profile, request = _instance(2)  # not solved by the first relaxation
     whole = solve(profile, replace(request, memory_bytes=2**30))
     stood: list[SearchState] = []
@@ -199,24 +200,6 @@ def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.Monk
     assert early.bound_ns <= whole.best.objective_ns * (1 + 1e-9) <= early.best.objective_ns * (1 + 2e-9)
     assert early.gap == pytest.approx(early.best.objective_ns / early.bound_ns - 1)
 
-    def while_rounding(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for seed in (5017, 5022, 5038):
-        profile, request = _instance(seed)
-        request = replace(request, memory_bytes=2**30)
-        truth = try_everything(profile, request).objective_ns
-        calls: list[int] = []
-
-        def second(lp: object, calls: list[int] = calls) -> object:
-            calls.append(1)
-            return while_rounding() if len(calls) == 2 else rounded(lp)
-
-        monkeypatch.setattr("hzplan.solver.search.rounded", second)
-        early = solve(profile, request, interruptible=True)
-        assert isinstance(early, Solved) and truth is not None
-        assert early.bound_ns <= truth * (1 + 1e-7)
-
     def at_once(state: SearchState) -> None:
         raise KeyboardInterrupt
 
@@ -225,6 +208,25 @@ def test_an_interruption_ends_with_the_best_plan_so_far(monkeypatch: pytest.Monk
     stood.clear()
     with pytest.raises(KeyboardInterrupt):  # a guard or a sweep is over then, whatever was found
         solve(profile, replace(request, memory_bytes=2**30), interrupt)
+
+
+@pytest.mark.parametrize("seed", shorter((5017, 5022, 5038), without=(5017,)))
+def test_an_interruption_while_rounding_leaves_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, request = _instance(seed)
+    request = replace(request, memory_bytes=2**30)
+    truth = try_everything(profile, request).objective_ns
+    calls: list[int] = []
+
+    def second(lp: object) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rounded(lp)
+
+    monkeypatch.setattr("hzplan.solver.search.rounded", second)
+    early = solve(profile, request, interruptible=True)
+    assert isinstance(early, Solved) and truth is not None
+    assert early.bound_ns <= truth * (1 + 1e-7)
 
 
 @pytest.mark.parametrize("seed", range(2000, 2008))
@@ -303,7 +305,7 @@ def test_a_reduce_dtype_that_cannot_be_is_refused() -> None:
         solve(profile, request)
 
 
-@pytest.mark.parametrize("seed", range(6000, 6016))
+@pytest.mark.parametrize("seed", shorter(range(6000, 6016), without=range(6007, 6016)))
 def test_a_bound_is_one_whatever_gap_is_asked_for(seed: int) -> None:
     profile, request = _instance(seed)
     request = replace(request, gap=(0.002, 0.02, 0.1)[seed % 3])
