@@ -17,8 +17,8 @@ from hzplan.core.schedule import Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import SMALL_ELEMENTS
 from hzplan.runtime.apply import Choice, apply, full_parameters
-from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.backends.threads import Post, ThreadWorld
+from hzplan.runtime.optimizer import ShardedOptimizer
 
 BLOCKS = 4
 SMALL, LARGE = 6, 130
