@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
-PARALLEL := --numprocesses 2 --dist loadgroup
+PARALLEL := --numprocesses 2
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help

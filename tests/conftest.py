@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,12 +33,19 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile("steady")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the hook of xdist that reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by the module's fixture that they share, for --dist loadgroup, so that it is made once."""
-    for item in items:
-        module = item.nodeid.partition("::")[0]
-        known = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-        shared = [name for name, (*_, found) in known.items() if found.scope == "module"]
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(f"{module} {min(shared)}"))
+class Scheduling(LoadScopeScheduling):
+    """Which tests one process of pytest takes together: those of a file that has a fixture for the module."""
+
+    @staticmethod
+    @cache
+    def _together(path: str) -> bool:
+        return 'scope="module"' in (Path(__file__).parents[1] / path).read_text(encoding="utf-8")
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if self._together(path) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    """For ``--numprocesses``: no file keeps one process busy while the others have nothing to do."""
+    return Scheduling(config, log)
