@@ -1,4 +1,5 @@
-"""What a rank holds of the model and its optimizer, under the names that any other plan knows it by.
+"""What a rank holds of the model and its optimizer, and so which boxes of which tensors it saves and reads,
+under names that any other plan knows them by.
 
 ``model.<parameter>`` and ``model.<buffer>``, in the model's shapes; ``optimizer.state.<parameter>.<key>``, in
 the parameter's shape, or a single number for all of it; ``rng.<device>.<rank>``. These are the names under

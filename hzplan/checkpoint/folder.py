@@ -1,4 +1,8 @@
-"""The checkpoints in a folder: which there are, which is the newest whole one, which to keep."""
+"""The checkpoints in a folder: which there are, which is the newest whole one, which to keep.
+
+A checkpoint counts from the moment its folder has its own name, which ``publish`` gives it after all files
+are written and synced.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,12 @@ def place_of(folder: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Where it is written."""
+    """The folder in which the checkpoint of a step is written until it is whole."""
     return folder / f".step-{step:08d}.partial"
 
 
 def step_of(path: Path) -> int:
-    """The inverse of ``place_of``."""
+    """The step of a checkpoint's folder, the inverse of ``place_of``."""
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])

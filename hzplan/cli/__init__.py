@@ -59,7 +59,7 @@ for _name in COMMANDS:
 
 
 def main() -> NoReturn:
-    """Run what the command line says and end the process with the exit code of design §7.
+    """Run what the command line says and end the process with an exit code of ``hzplan.errors``.
 
     Every error is one line on stderr; HZPLAN_DEBUG=1 adds the traceback. A rank that our launcher started
     leaves its line to the launcher.

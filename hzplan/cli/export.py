@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +10,7 @@ import typer
 from hzplan.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
-    from hzplan.core.schedule import Schedule
     from hzplan.export.shape import Exported, Lost
-    from hzplan.formats.plan import Plan
-    from hzplan.formats.profile import Profile
-    from hzplan.solver.evaluate import Modes
 
 TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")
 MOST_SHOWN = 12
@@ -45,6 +40,7 @@ def command(
     from hzplan.cli import console
     from hzplan.cli.paths import check_writable
     from hzplan.cli.trust import check_alone
+    from hzplan.export.price import priced
     from hzplan.export.shape import elements
     from hzplan.formats.base import write_text
     from hzplan.formats.plan import Plan
@@ -70,7 +66,7 @@ def command(
     )
     total = None
     if profile is not None and made.lost:
-        made, total = _priced(plan, chosen, profile, made)
+        made, total = priced(plan, chosen, profile, made)
     if strict and made.lost:
         raise CheckFailed(
             f"{plan}: {to} cannot say {len(made.lost)} thing{'s' * (len(made.lost) > 1)}; the first: "
@@ -88,54 +84,6 @@ def command(
         )
         return
     _say(made, to, total, output)
-
-
-def _priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Exported, dict[str, float]]:
-    """With what each loss costs by itself, and all of them together: seconds of a step, bytes of memory."""
-    from hzplan.export.shape import GRADIENTS
-    from hzplan.solver.evaluate import evaluate, replay
-
-    before = replay(plan, profile, path)
-    paced = before.model.schedule(
-        prefetch=plan.prefetch,
-        accumulation=plan.batch.accumulation,
-        clip=plan.clip,
-        gradient_buffers=made.gradient_buffers or plan.gradient_buffers,
-        offload=plan.source.host_memory_bytes is not None,
-    )
-    on_device = before.modes._replace(offload=frozenset())
-
-    def changed(
-        units: set[str], schedule: Schedule = before.schedule, modes: Modes = on_device
-    ) -> tuple[float, int]:
-        levels = {
-            unit: tuple(made.levels[unit] for _ in of_tensors)
-            if unit in units and unit in made.levels
-            else of_tensors
-            for unit, of_tensors in before.levels.items()
-        }
-        after = evaluate(
-            *(before.model, levels, schedule, before.micro_batch),
-            modes=modes,
-        )
-        return after.step_s - before.step_s, after.memory.peak - before.memory.peak
-
-    priced: list[Lost] = []
-    for one in made.lost:
-        if one.where in before.levels:
-            step_s, peak_bytes = changed({one.where})
-            priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
-        elif one.where == GRADIENTS and made.gradient_buffers is not None:
-            step_s, peak_bytes = changed(set(), paced, before.modes)
-            priced.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
-        else:
-            priced.append(one)
-    step_s, peak_bytes = changed(set(before.levels), paced)
-    return replace(made, lost=tuple(priced)), {
-        "step_s": step_s,
-        "peak_bytes": peak_bytes,
-        "plan_step_s": before.step_s,
-    }
 
 
 def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path | None) -> None:

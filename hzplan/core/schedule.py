@@ -28,7 +28,7 @@ OPTIM_STREAM = "optim"
 FETCH_STREAM, STORE_STREAM = "fetch", "store"
 
 HOST_SLOTS = 2
-"""Device buffers for offloaded optimizer states: one is fetched while the other is stored."""
+"""Buffers on the device for offloaded optimizer states: one is fetched to while another is stored."""
 
 Interval = tuple[int, int]
 """First and last position of a buffer's use, both included."""

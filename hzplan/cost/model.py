@@ -218,8 +218,8 @@ class CostModel:
             latency = min(alone, self.collective_ns("all_gather", stage, 0)) if at_once else 0
             times[kind][tier] += alone - latency
             waited[kind][tier] = max(waited[kind][tier], latency)
-        unshard, grad_gather, sync = map(summed, times, waited)
-        return replace(total, unshard_ns=unshard, grad_gather_ns=grad_gather, param_gather_ns=sync)
+        unshard, grad_gather, param_gather = map(summed, times, waited)
+        return replace(total, unshard_ns=unshard, grad_gather_ns=grad_gather, param_gather_ns=param_gather)
 
     def part(self, bucket: BucketLayout) -> BucketCost:
         """The cost of one bucket, for ``combined``.

@@ -1,4 +1,4 @@
-"""A plan as a DeepSpeed configuration: one ZeRO stage for all of the model, so the nearest one."""
+"""A plan as a DeepSpeed configuration: one ZeRO stage for all of the model, chosen by ``shape.one_scheme``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part that all export targets share: sharding per wrapped module, and what a target cannot express."""
+"""The part that all targets share: sharding per wrapped module, the nearest single scheme, and losses."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ GROUP_OF = {
     Kind.UNSHARD: "unshard",
     Kind.REDUCE: "reduce",
     Kind.FINAL_REDUCE: "reduce",
-    Kind.GRAD_GATHER: "sync",
-    Kind.PARAM_GATHER: "sync",
+    Kind.GRAD_GATHER: "gather",
+    Kind.PARAM_GATHER: "gather",
 }
 """The stream kind whose communicators a task's collectives take."""
 

@@ -1,4 +1,7 @@
-"""The norm of gradients, and what they are multiplied by so that it is no larger than asked."""
+"""Formulas of clipping: a sum of squares, and the factor that brings a norm down to its limit.
+
+Which gradients count is decided in ``updates.py``, where they are also multiplied.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Updates of one rank's shards: torch's own optimizer, one per unit, fed with pieces of the tensors."""
+"""Updates of one rank's shards: torch's own optimizer, one per unit, fed with pieces of the tensors.
+
+Here is decided which gradients count in the norm (``finest_gradients``), and here they are multiplied by
+clipping's factor, right before a unit's update.
+"""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Settings:
         uniform = self._uniform(triple)
         if recompute_choices is None:
             recompute_choices = self.recompute_options.by_hand(self.request.recompute)
-        return [one for search in self.searches for one in search.bounded(uniform, recompute_choices)]
+        return [one for search in self.searches for one in search.floors_of(uniform, recompute_choices)]
 
     def chosen(self, triple: Levels) -> list[Bounded]:
         """The settings of a triple with just as many recomputed blocks as the budget needs; none where the
@@ -143,7 +143,7 @@ class Settings:
         return [
             one
             for search in self.searches
-            for one in search.bounded(uniform, [self._fewest(search, uniform)])
+            for one in search.floors_of(uniform, [self._fewest(search, uniform)])
         ]
 
     def _uniform(self, triple: Levels) -> Uniform:

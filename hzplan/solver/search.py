@@ -369,7 +369,7 @@ class Search:
             if not lp.grow(reduced) and not widened:
                 return lp.bound(reduced)
 
-    def bounded(self, plain: Uniform, recompute_choices: Iterable[frozenset[str]]) -> list[Bounded]:
+    def floors_of(self, plain: Uniform, recompute_choices: Iterable[frozenset[str]]) -> list[Bounded]:
         """The settings of a triple, one per choice of recomputed units, whether they fit or not."""
         q, none = self.question, self.base_memory(plain)
         *loads, processors = (cut.at(plain.durations) / MS for cut in q.network.capacities)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 WINDOW = 6
 """Steps whose median counts."""
 
-SLOW = 2.0
+SLOW_STEP = 2.0
 """How many times as long as the others' median a rank computes that is named."""
 
 LEAST_S = 1e-3
@@ -46,7 +46,7 @@ class Watch:
         found = []
         for rank, mine in enumerate(of_rank):
             others = statistics.median(of_rank[:rank] + of_rank[rank + 1 :])
-            if mine < max(SLOW * others, LEAST_S):
+            if mine < max(SLOW_STEP * others, LEAST_S):
                 self._named.discard(rank)
             elif rank not in self._named:
                 self._named.add(rank)

@@ -22,6 +22,7 @@ def test_the_quickstart_is_as_written(model: str, tmp_path: Path) -> None:
     assert (tmp_path / "sharding.py").exists()
 
 
+@pytest.mark.long
 def test_the_answers_are_as_written(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
     lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]

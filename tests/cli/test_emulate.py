@@ -371,6 +371,7 @@ def test_importing_it_does_not_import_torch() -> None:
 
 @needs_namespaces
 @pytest.mark.distributed
+@pytest.mark.long
 def test_a_node_slowed_on_purpose_is_named(tmp_path: Path) -> None:
     cluster = ("--tiers", "1x4", "--rates", "none,2gbit", "--slow", "2=200mbit", "--no-verify")
     measures = (sys.executable, "-m", "hzplan", "profile", "--only", "links", "--mesh", "1|4", "--json")

@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_both_loops_train_alike(folder: Path) -> None:
     done = torchrun(2, "train.py", cwd=folder)
     assert done.code == 0, done.stderr
@@ -132,6 +133,7 @@ for step in range(60):
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_lightning_trains_as_one_process_would(folder: Path) -> None:
     pytest.importorskip("lightning")
     done = torchrun(2, "train_lightning.py", cwd=folder)

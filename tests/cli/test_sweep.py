@@ -88,6 +88,7 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_other_numbers_of_nodes_and_a_plot(modelled: Path) -> None:
     ask = ("solve", "profile.json", "--global-batch", "64", "-o", "plan.json")
     done = hzplan(*ask, "--sweep", "nodes=1,4", "--plot", "front.svg", "--json", cwd=modelled)

@@ -99,6 +99,7 @@ def test_sigterm_saves_and_answers_5(plan: Path, tmp_path: Path) -> None:
     assert "has checkpoints of another run; go on from them with --resume" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_fewer_ranks_under_a_plan_for_them(tmp_path: Path) -> None:
     golden = Path(__file__).resolve().parents[2] / "plans"
     folder = tmp_path / "plans"

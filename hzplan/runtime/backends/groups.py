@@ -1,4 +1,7 @@
-"""Process groups: one communicator per stage and stream, created only when a plan uses it."""
+"""Process groups: one communicator per stage and stream, made only when a plan uses it, and its back end.
+
+``on_device`` chooses the back end, once per group: the library's own operation or point-to-point exchange.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def make_groups(
 ) -> dict[tuple[str, Stage], G_co]:
     """This rank's groups, by (stream kind, stage). ``wanted`` must be the same on every rank.
 
-    Unshard, reduce and sync of one stage have a communicator each: collectives on one communicator are
+    Unshard, reduce and gather of one stage have a communicator each: collectives on one communicator are
     ordered by their launch, and streams must not order each other.
     """
     return {(kind, stage): world.new_group(mesh, kind, stage, device) for kind, stage in sorted(set(wanted))}

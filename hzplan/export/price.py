@@ -1,0 +1,57 @@
+"""What a target's losses cost: steps with them beside the plan's own, by hzplan's model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hzplan.core.schedule import Schedule
+from hzplan.export.shape import GRADIENTS, Exported, Lost
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.solver.evaluate import Modes, evaluate, replay
+
+
+def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Exported, dict[str, float]]:
+    """The export with the cost of each loss by itself, and that of all together: seconds a step, bytes."""
+    before = replay(plan, profile, path)
+    paced = before.model.schedule(
+        prefetch=plan.prefetch,
+        accumulation=plan.batch.accumulation,
+        clip=plan.clip,
+        gradient_buffers=made.gradient_buffers or plan.gradient_buffers,
+        offload=plan.source.host_memory_bytes is not None,
+    )
+    on_device = before.modes._replace(offload=frozenset())
+
+    def changed(
+        units: set[str], schedule: Schedule = before.schedule, modes: Modes = on_device
+    ) -> tuple[float, int]:
+        levels = {
+            unit: tuple(made.levels[unit] for _ in of_tensors)
+            if unit in units and unit in made.levels
+            else of_tensors
+            for unit, of_tensors in before.levels.items()
+        }
+        after = evaluate(
+            *(before.model, levels, schedule, before.micro_batch),
+            modes=modes,
+        )
+        return after.step_s - before.step_s, after.memory.peak - before.memory.peak
+
+    losses: list[Lost] = []
+    for one in made.lost:
+        if one.where in before.levels:
+            step_s, peak_bytes = changed({one.where})
+            losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
+        elif one.where == GRADIENTS and made.gradient_buffers is not None:
+            step_s, peak_bytes = changed(set(), paced, before.modes)
+            losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
+        else:
+            losses.append(one)
+    step_s, peak_bytes = changed(set(before.levels), paced)
+    return replace(made, lost=tuple(losses)), {
+        "step_s": step_s,
+        "peak_bytes": peak_bytes,
+        "plan_step_s": before.step_s,
+    }
