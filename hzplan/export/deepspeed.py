@@ -1,4 +1,4 @@
-"""A plan as a DeepSpeed configuration: one ZeRO stage for all of the model, chosen by ``shape.one_scheme``."""
+"""A plan as a DeepSpeed configuration: one ZeRO stage for the whole model, chosen by ``shape.one_scheme``."""
 
 from __future__ import annotations
 
