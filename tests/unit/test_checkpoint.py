@@ -282,6 +282,35 @@ def test_a_failed_save_is_said_and_leaves_the_older_ones(
     assert index.step == 4 and index.sha256 == fingerprint(index.model_copy(update={"sha256": ""}))
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()  # inodes: a file keeps its own when it is renamed
+    unsynced: dict[str, list[str]] = {}
+    fsync, replace_file = os.fsync, os.replace
+
+    def noted_fsync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        if Path(source).is_dir():
+            files = {file.name: file.stat().st_ino for file in Path(source).iterdir()}
+            unsynced[Path(target).name] = [name for name, inode in files.items() if inode not in synced]
+            synced.discard(tmp_path.stat().st_ino)
+        replace_file(source, target)
+
+    model, optimizer = made()
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 1)
+    checkpoints.wait()
+    assert unsynced == {"step-00000001": []}
+    assert tmp_path.stat().st_ino in synced  # and so is the name
+    optimizer.engine.close()
+
+
 def test_training_goes_on_where_sigterm_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended(Heard):
         def on_step(self, stats: StepStats) -> None:

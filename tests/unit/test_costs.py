@@ -87,3 +87,23 @@ def test_gathers_at_once_wait_for_one_latency(exchange: bool) -> None:
     assert alone == [2_000_000, 2_000_000]
     together = model.unit(buckets).unshard_ns[0]
     assert together == (3_000_000 if exchange else 4_000_000)
+
+
+def test_a_unit_in_bfloat16_has_gradients_and_state_in_float32() -> None:
+    """2,048 elements on 2 x 2 ranks: 2 bytes each of the parameters, 4 of everything else."""
+    profile = Profile.load(MEASURED)
+    model, tensor = CostModel(profile), TensorSpec("a", (2048,), "bfloat16", True)
+    for levels, parameters, gradients, buffer in (
+        (Levels(0, 0, 2), 4096, 8192, 0),
+        (Levels(0, 1, 2), 4096, 4096, 8192),
+        (Levels(1, 2, 2), 2048, 2048, 8192),
+    ):
+        (bucket,) = bucketise([(tensor, levels)], model.mesh)
+        cost = model.unit([bucket])
+        assert (cost.param_bytes, cost.grad_bytes, cost.gradient_buffer_bytes) == (
+            parameters,
+            gradients,
+            buffer,
+        )
+        assert cost.master_bytes == 8192 // 4
+        assert cost.optim_bytes == 2 * 8192 // 4

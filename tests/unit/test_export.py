@@ -6,6 +6,7 @@ import ast
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -65,6 +66,18 @@ def test_fsdp2_says_what_it_can(
     assert all(options == said for options in found.values())
     assert f"ACCUMULATION = {accumulation}\n" in made.text
     assert made.levels == dict.fromkeys((unit.name for unit in plan.units), Levels(*levels))
+
+
+@pytest.mark.parametrize(("level", "shape"), [(0, (8, 1)), (1, (2, 4)), (2, (8,))])
+def test_fsdp2_has_replicas_across_and_shards_within_the_nodes(level: int, shape: tuple[int, ...]) -> None:
+    """Eight ranks on two nodes; ranks that follow each other lie in a mesh's last dimension."""
+    plan = make_plan("gpt:nano", mesh="4|2", levels=Levels(level, level, level))
+    made: dict[str, Any] = {"__name__": "exported"}
+    exec(fsdp2.export(PATH, plan, one).text, made)
+    made |= {"init_device_mesh": MagicMock(), "fully_shard": MagicMock()}
+    made["shard"](load("gpt:nano").build(), "cpu")
+    names = ("replicate", "shard")[-len(shape) :]
+    made["init_device_mesh"].assert_called_once_with("cpu", shape, mesh_dim_names=names)
 
 
 def test_fsdp2_names_what_it_cannot_say() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from hzplan.errors import UserError
 from hzplan.formats import base
 from hzplan.formats.accuracy import Accuracy
-from hzplan.formats.base import to_text
+from hzplan.formats.base import to_text, write_text
 from hzplan.formats.cluster import ClusterModel, DeviceModel
 from hzplan.formats.links import Links
 from hzplan.formats.metrics import read_metrics
@@ -112,6 +114,31 @@ def test_sizes_of_a_curve_rise(kind: str, changes: dict[str, Any], said: str, tm
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=said):
         READERS[kind](path)
+
+
+def test_who_reads_a_file_while_it_is_replaced_reads_all_of_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_text(path, "old" * 9999)
+    with path.open(encoding="utf-8") as reader:
+        assert reader.read(3) == "old"
+        write_text(path, "new")
+        assert reader.read() == "old" * 9998
+    assert path.read_text(encoding="utf-8") == "new"
+
+
+@pytest.mark.parametrize("call", ["fsync", "chmod", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file.json"
+    path.write_text("old")
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(UserError, match=r"file\.json: cannot be written \(No space left on device\)"):
+        write_text(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
 
 
 JUNK = st.recursive(

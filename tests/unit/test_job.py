@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, UserError
+from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, Preempted, UserError
 from hzplan.launch.job import RankInfo, first_host, meeting_point, rank_info, record_failure, with_exit_code
 from hzplan.launch.local import _explain, cluster_line
 
@@ -63,7 +63,7 @@ def test_cluster_line_leaves_out_what_the_launcher_knows() -> None:
     assert line.endswith("--nproc-per-node 2 -m hzplan run 'my plan.json'")
 
 
-@pytest.mark.parametrize("kind", [UserError, CheckFailed, NoPlanFits, JobFailed])
+@pytest.mark.parametrize("kind", [UserError, CheckFailed, NoPlanFits, Preempted, JobFailed])
 def test_errors_are_made_again_from_their_exit_code(kind: type[UserError]) -> None:
     assert type(with_exit_code("text", kind.exit_code)) is kind
 

@@ -87,6 +87,14 @@ def test_synthetic_batches_of_training_and_heldout_differ() -> None:
     assert not torch.equal(first, other)
 
 
+def test_no_two_places_of_a_run_have_the_same_synthetic_batch() -> None:
+    data = SyntheticBatches(load("gpt:nano"), micro_batch=2, seed=1)
+    drawn = [data.train(*place) for place in itertools.product(range(2), range(2), range(3))]
+    drawn += [batch for rank in range(3) for batch in data.heldout(2, rank, 3)]
+    tokens = [batch for batch in drawn if isinstance(batch, torch.Tensor)]
+    assert len({tuple(batch.flatten().tolist()) for batch in tokens}) == len(drawn) == 2 * 2 * 3 + 2 * 3
+
+
 def test_learning_rate_warms_up_and_decays() -> None:
     options = RunOptions(steps=200, lr=1.0)
     rates = [learning_rate(step, options) for step in range(200)]
