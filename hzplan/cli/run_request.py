@@ -218,14 +218,14 @@ class RunRequest:
     def _predicted(self, plan: Plan) -> dict[str, list[Span]]:
         """What the simulator says of a step, to be shown above what was; empty without the plan's profile."""
         from hzplan.cli import console
-        from hzplan.formats.base import fingerprint
+        from hzplan.formats.base import has_fingerprint
         from hzplan.formats.source import profile_of
         from hzplan.show.trace import predicted
         from hzplan.solver.evaluate import replay
 
         try:
             profile = profile_of(self.plan, plan)
-            if fingerprint(profile) != plan.source.profile_sha256:
+            if not has_fingerprint(profile, plan.source.profile_sha256):
                 raise UserError(f"{plan.source.profile} is not the profile that the plan was solved from")
             found = replay(plan, profile, self.plan)
         except UserError as error:

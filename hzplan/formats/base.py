@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hzplan.errors import UserError
-from hzplan.formats.migrations import MIGRATIONS
+from hzplan.formats.migrations import MIGRATIONS, as_version_1
 
 # The limits keep every product that is formed of them inside 64 bits; nothing real comes near them.
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**52)]
@@ -82,7 +82,10 @@ def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[
                 f"{path}: field 'version' is {found!r}, this hzplan reads {version}; "
                 "make the file again with this version"
             )
-        data = {**steps[found](data), "version": found + 1}
+        try:
+            data = {**steps[found](data), "version": found + 1}
+        except ValueError as error:
+            raise UserError(f"{path}: field 'version' is {found}, but {error}") from None
         found += 1
     return data
 
@@ -128,6 +131,12 @@ def to_text(document: Strict) -> str:
 def fingerprint(document: Strict) -> str:
     """SHA-256 of the canonical text, hexadecimal."""
     return hashlib.sha256(to_text(document).encode()).hexdigest()
+
+
+def has_fingerprint(document: Strict, sha256: str) -> bool:
+    """Whether ``sha256`` is the hash of a version-2 document's text, or of the same values' in version 1."""
+    earlier = _render(as_version_1(document.model_dump(mode="json", exclude_none=True)), "") + "\n"
+    return sha256 in (fingerprint(document), hashlib.sha256(earlier.encode()).hexdigest())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -27,13 +27,31 @@ _RENAMED_IN_2: Mapping[tuple[str, ...], Mapping[str, str]] = {
 """By path from the top (through lists), the new name of each field that was renamed."""
 
 
-def _renamed(data: Any, path: tuple[str, ...] = ()) -> Any:
-    if isinstance(data, list):
-        return [_renamed(item, path) for item in data]
-    if not isinstance(data, dict):
-        return data
-    names = _RENAMED_IN_2.get(path, {})
-    return {names.get(key, key): _renamed(value, (*path, key)) for key, value in data.items()}
+def _renamed(data: dict[str, Any]) -> dict[str, Any]:
+    for path, names in _RENAMED_IN_2.items():
+        data = _rename_at(data, path, names)
+    return data
+
+
+def _rename_at(node: Any, path: tuple[str, ...], names: Mapping[str, str]) -> Any:
+    """Rename the keys of the objects at ``path`` (through lists); ValueError where one has a new name."""
+    if isinstance(node, list):
+        return [_rename_at(item, path, names) if isinstance(item, dict) else item for item in node]
+    if not isinstance(node, dict):
+        return node
+    if path:
+        key, *rest = path
+        return {**node, key: _rename_at(node[key], tuple(rest), names)} if key in node else node
+    if new := sorted(node.keys() & {*names.values()}):
+        raise ValueError(f"field {new[0]} is not of this version")
+    return {names.get(key, key): value for key, value in node.items()}
+
+
+def as_version_1(data: dict[str, Any]) -> dict[str, Any]:
+    """A profile's data of version 2 with the names of version 1, whose text older plans have the hash of."""
+    for path, names in _RENAMED_IN_2.items():
+        data = _rename_at(data, path, {new: old for old, new in names.items()})
+    return {**data, "version": 1}
 
 
 MIGRATIONS: Mapping[str, Mapping[int, Migration]] = {
