@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
-from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.training.batches import Batches
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
@@ -91,10 +91,8 @@ class Setting:
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The plan's optimizer and its arguments."""
-        made = OPTIMIZERS[self.plan.optimizer]
-        if isinstance(made, partial):
-            return cast(type[Optimizer], made.func), {"lr": self.lr, **made.keywords}
-        return cast(type[Optimizer], made), {"lr": self.lr}
+        made = optimizer_named(self.plan.optimizer)
+        return cast(type[Optimizer], made.func), {"lr": self.lr, **made.keywords}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,12 @@ from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.bucket import GROUP_OF, Bucket
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
+from hzplan.runtime.faults import named
 from hzplan.runtime.launcher import Launcher
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
-from hzplan.runtime.world import World
+from hzplan.runtime.world import SUM, World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 
@@ -89,6 +90,12 @@ class Engine:
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
+
+    def all_reduce(self, values: Tensor, purpose: str, operation: Any = SUM) -> None:
+        """The sum, or what ``operation`` is, of all ranks' values on every rank, in place; errors say
+        ``purpose`` and the way to the ranks that are missing."""
+        with named(f"{purpose}: all-reduce", self.route_to):
+            self.world.all_reduce(values, operation)
 
     def _allocate(
         self, unshard_of: Mapping[str, int], gradient_of: Mapping[str, int], device: torch.device

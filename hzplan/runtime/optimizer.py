@@ -132,8 +132,7 @@ class ShardedOptimizer(Optimizer):
         self.engine.executor.synchronize()
         names = [*reversed(self.updates.finest_gradients)]
         firsts = torch.stack([self.updates.first_nonfinite[name] for name in names])
-        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
-            self.engine.world.all_reduce(firsts, MIN)
+        self.engine.all_reduce(firsts, "looking for gradients that are not finite", MIN)
         first = int(firsts.min())
         return (
             None if first == NEVER else (first, [n for n, f in zip(names, firsts, strict=True) if f == first])
@@ -157,8 +156,7 @@ class ShardedOptimizer(Optimizer):
             dtype=torch.uint8,
             device=self.engine.device,
         )
-        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
-            self.engine.world.all_reduce(found, MAX)
+        self.engine.all_reduce(found, "looking for gradients that are not finite", MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
 
 

@@ -15,7 +15,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import Choice, apply, check_model
 from hzplan.runtime.backends.rate_limited import RateLimitedWorld
@@ -97,7 +97,7 @@ def rehearse(
         dtype = master_dtype_of(getattr(torch, plan.model.dtype))
         model = workload.made(device, dtype)
         check_model(model, plan)
-        made_by = _optimizer(plan)
+        made_by = optimizer_named(plan.optimizer)
         model, optimizer = apply(
             model, Choice.of(plan), made_by.func, world=limited, lr=LEARNING_RATE, **made_by.keywords
         )
@@ -131,13 +131,6 @@ def rehearse(
 
 def _named(cause: str, tiers: dict[int, str]) -> str:
     return next((name for tier, name in tiers.items() if cause == f"tier {tier}"), cause)
-
-
-def _optimizer(plan: Plan) -> partial[torch.optim.Optimizer]:
-    if plan.optimizer not in OPTIMIZERS:
-        raise UserError(f"field optimizer: {plan.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
-    made = OPTIMIZERS[plan.optimizer]
-    return made if isinstance(made, partial) else partial(made)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hzplan.show.trace import Span
-from hzplan.training.keeper import Saving
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, after every how many steps one is made, how many are kept, and whether the run
+    goes on from the newest."""
+
+    folder: Path
+    every: int
+    keep: int
+    resume: bool
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from hzplan.formats.checkpoint import FILE, Checkpoint
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
-from hzplan.training.keeper import Saving
+from hzplan.training.run import Saving
 from hzplan.training.loop import train
 from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
 from tests.plans import make_plan
