@@ -177,8 +177,8 @@ class RunRequest:
         from hzplan.cli.run_report import RunReport
         from hzplan.formats.base import write_text
         from hzplan.show.trace import document
-        from hzplan.training.loop import train
-        from hzplan.training.run import NothingLeft, RunOptions
+        from hzplan.training.loop import NothingLeft, train
+        from hzplan.training.run import RunOptions
 
         options = RunOptions(
             steps=self.steps,

@@ -33,6 +33,10 @@ class Unit:
         """The owned parameters as the arithmetic of layouts sees them."""
         return tuple(tensor_spec(name, parameter) for name, parameter in self.parameters)
 
+    def computed_in(self, dtype: str | None) -> tuple[TensorSpec, ...]:
+        """``tensors`` as a plan that computes in ``dtype``, torch's name, shards them; None: as they are."""
+        return tuple(t if dtype is None else t.computed_in(dtype) for t in self.tensors)
+
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
     """Name, this rank's shape, and dtype of a parameter; UserError for a dtype that cannot be sharded."""

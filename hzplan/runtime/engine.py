@@ -19,7 +19,6 @@ from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
 from hzplan.runtime.backends.base import Buffers, Gathers, Reductions
-from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.bucket import GROUP_OF, Bucket
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
@@ -62,7 +61,8 @@ class Engine:
         self._streams = streams
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
-        self.groups = make_groups(world, mesh, _wanted(units, len(mesh.tiers)), device)
+        wanted = sorted(_wanted(units, len(mesh.tiers)))  # in one order on all ranks
+        self.groups = {(kind, stage): world.new_group(mesh, kind, stage, device) for kind, stage in wanted}
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
         self.executor: Executor | Launcher
         if device.type == "cuda":
@@ -517,7 +517,11 @@ class Engine:
 
 
 def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
-    """(Stream kind, stage) of the communicators that a plan uses."""
+    """(Stream kind, stage) of the communicators that a plan uses.
+
+    Unshard, reduce and sync of one stage have a communicator each: collectives on one communicator are
+    ordered by their launch, and streams must not order each other.
+    """
     return {
         (group, stage)
         for kind, group in GROUP_OF.items()

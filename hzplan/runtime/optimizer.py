@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,23 +16,8 @@ from hzplan.errors import UserError
 from hzplan.runtime.clipping import clipping, square_sum
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.faults import named
-from hzplan.runtime.updates import NEVER, Group
+from hzplan.runtime.updates import NEVER
 from hzplan.runtime.world import MAX, MIN
-
-ELEMENTWISE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "ASGD",
-    "Rprop",
-)
-"""torch's optimizers that compute each element by itself, and so can work on slices of a tensor."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -158,21 +143,3 @@ class ShardedOptimizer(Optimizer):
         )
         self.engine.all_reduce(found, "looking for gradients that are not finite", MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
-
-
-def check_elementwise(optimizer_class: Any) -> None:
-    """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
-    name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    if name not in ELEMENTWISE:
-        raise UserError(
-            f"optimizer {name} is not known to work element by element and cannot be sharded; "
-            f"use one of {', '.join(ELEMENTWISE)}"
-        )
-
-
-def as_groups(params: Iterable[Any]) -> list[Group]:
-    """torch's two ways to name parameters - an iterable of them, or of groups - as groups."""
-    listed = list(params)
-    if listed and isinstance(listed[0], dict):
-        return [dict(group, params=list(group["params"])) for group in listed]
-    return [{"params": listed}]

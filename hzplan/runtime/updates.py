@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,21 @@ NEVER = 2**62
 """Sentinel step number: no step with non-finite gradients has been seen."""
 
 Group = dict[str, Any]
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "ASGD",
+    "Rprop",
+)
+"""torch's optimizers that compute each element by itself, and so can work on slices of a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +88,7 @@ class Updates:
         for unit in units:
             of_unit: list[list[nn.Parameter]] = [[] for _ in groups]
             for bucket in unit.trainable_buckets:
+                master = self._host.master(bucket)
                 start, end = bucket.bounds(bucket.layout.levels.optim)
                 for index, low, high in bucket.layout.pieces(start, end):
                     owner = bucket.parameters[index]
@@ -81,7 +97,7 @@ class Updates:
                             f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
                             "add it to one, or set requires_grad=False"
                         )
-                    param = nn.Parameter(bucket.master_shard(low, high, self._host.master(bucket)))
+                    param = nn.Parameter(bucket.master_shard(low, high, master))
                     param.grad = bucket.grad_shard(low, high)
                     of_unit[group_of[id(owner)]].append(param)
                     self._gradients.setdefault(unit.name, []).append(param.grad)
@@ -272,3 +288,21 @@ def _host_states(
         return known[index, dtype]
 
     return HostStates(offloaded, buffers, keys, device)
+
+
+def check_elementwise(optimizer_class: Any) -> None:
+    """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    if name not in ELEMENTWISE:
+        raise UserError(
+            f"optimizer {name} is not known to work element by element and cannot be sharded; "
+            f"use one of {', '.join(ELEMENTWISE)}"
+        )
+
+
+def as_groups(params: Iterable[Any]) -> list[Group]:
+    """torch's two ways to name parameters - an iterable of them, or of groups - as groups."""
+    listed = list(params)
+    if listed and isinstance(listed[0], dict):
+        return [dict(group, params=list(group["params"])) for group in listed]
+    return [{"params": listed}]

@@ -7,7 +7,8 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,20 @@ from torch import Tensor
 
 from hzplan.errors import JobFailed, UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named
-from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.out_of_memory import explain_out_of_memory
 from hzplan.runtime.replicas import diverged
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
 from hzplan.training.keeper import Keeper
 from hzplan.training.measure import peak_memory_bytes
-from hzplan.training.pending import Pending, Said
 from hzplan.training.recording import Recording
-from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
+from hzplan.training.run import RunOptions, RunResult, StepStats, Watcher
 from hzplan.training.step import forward_backward, on_device
 from hzplan.training.watch import Watch, hosts, memory_in_use
 
@@ -47,6 +45,14 @@ TRACED_STEP = 1
 
 MOST_SKIPPED = 20
 """As many steps in a row without a finite gradient are no accident."""
+
+
+class NothingLeft(Exception):
+    """The run that is to go on is over."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
+        self.steps = steps
 
 
 def train(
@@ -90,7 +96,7 @@ class _Trainer:
         torch.manual_seed(options.seed)
         self.device = Ranks.here().device
         made = optimizer_named(plan.optimizer)
-        model = workload.made(self.device, master_dtype_of(getattr(torch, plan.model.dtype)))
+        model = workload.made(self.device, plan.model.dtype)
         self.model, self.optimizer = parallelize(model, plan, made.func, lr=options.lr, **made.keywords)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.keeper = Keeper(options, plan, watcher.on_remark)
@@ -110,7 +116,7 @@ class _Trainer:
         self.timed: deque[StepStats] = deque(maxlen=MOST_TIMED)  # not all: a run may have millions
 
     def train(self) -> RunResult:
-        pending: Pending | None = None
+        pending: _Pending | None = None
         self.watcher.on_start(self.start.step)
         if self.start.step >= self.options.steps:
             raise NothingLeft(self.start.step)
@@ -120,8 +126,8 @@ class _Trainer:
             now = time.perf_counter()
             exposed = self.exposed()
             busy = now - ended - sum(exposed.values())
-            said = Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
-            following = Pending(
+            said = _Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
+            following = _Pending(
                 *(step, loss, now - ended, exposed, said, self.rank, self.world),
                 route=self.optimizer.engine.route_to,
             )
@@ -235,7 +241,7 @@ class _Trainer:
             "optim": waits.get("optim", 0.0)
         }
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: _Pending) -> None:
         """A step's loss has arrived from all ranks."""
         loss, said = pending.said()
         self.ending |= any(one.asked_to_end for one in said)
@@ -305,6 +311,48 @@ class _Trainer:
             recorded=self.recording.gather() if self.options.record_steps else {},
             unsaved=self.unsaved,
         )
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others of a step, beside its loss."""
+
+    asked_to_end: float
+    busy_s: float
+    memory_bytes: float
+
+
+class _Pending:
+    """A step that has ended, while its loss is on its way between ranks.
+
+    One small all-reduce: the sum of losses, and each rank's own numbers in a place of their own.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        loss: Tensor,
+        step_s: float,
+        exposed_comm_s: Mapping[str, float],
+        said: _Said,
+        rank: int,
+        world: int,
+        route: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
+        mine = torch.zeros(world, 3, dtype=torch.float64)
+        mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
+        self._world, self._route = world, route
+        self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
+        self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
+
+    def said(self) -> tuple[float, list[_Said]]:
+        """The mean loss, and every rank's numbers."""
+        if self._work is not None:
+            with named(f"the mean loss of step {self.step}: all-reduce", self._route):
+                self._work.wait()
+        loss, *numbers = self._numbers.tolist()
+        return loss / self._world, [_Said(*numbers[at : at + 3]) for at in range(0, 3 * self._world, 3)]
 
 
 def learning_rate(step: int, options: RunOptions) -> float:

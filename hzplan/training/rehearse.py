@@ -13,7 +13,6 @@ import torch
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
@@ -94,8 +93,7 @@ def rehearse(
     with explain_out_of_memory(plan, lambda: made[0].engine if made else None):
         progress("making the model", 0.0)
         device = Ranks.here().device
-        dtype = master_dtype_of(getattr(torch, plan.model.dtype))
-        model = workload.made(device, dtype)
+        model = workload.made(device, plan.model.dtype)
         check_model(model, plan)
         made_by = optimizer_named(plan.optimizer)
         model, optimizer = apply(

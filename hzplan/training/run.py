@@ -60,14 +60,6 @@ class StepStats:
     skipped: str = ""
 
 
-class NothingLeft(Exception):
-    """The run that is to go on is over."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
-        self.steps = steps
-
-
 class Watcher:
     """Hears of a run as it goes on; this one says nothing of it. Every rank has one."""
 

@@ -27,10 +27,10 @@ from hzplan.formats.base import fingerprint
 from hzplan.formats.checkpoint import FILE, Checkpoint
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply
-from hzplan.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
-from hzplan.training.run import Saving
-from hzplan.training.loop import train
-from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.updates import ELEMENTWISE
+from hzplan.training.loop import NothingLeft, train
+from hzplan.training.run import RunOptions, RunResult, Saving, StepStats, Watcher
 from tests.plans import make_plan
 from tests.unit.test_training import corpus
 
