@@ -92,19 +92,13 @@ class Saver:
         said_extra = _as_json(extra or {})
         self.wait()
         optimizer.engine.synchronize()
-        entries = [
-            *parameters(optimizer.engine.units.values(), once=True),
-            *state(optimizer.updates),
-        ]
+        entries = [*parameters(optimizer.engine.units.values(), once=True), *state(optimizer.updates)]
         entries += random_state(self._rank, optimizer.engine.device)
         entries += buffers(model) if self._rank == 0 else []
         staged = [entry.staged() for entry in entries]
         snapshot = _Snapshot(staged, aliases(model), position, said_extra, optimizer.updates.class_name)
         self._thread = threading.Thread(
-            target=self._save,
-            args=(snapshot,),
-            name="hzplan checkpoint",
-            daemon=True,
+            target=self._save, args=(snapshot,), name="hzplan checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -174,11 +168,9 @@ class Saver:
             tensors=tensors_of(writer.metadata, files),
         ).save(path)
         folders.publish(self.folder, snapshot.position.step)
-        self.known = [
-            *(known for known in self.known if known != snapshot.position.step),
-            snapshot.position.step,
-        ]
-        folders.prune(self.folder, self.keep, self.known, spared=snapshot.position.step)
+        step = snapshot.position.step
+        self.known = [*(known for known in self.known if known != step), step]
+        folders.prune(self.folder, self.keep, self.known, spared=step)
 
     def _begin(self, step: int) -> None:
         """On rank 0: an empty folder to write to, which nobody else does."""

@@ -134,11 +134,7 @@ def parallelize(
     check_model(model, plan)
     world = None if mesh is None else ProcessWorld(_only_group(mesh))
     return apply(
-        *(model, Choice.of(plan), optimizer_class),
-        params=params,
-        streams=streams,
-        world=world,
-        **arguments,
+        *(model, Choice.of(plan), optimizer_class), params=params, streams=streams, world=world, **arguments
     )
 
 

@@ -72,7 +72,7 @@ class Engine:
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }
-        self._needs = _needs_by_position(schedule)
+        self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
         self._reduced_at: dict[int, tuple[str, ...]] = {}
         for task in schedule.tasks:
             if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
@@ -543,7 +543,3 @@ def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
         ),
         default=0,
     )
-
-
-def _needs_by_position(schedule: Schedule) -> list[tuple[str, ...]]:
-    return [schedule.reads(schedule.use(task)) for task in schedule.compute]

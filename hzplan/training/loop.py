@@ -56,11 +56,7 @@ class NothingLeft(Exception):
 
 
 def train(
-    plan: Plan,
-    workload: Workload,
-    corpus: Corpus | None,
-    options: RunOptions,
-    watcher: Watcher | None = None,
+    plan: Plan, workload: Workload, corpus: Corpus | None, options: RunOptions, watcher: Watcher | None = None
 ) -> RunResult:
     """Train a workload as a plan says; every rank of the plan's world calls it, with the same arguments.
 
@@ -82,12 +78,7 @@ def train(
 
 class _Trainer:
     def __init__(
-        self,
-        plan: Plan,
-        workload: Workload,
-        corpus: Corpus | None,
-        options: RunOptions,
-        watcher: Watcher,
+        self, plan: Plan, workload: Workload, corpus: Corpus | None, options: RunOptions, watcher: Watcher
     ) -> None:
         self.plan, self.workload, self.corpus = plan, workload, corpus
         self.options, self.watcher = options, watcher

@@ -100,21 +100,29 @@ def rehearse(
             model, Choice.of(plan), made_by.func, world=limited, lr=LEARNING_RATE, **made_by.keywords
         )
         made.append(optimizer)
-        rehearsal = _Rehearsal(plan, model, optimizer, workload, rank, seed)
+        data = SyntheticBatches(workload, plan.batch.micro_batch, seed)
+        accumulation = plan.batch.accumulation
+
+        def train(step: int) -> None:
+            forward_backward(model, workload, data, step=step, accumulation=accumulation, rank=rank)
+            if plan.clip:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+
         for step in range(WARM_UP_STEPS):
             progress("warming up", 0.0)
-            rehearsal.step(step)
+            train(step)
         optimizer.engine.executor.synchronize()
-        traced = partial(rehearsal.step, WARM_UP_STEPS)
-        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.updates.on_host)
-        rehearsal.step(WARM_UP_STEPS + 1)  # after the tracing, which takes time
+        traced = partial(train, WARM_UP_STEPS)
+        peak = peak_memory_bytes(traced, device, ignore=optimizer.updates.on_host)
+        train(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))
         seconds, waits = [], []
         ended = time.perf_counter()
         for step in range(steps):
             progress(f"step {step + 1} of {steps}", (step + 1) / (steps + 1))
-            rehearsal.step(WARM_UP_STEPS + 2 + step)
+            train(WARM_UP_STEPS + 2 + step)
             now = time.perf_counter()
             seconds.append(now - ended)
             exposed = optimizer.engine.executor.record.exposed_s
@@ -129,31 +137,3 @@ def rehearse(
 
 def _named(cause: str, tiers: dict[int, str]) -> str:
     return next((name for tier, name in tiers.items() if cause == f"tier {tier}"), cause)
-
-
-@dataclass(frozen=True)
-class _Rehearsal:
-    """A rank at work."""
-
-    plan: Plan
-    model: torch.nn.Module
-    optimizer: ShardedOptimizer
-    workload: Workload
-    rank: int
-    seed: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
-
-    def step(self, step: int) -> None:
-        """Train one."""
-        batch = self.plan.batch
-        data = SyntheticBatches(self.workload, batch.micro_batch, self.seed)
-        forward_backward(
-            self.model, self.workload, data, step=step, accumulation=batch.accumulation, rank=self.rank
-        )
-        if self.plan.clip:
-            self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()

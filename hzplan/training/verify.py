@@ -182,7 +182,8 @@ def _alone(
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Every rank's loss of every step, and the weights after the last, in one process."""
     model, world = copy.deepcopy(initial), choice.mesh.world
-    optimizer = _optimizer([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(steps):
         for rank in range(world):
@@ -197,10 +198,6 @@ def _alone(
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
 def _together(
