@@ -156,6 +156,11 @@ class Trainer:
         """Make ``model`` and ``optimizer``."""
         raise NotImplementedError
 
+    def make_optimizer(self) -> None:
+        """Make ``optimizer``, the plan's, for all of ``model``."""
+        made, arguments = self.setting.optimizer_class()
+        self.optimizer = made(self.model.parameters(), **arguments)
+
     def around(self, last: bool) -> AbstractContextManager[object]:
         """What a micro-batch runs in; ``last``: whether gradients must be complete after it."""
         return nullcontext()

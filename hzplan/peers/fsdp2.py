@@ -110,8 +110,7 @@ class FSDP2(Trainer):
             if mesh.size(-1) == 2:  # in a larger group gloo's own ring goes on by itself
                 module.set_custom_all_gather(ExchangeAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
-        made, arguments = self.setting.optimizer_class()
-        self.optimizer = made(model.parameters(), **arguments)
+        self.make_optimizer()
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         if self.keep:

@@ -347,24 +347,22 @@ def _state(
     *,
     offload: bool,
 ) -> UnitState:
-    """Allocate what lasts of a unit."""
+    """Allocate what lasts of a unit; an error names it."""
     by_name = dict(unit.parameters)
     reduce_dtype = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
-    buckets = []
-    for layout in layouts:
-        names = [tensor.name for tensor in layout.tensors]
-        try:
-            buckets.append(
-                Bucket(
-                    *(layout, [by_name[name] for name in names], choice.mesh, world, reduce_dtype),
-                    offload=offload,
-                    waits=waits.intersection(names),
-                )
+    try:
+        buckets = [
+            Bucket(
+                *(layout, [by_name[t.name] for t in layout.tensors], choice.mesh, world, reduce_dtype),
+                offload=offload,
+                waits=waits & {tensor.name for tensor in layout.tensors},
             )
-        except Exception as error:
-            error.add_note(f"{NOTE}{unit.name}")
-            raise
-    return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)
+            for layout in layouts
+        ]
+        return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)
+    except Exception as error:
+        error.add_note(f"{NOTE}{unit.name}")
+        raise
 
 
 def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:

@@ -73,10 +73,8 @@ class Engine:
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }
         self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
-        self._reduced_at: dict[int, tuple[str, ...]] = {}
-        for task in schedule.tasks:
-            if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-                self._reduced_at[task.position] = task.units
+        reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
+        self._reduced_at = {task.position: task.units for task in reductions}
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
         self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
         self.step_state = StepState()
@@ -448,8 +446,7 @@ class Engine:
         for name in wanted:
             unit = self.units[name]
             if not unit.is_unsharded:
-                for tier in reversed(range(len(self.mesh.tiers))):
-                    self.run(Task(-1, Kind.UNSHARD, "", (name,), tier))
+                self._run_on_tiers(Kind.UNSHARD, name)
                 unit.to_unsharded()
 
     def _reduce_unscheduled(self) -> None:
@@ -465,11 +462,9 @@ class Engine:
         left = [name for name in self._trainable if name not in step.reduced]
         for name in sorted(left, key=lambda name: not self.units[name].has_any(step.delivered)):
             self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
-            for tier in range(len(self.mesh.tiers)):
-                self.run(Task(-1, kind, "", (name,), tier, position))
+            self._run_on_tiers(kind, name, position)
             if final:
-                for tier in reversed(range(len(self.mesh.tiers))):
-                    self.run(Task(-1, Kind.GRAD_GATHER, "", (name,), tier, position))
+                self._run_on_tiers(Kind.GRAD_GATHER, name, position)
 
     def _update_unscheduled(self) -> None:
         self._unshard_only(())  # an evaluation may have left old values unsharded
@@ -479,12 +474,14 @@ class Engine:
                 offload = self.units[name].offload
                 for kind in (Kind.FETCH, Kind.UPDATE, Kind.STORE) if offload else (Kind.UPDATE,):
                     self.run(Task(-1, kind, "", (name,)))
-            self._gather_parameters(name)
+            self._run_on_tiers(Kind.PARAM_GATHER, name)
         self.executor.skip_step()
 
-    def _gather_parameters(self, name: str) -> None:
-        for tier in reversed(range(len(self.mesh.tiers))):
-            self.run(Task(-1, Kind.PARAM_GATHER, "", (name,), tier))
+    def _run_on_tiers(self, kind: Kind, name: str, position: int = 0) -> None:
+        """Reductions go from the first tier to the last, gathers back."""
+        tiers = range(len(self.mesh.tiers))
+        for tier in tiers if kind in (Kind.REDUCE, Kind.FINAL_REDUCE) else reversed(tiers):
+            self.run(Task(-1, kind, "", (name,), tier, position))
 
     def synchronize(self) -> None:
         """Return when everything that the last step launched is done; RuntimeError inside of a step."""
@@ -500,7 +497,7 @@ class Engine:
         for name in self._trainable:
             for bucket in self.units[name].trainable_buckets:
                 bucket.copy_master_to_model()
-            self._gather_parameters(name)
+            self._run_on_tiers(Kind.PARAM_GATHER, name)
 
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
