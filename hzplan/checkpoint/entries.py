@@ -108,17 +108,15 @@ def parameters(units: Iterable[UnitState], *, once: bool) -> Iterator[Entry]:
             for index, low, high in bucket.layout.pieces(start, end):
                 tensor = bucket.layout.tensors[index]
                 part = held[low - start : high - start]
-                yield from flat(f"{MODEL}{tensor.name}", tensor.shape, low - _origin(bucket, index), part)
+                yield from flat(
+                    f"{MODEL}{tensor.name}", tensor.shape, low - bucket.layout.offsets[index], part
+                )
 
 
 def _kept(bucket: Bucket) -> tuple[Tensor, int]:
     """What lasts of a bucket, and the level whose slice it is."""
     levels = bucket.layout.levels
     return (bucket.master, levels.optim) if bucket.layout.trainable else (bucket.param, levels.param)
-
-
-def _origin(bucket: Bucket, index: int) -> int:
-    return bucket.layout.offsets[index]
 
 
 def state(updates: Updates) -> Iterator[Entry]:
@@ -132,7 +130,7 @@ def state(updates: Updates) -> Iterator[Entry]:
         low, high = max(start, piece.low), min(end, piece.high)
         if low >= high:
             continue
-        tensor, origin = bucket.layout.tensors[piece.index], _origin(bucket, piece.index)
+        tensor, origin = bucket.layout.tensors[piece.index], bucket.layout.offsets[piece.index]
         for key, value in updates.state_of(piece).items():
             name = f"{STATE}{tensor.name}.{key}"
             if value is None:  # as SGD without momentum has it
@@ -157,8 +155,8 @@ def state_to_fill(
     ``stored``: of a parameter's name, the keys that were saved: dtype, and whether it is one number for all.
     """
     for piece in updates.pieces:
-        tensor = piece.bucket.layout.tensors[piece.index]
-        made = {}
+        layout, made = piece.bucket.layout, {}
+        tensor = layout.tensors[piece.index]
         for key, (dtype, single) in stored(tensor.name).items():
             name = f"{STATE}{tensor.name}.{key}"
             if single:
@@ -166,5 +164,5 @@ def state_to_fill(
                 yield whole(name, made[key])
             else:
                 made[key] = updates.room_for(piece, key, dtype)
-                yield from flat(name, tensor.shape, piece.low - _origin(piece.bucket, piece.index), made[key])
+                yield from flat(name, tensor.shape, piece.low - layout.offsets[piece.index], made[key])
         updates.set_state_of(piece, made)

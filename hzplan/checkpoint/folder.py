@@ -119,11 +119,12 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """What is whole now gets its name."""
+    """Give a checkpoint's folder, all of whose files are written, its name; from then on it counts."""
     source, target = partial_of(folder, step), place_of(folder, step)
     before = folder / f".step-{step:08d}.old"
     if target.exists():  # of an earlier run that went further than the checkpoint it was resumed from
         os.replace(target, before)
+    _sync(source)  # the names of its files, before its own
     os.replace(source, target)
     _sync(folder)
     shutil.rmtree(before, ignore_errors=True)

@@ -27,7 +27,7 @@ from hzplan.checkpoint.entries import Entry
 from hzplan.errors import UserError
 
 
-class Saving(SavePlanner):
+class SavingPlanner(SavePlanner):
     """Writes this rank's entries; no two ranks have the same box."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:

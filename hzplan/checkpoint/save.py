@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hzplan.checkpoint import folder as folders
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, random_state, state
-from hzplan.checkpoint.planners import Saving
+from hzplan.checkpoint.planners import SavingPlanner
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.storage import Writer, tensors_of
 from hzplan.errors import UserError, last_cause, one_line
@@ -92,19 +92,13 @@ class Saver:
         said_extra = _as_json(extra or {})
         self.wait()
         optimizer.engine.synchronize()
-        entries = [
-            *parameters(optimizer.engine.units.values(), once=True),
-            *state(optimizer.updates),
-        ]
+        entries = [*parameters(optimizer.engine.units.values(), once=True), *state(optimizer.updates)]
         entries += random_state(self._rank, optimizer.engine.device)
         entries += buffers(model) if self._rank == 0 else []
         staged = [entry.staged() for entry in entries]
         snapshot = _Snapshot(staged, aliases(model), position, said_extra, optimizer.updates.class_name)
         self._thread = threading.Thread(
-            target=self._save,
-            args=(snapshot,),
-            name="hzplan checkpoint",
-            daemon=True,
+            target=self._save, args=(snapshot,), name="hzplan checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -144,7 +138,7 @@ class Saver:
             save(
                 {},
                 storage_writer=writer,
-                planner=Saving(snapshot.entries),
+                planner=SavingPlanner(snapshot.entries),
                 process_group=self._group,
                 no_dist=self._alone,
             )
@@ -174,11 +168,9 @@ class Saver:
             tensors=tensors_of(writer.metadata, files),
         ).save(path)
         folders.publish(self.folder, snapshot.position.step)
-        self.known = [
-            *(known for known in self.known if known != snapshot.position.step),
-            snapshot.position.step,
-        ]
-        folders.prune(self.folder, self.keep, self.known, spared=snapshot.position.step)
+        step = snapshot.position.step
+        self.known = [*(known for known in self.known if known != step), step]
+        folders.prune(self.folder, self.keep, self.known, spared=step)
 
     def _begin(self, step: int) -> None:
         """On rank 0: an empty folder to write to, which nobody else does."""

@@ -10,7 +10,7 @@ from hzplan.cli import console
 from hzplan.peers import CONTROL, LOCAL, OURS, OURS_AGAIN
 
 if TYPE_CHECKING:
-    from hzplan.peers.compare import Comparison, Entry
+    from hzplan.peers.compare import ComparedPeer, Comparison
     from hzplan.peers.contender import Setting
 
 
@@ -43,7 +43,9 @@ def summary(setting: Setting, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _contender(setting: Setting, comparison: Comparison, entry: Entry, free: float | None) -> dict[str, Any]:
+def _contender(
+    setting: Setting, comparison: Comparison, entry: ComparedPeer, free: float | None
+) -> dict[str, Any]:
     from hzplan.peers.compare import AGREE
 
     error = entry.loss_error

@@ -47,7 +47,8 @@ class RunReport(Watcher):
             return
         try:
             if step and self._path.is_file():
-                write_text(self._path, "".join(_lines_before(self._path, step)))
+                kept = _lines_before(self._path, step)
+                write_text(self._path, "".join(kept))
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a" if step and self._path.is_file() else "w", encoding="utf-8")
         except OSError as error:

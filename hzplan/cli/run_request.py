@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hzplan.models.workload import Workload
     from hzplan.show.trace import Span
     from hzplan.training.data import Corpus
-    from hzplan.training.keeper import Saving
+    from hzplan.training.run import Saving
 
 MOST_TIMEOUT_S = 1e6
 """Upper limit of --timeout, seconds."""
@@ -177,8 +177,8 @@ class RunRequest:
         from hzplan.cli.run_report import RunReport
         from hzplan.formats.base import write_text
         from hzplan.show.trace import document
-        from hzplan.training.loop import train
-        from hzplan.training.run import NothingLeft, RunOptions
+        from hzplan.training.loop import NothingLeft, train
+        from hzplan.training.run import RunOptions
 
         options = RunOptions(
             steps=self.steps,
@@ -209,7 +209,7 @@ class RunRequest:
             raise JobFailed(f"the last checkpoint was not saved: {result.unsaved}")
 
     def _saving(self) -> Saving | None:
-        from hzplan.training.keeper import Saving
+        from hzplan.training.run import Saving
 
         if self.checkpoint is None:
             return None
@@ -274,10 +274,10 @@ class RunRequest:
 
     def _workload(self, plan: Plan) -> Workload:
         from hzplan.models.workload import load
-        from hzplan.training.loop import check_optimizer
+        from hzplan.profiler.model.optimizer import optimizer_named
 
         try:
-            check_optimizer(plan)
+            optimizer_named(plan.optimizer)
             workload = load(self.model or plan.model.name, seq_len=plan.model.seq_len)
             model = _checked_model(workload, plan)
         except UserError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hzplan.core.hierarchy import Levels
-from hzplan.export.shape import GRADIENTS, Exported, Group, Lost, about, groups_of, kept_on_device
+from hzplan.export.shape import GRADIENTS, Exported, Lost, WrappedModule, about, groups_of, kept_on_device
 from hzplan.formats.plan import Plan
 
 LEAST_BUFFERS = 2
@@ -148,7 +148,7 @@ def expressed(plan: Plan, levels: Levels) -> Levels:
     return Levels(levels.param, levels.optim, levels.optim)
 
 
-def _wrap(plan: Plan, group: Group) -> tuple[str, list[Lost]]:
+def _wrap(plan: Plan, group: WrappedModule) -> tuple[str, list[Lost]]:
     param, grad, optim = (plan.mesh.shards[level] for level in group.levels)
     options = {"shards": str(optim)}
     lost = []

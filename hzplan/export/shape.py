@@ -18,7 +18,7 @@ ROOT = ""
 
 
 @dataclass(frozen=True)
-class Group:
+class WrappedModule:
     """A module that the target unshards as one, and the levels of its tensors.
 
     ``units``: the plan's units in it. The root's group has what no other module's has.
@@ -54,7 +54,7 @@ class Exported:
     gradient_buffers: int | None = None
 
 
-def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], list[Lost]]:
+def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModule], list[Lost]]:
     """The modules to wrap, in forward order with the root last, and the tensors with other levels than
     theirs.
 
@@ -72,7 +72,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], lis
     order = [name for name in dict.fromkeys(use.partition(" ")[2] for use in plan.uses) if name in units]
     alone = [name for name in order if name != ROOT and name not in tied]
     together = [name for name in order if name == ROOT or name in tied]
-    found: list[Group] = []
+    found: list[WrappedModule] = []
     lost: list[Lost] = []
     finest = Levels(*[plan.mesh.levels] * 3)  # of a root without tensors: what fully_shard does by itself
     for module, names in [*((name, [name]) for name in alone), (ROOT, together)]:
@@ -86,7 +86,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[Group], lis
             if unit.recompute and not recompute
         ]
         if levels is not None or module == ROOT:
-            found.append(Group(module, tuple(names), levels or finest, recompute))
+            found.append(WrappedModule(module, tuple(names), levels or finest, recompute))
     return found, lost
 
 
@@ -102,7 +102,11 @@ def kept_on_device(plan: Plan, target: str) -> list[Lost]:
 
 
 def one_scheme(
-    plan: Plan, groups: Sequence[Group], known: Iterable[Levels], sizes: Callable[[str], int], target: str
+    plan: Plan,
+    groups: Sequence[WrappedModule],
+    known: Iterable[Levels],
+    sizes: Callable[[str], int],
+    target: str,
 ) -> tuple[Levels, list[Lost]]:
     """For a target with one scheme per model: the scheme nearest to most elements, and the units that
     differ."""

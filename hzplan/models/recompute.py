@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hzplan.errors import UserError
 from hzplan.models.units import Unit
 
 
@@ -30,6 +31,22 @@ def leaves(units: Iterable[Unit]) -> frozenset[str]:
         if not isinstance(unit.module, torch.jit.ScriptModule)
         and not any(id(module) in modules for module in unit.module.modules() if module is not unit.module)
     )
+
+
+def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> list[nn.Module]:
+    """Those of the units named; UserError for one that the model lacks or that has units inside."""
+    listed = {unit.name: unit for unit in units}
+    inner = leaves(listed.values())
+    for name in sorted(names):
+        if name not in listed:
+            raise UserError(
+                f"the plan recomputes unit {name}, which the model does not have; profile and solve again"
+            )
+        if name not in inner:
+            raise UserError(
+                f"the plan recomputes unit {name}, which has other units inside; solve again without it"
+            )
+    return [listed[name].module for name in sorted(names)]
 
 
 def recompute(

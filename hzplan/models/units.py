@@ -33,6 +33,10 @@ class Unit:
         """The owned parameters as the arithmetic of layouts sees them."""
         return tuple(tensor_spec(name, parameter) for name, parameter in self.parameters)
 
+    def computed_in(self, dtype: str | None) -> tuple[TensorSpec, ...]:
+        """``tensors`` as a plan that computes in ``dtype``, torch's name, shards them; None: as they are."""
+        return tuple(t if dtype is None else t.computed_in(dtype) for t in self.tensors)
+
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
     """Name, this rank's shape, and dtype of a parameter; UserError for a dtype that cannot be sharded."""
@@ -123,7 +127,10 @@ def _units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[Unit, ...
             owners.setdefault(inside, blocks[inside])
         elif next(module.parameters(recurse=False), None) is not None:
             owners[name] = module
-    held = {name: _held(name, module, recurse=name in blocks) for name, module in owners.items()}
+    held = {
+        name: tuple(module.named_parameters(prefix=name, recurse=name in blocks))
+        for name, module in owners.items()
+    }
     owner_of: dict[int, str] = {}
     for name, parameters in held.items():
         for _, parameter in parameters:
@@ -139,13 +146,6 @@ def _units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[Unit, ...
         )
         for name, parameters in held.items()
     )
-
-
-def _held(name: str, module: nn.Module, *, recurse: bool) -> tuple[tuple[str, nn.Parameter], ...]:
-    """The module's parameters with their names in the model, each once."""
-    prefix = f"{name}." if name else ""
-    named = module.named_parameters(recurse=recurse)
-    return tuple((prefix + path, parameter) for path, parameter in named)
 
 
 def _requires(

@@ -23,7 +23,7 @@ from hzplan.errors import UserError, one_line
 from hzplan.models import moe
 from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.gpt import GPT, PRESETS, cross_entropy
-from hzplan.models.units import Unit, blocks_like, find_units
+from hzplan.models.units import Unit, blocks_like, find_units, master_dtype_of
 
 BUILT_IN = ("gpt:", "moe:", "hf:")
 """Models that a plan may name; anything else is code, which runs only when the user names it."""
@@ -53,11 +53,15 @@ class Workload:
     in_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
     units: tuple[str, ...] = ()
 
-    def made(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The model on a device; one that is built in has no memory until ``parallelize`` gives it values."""
+    def made(self, device: torch.device, dtype: str) -> nn.Module:
+        """The model on a device, in the dtype of the master weights of a plan that computes in ``dtype``.
+
+        One that is built in has no memory until ``parallelize`` gives it values.
+        """
+        master_dtype = master_dtype_of(getattr(torch, dtype))
 
         def build() -> nn.Module:
-            return self.build().to(device, dtype)
+            return self.build().to(device, master_dtype)
 
         return deferred_if_possible(build) if self.name.startswith(BUILT_IN) else build()
 

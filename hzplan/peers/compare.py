@@ -29,7 +29,7 @@ REFERENCES = ("ddp", PLAN)
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedPeer:
     """One contender's figures; seconds are of a step, the slowest rank's, by round.
 
     ``peak_memory_bytes``: of the rank that needs most; ``sent_bytes``: per step, the node that sends most:
@@ -71,7 +71,7 @@ def within(peak_bytes: int, budget_bytes: int) -> bool:
 class Comparison:
     """All figures of one comparison. ``absent``: who could not take part, and why."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ComparedPeer]
     absent: Mapping[str, str]
     rounds: int
     steps_per_round: int
@@ -132,7 +132,7 @@ def compare(
     peaks = {name: max(ranks.gather(contender.peak_memory_bytes)) for name, contender in contenders.items()}
     reference = next((losses[name] for name in REFERENCES if name in losses), [])
     entries = {
-        name: Entry(
+        name: ComparedPeer(
             name,
             tuple(seconds[name]),
             peaks[name],

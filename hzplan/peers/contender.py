@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
-from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.training.batches import Batches
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
@@ -91,10 +91,8 @@ class Setting:
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The plan's optimizer and its arguments."""
-        made = OPTIMIZERS[self.plan.optimizer]
-        if isinstance(made, partial):
-            return cast(type[Optimizer], made.func), {"lr": self.lr, **made.keywords}
-        return cast(type[Optimizer], made), {"lr": self.lr}
+        made = optimizer_named(self.plan.optimizer)
+        return cast(type[Optimizer], made.func), {"lr": self.lr, **made.keywords}
 
 
 @dataclass(frozen=True)
@@ -157,6 +155,11 @@ class Trainer:
     def prepare(self) -> None:
         """Make ``model`` and ``optimizer``."""
         raise NotImplementedError
+
+    def make_optimizer(self) -> None:
+        """Make ``optimizer``, the plan's, for all of ``model``."""
+        made, arguments = self.setting.optimizer_class()
+        self.optimizer = made(self.model.parameters(), **arguments)
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         """What a micro-batch runs in; ``last``: whether gradients must be complete after it."""

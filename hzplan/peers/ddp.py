@@ -24,9 +24,8 @@ class Local(Trainer):
     name = "alone"
 
     def prepare(self) -> None:
-        made, arguments = self.setting.optimizer_class()
         self.model = self.setting.build_model()
-        self.optimizer = made(self.model.parameters(), **arguments)
+        self.make_optimizer()
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         return autocast(self.setting)
@@ -43,10 +42,6 @@ class DDP(Trainer):
         model = self.setting.build_model()
         self.model = self._replicas = replicas(model, self.setting)
         self.make_optimizer()
-
-    def make_optimizer(self) -> None:
-        made, arguments = self.setting.optimizer_class()
-        self.optimizer = made(self.model.parameters(), **arguments)
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         stack = ExitStack()

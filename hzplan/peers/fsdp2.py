@@ -20,14 +20,18 @@ from hzplan.runtime.backends.base import Buffers, Gathers
 from hzplan.runtime.backends.groups import on_device
 
 
-class ExchangeAllGather:
+class _Exchange:
+    """Where FSDP2 has its communication buffers from."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ExchangeAllGather(_Exchange):
     """All-gather as hzplan does it on gloo, which uses both directions of a link at once.
 
     What FSDP2 asks of ``set_custom_all_gather``.
     """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -53,14 +57,11 @@ class _UnderWay(dist.Work):
         return True
 
 
-class ExchangeReduceScatter:
+class ExchangeReduceScatter(_Exchange):
     """Reduce-scatter as hzplan does it on gloo: an exchange and a local sum, half the bytes of gloo's own.
 
     What FSDP2 asks of ``set_custom_reduce_scatter``.
     """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -109,8 +110,7 @@ class FSDP2(Trainer):
             if mesh.size(-1) == 2:  # in a larger group gloo's own ring goes on by itself
                 module.set_custom_all_gather(ExchangeAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
-        made, arguments = self.setting.optimizer_class()
-        self.optimizer = made(model.parameters(), **arguments)
+        self.make_optimizer()
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         if self.keep:

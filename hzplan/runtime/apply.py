@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.layout import MASTER_DTYPE, TensorSpec, bucketise
+from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise
 from hzplan.core.schedule import Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -25,14 +25,14 @@ from hzplan.formats.profile import signature
 from hzplan.models.deferred import Waiting, become, stand_in
 from hzplan.models.hooks import attach
 from hzplan.models.local import split_over
-from hzplan.models.recompute import leaves, recompute
-from hzplan.models.units import Unit, blocks_of, find_units
+from hzplan.models.recompute import recompute, recomputed_modules
+from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
-from hzplan.runtime.optimizer import ShardedOptimizer, as_groups, check_elementwise
+from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import UnitState
-from hzplan.runtime.updates import Updates
+from hzplan.runtime.updates import Updates, as_groups, check_elementwise
 from hzplan.runtime.world import ProcessWorld, World
 
 NOTE = "while allocating what lasts of unit "
@@ -134,11 +134,7 @@ def parallelize(
     check_model(model, plan)
     world = None if mesh is None else ProcessWorld(_only_group(mesh))
     return apply(
-        *(model, Choice.of(plan), optimizer_class),
-        params=params,
-        streams=streams,
-        world=world,
-        **arguments,
+        *(model, Choice.of(plan), optimizer_class), params=params, streams=streams, world=world, **arguments
     )
 
 
@@ -162,7 +158,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 f"{name or 'the model'} is wrapped by torch.compile, which renames its parameters; compile "
                 "it in place with module.compile() instead, or wrap it after parallelize"
             )
-    tensors = _tensors(find_units(model), plan.model.dtype)  # names and order do not depend on units
+    units = find_units(model)  # names and order of tensors do not depend on them
+    tensors = [tensor for unit in units for tensor in unit.computed_in(plan.model.dtype)]
     here = {tensor.name for tensor in tensors}
     planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
     for name in sorted(here ^ planned):
@@ -199,30 +196,28 @@ def apply(
         )
     waiting = stand_in(model)
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
-    _check_whole(units, world)
-    tensors = {unit.name: tuple(_tensors([unit], choice.dtype)) for unit in units}
-    _check_masters(units, tensors)
+    recomputed = recomputed_modules(units, choice.recompute)
+    tensors = {unit.name: unit.computed_in(choice.dtype) for unit in units}
+    _check_parameters(units, tensors, world)
     for name in sorted(choice.offload - {unit.name for unit in units}):
         raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
-    modules = recomputed_modules(units, choice.recompute)
+    schedule = schedule_of(units, choice)
+    slots = assign_slots(schedule, tensors)
+    layouts = {
+        name: bucketise([(tensor, choice.levels[tensor.name]) for tensor in of_unit], choice.mesh)
+        for name, of_unit in tensors.items()
+    }
+    offloaded = choice.offload & schedule.host_slots.keys()
+    states = [
+        _state(*(unit, layouts[unit.name], choice, world, waiting.parameters), offload=unit.name in offloaded)
+        for unit in units
+    ]
+    if waiting.parameters or waiting.buffers:
+        _begin(model, waiting, states, world)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     for group in groups:
         group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
-    schedule = schedule_of(units, choice)
-    states = []
-    for unit in units:
-        try:
-            offload = unit.name in choice.offload and unit.name in schedule.host_slots
-            states.append(
-                _state(unit, tensors[unit.name], choice, world, waiting.parameters, offload=offload)
-            )
-        except Exception as error:
-            error.add_note(f"{NOTE}{unit.name}")
-            raise
-    if waiting.parameters or waiting.buffers:
-        _begin(model, waiting, states, world)
     del waiting  # and what its constructor was given
-    slots = assign_slots(schedule, tensors)
     device = next(model.parameters()).device
     updates = Updates(
         *(states, optimizer_class, groups, arguments),
@@ -234,7 +229,7 @@ def apply(
         *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
     )
-    undo = [attach(units, engine), *map(recompute, modules)]
+    undo = [attach(units, engine), *map(recompute, recomputed)]
     if any(bucket.sharded for state in states for bucket in state.buckets):
         undo += [refuse_state_dict(module) for module in model.modules()]
 
@@ -259,31 +254,26 @@ def refuse_state_dict(module: nn.Module) -> Callable[[], None]:
     return handle.remove
 
 
-def _check_whole(units: Iterable[Unit], world: World) -> None:
-    """UserError for a parameter that the ranks that train together have in parts already."""
-    for name, parameter in (named for unit in units for named in unit.parameters):
-        for group in split_over(parameter):
-            if world.meets(dist.get_process_group_ranks(group)):
+def _check_parameters(
+    units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorSpec]], world: World
+) -> None:
+    """UserError for a parameter that the ranks that train together have in parts already, and for a trained
+    one that has been rounded already: master weights start from its values."""
+    for unit in units:
+        for (name, parameter), tensor in zip(unit.parameters, tensors[unit.name], strict=True):
+            for group in split_over(parameter):
+                if world.meets(dist.get_process_group_ranks(group)):
+                    raise UserError(
+                        f"parameter {name} is a DTensor that is cut over ranks which train as replicas "
+                        "(FSDP?); pass the model as it was before, and with tensor parallelism the other "
+                        "dimension as mesh"
+                    )
+            given, master = dtype_name(parameter.dtype), MASTER_DTYPE[tensor.dtype]
+            if tensor.trainable and given != master:
                 raise UserError(
-                    f"parameter {name} is a DTensor that is cut over ranks which train as replicas (FSDP?); "
-                    "pass the model as it was before, and with tensor parallelism the other dimension as mesh"
+                    f"parameter {name} is {given}, but master weights are {master}; pass the model in "
+                    f"{master} and let the plan cast it"
                 )
-
-
-def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> list[nn.Module]:
-    """Those of the units named; UserError for one that the model lacks or that has units inside."""
-    listed = {unit.name: unit for unit in units}
-    inner = leaves(listed.values())
-    for name in sorted(names):
-        if name not in listed:
-            raise UserError(
-                f"the plan recomputes unit {name}, which the model does not have; profile and solve again"
-            )
-        if name not in inner:
-            raise UserError(
-                f"the plan recomputes unit {name}, which has other units inside; solve again without it"
-            )
-    return [listed[name].module for name in sorted(names)]
 
 
 def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
@@ -314,27 +304,6 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         gradient_buffers=choice.gradient_buffers,
         offload=bool(choice.offload),
     )
-
-
-def _tensors(units: Iterable[Unit], dtype: str | None) -> list[TensorSpec]:
-    """The units' tensors as a plan that computes in ``dtype`` has them."""
-    return [
-        tensor.computed_in(dtype) if dtype is not None else tensor
-        for unit in units
-        for tensor in unit.tensors
-    ]
-
-
-def _check_masters(units: Iterable[Unit], tensors: Mapping[str, Sequence[TensorSpec]]) -> None:
-    """UserError for a trained parameter that has been rounded already: masters start from its values."""
-    for unit in units:
-        for given, tensor in zip(unit.tensors, tensors[unit.name], strict=True):
-            master = MASTER_DTYPE[tensor.dtype]
-            if tensor.trainable and given.dtype != master:
-                raise UserError(
-                    f"parameter {tensor.name} is {given.dtype}, but master weights are {master}; "
-                    f"pass the model in {master} and let the plan cast it"
-                )
 
 
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:
@@ -371,25 +340,29 @@ def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], worl
 
 def _state(
     unit: Unit,
-    tensors: Iterable[TensorSpec],
+    layouts: Iterable[BucketLayout],
     choice: Choice,
     world: World,
     waits: frozenset[str],
     *,
     offload: bool,
 ) -> UnitState:
+    """Allocate what lasts of a unit; an error names it."""
     by_name = dict(unit.parameters)
-    layouts = bucketise([(tensor, choice.levels[tensor.name]) for tensor in tensors], choice.mesh)
     reduce_dtype = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
-    buckets = [
-        Bucket(
-            *(layout, [by_name[tensor.name] for tensor in layout.tensors], choice.mesh, world, reduce_dtype),
-            offload=offload,
-            waits=waits & {tensor.name for tensor in layout.tensors},
-        )
-        for layout in layouts
-    ]
-    return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)
+    try:
+        buckets = [
+            Bucket(
+                *(layout, [by_name[t.name] for t in layout.tensors], choice.mesh, world, reduce_dtype),
+                offload=offload,
+                waits=waits & {tensor.name for tensor in layout.tensors},
+            )
+            for layout in layouts
+        ]
+        return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)
+    except Exception as error:
+        error.add_note(f"{NOTE}{unit.name}")
+        raise
 
 
 def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:

@@ -58,11 +58,11 @@ class Bucket:
         self.grad_sharded = layout.trainable and mesh.shards[levels.grad] > 1
         first = local(parameters[0])
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.param = first.new_zeros(self._numel(levels.param), dtype=dtype)
+        self.param = first.new_zeros(layout.numel // mesh.shards[levels.param], dtype=dtype)
         self.unsharded = self.param
         if layout.keeps_master:
             where = "cpu" if offload else first.device
-            self.master = first.new_zeros(self._numel(levels.optim), device=where)
+            self.master = first.new_zeros(layout.numel // mesh.shards[levels.optim], device=where)
         else:
             self.master = self.within(self.param, levels.param, levels.optim)
         if waits:
@@ -70,8 +70,7 @@ class Bucket:
                 if layout.tensors[index].name not in waits:
                     self.begin_with(index, parameter)
         else:
-            flat = self._gathered_initial()
-            for index, values in enumerate(self.views(flat)):
+            for index, values in enumerate(self.views(self._gathered_initial())):
                 self.fill(index, values)
         self.grad: Tensor | None = None
         if layout.trainable:
@@ -109,11 +108,6 @@ class Bucket:
             low, high = max(start, offset), min(end, offset + flat.numel())
             if low < high:
                 buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
-
-    def _numel(self, level: int) -> int:
-        """Elements of this rank's slice at a level."""
-        start, end = self.bounds(level)
-        return end - start
 
     @property
     def gradient_wire_nbytes(self) -> int:

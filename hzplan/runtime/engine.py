@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,15 @@ from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
 from hzplan.runtime.backends.base import Buffers, Gathers, Reductions
-from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.bucket import GROUP_OF, Bucket
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import Executor, Streams
+from hzplan.runtime.faults import named
 from hzplan.runtime.launcher import Launcher
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
-from hzplan.runtime.world import World
+from hzplan.runtime.world import SUM, World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 
@@ -61,7 +61,8 @@ class Engine:
         self._streams = streams
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
-        self.groups = make_groups(world, mesh, _wanted(units, len(mesh.tiers)), device)
+        wanted = sorted(_wanted(units, len(mesh.tiers)))  # in one order on all ranks
+        self.groups = {(kind, stage): world.new_group(mesh, kind, stage, device) for kind, stage in wanted}
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
         self.executor: Executor | Launcher
         if device.type == "cuda":
@@ -71,11 +72,9 @@ class Engine:
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }
-        self._needs = _needs_by_position(schedule)
-        self._reduced_at: dict[int, tuple[str, ...]] = {}
-        for task in schedule.tasks:
-            if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-                self._reduced_at[task.position] = task.units
+        self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
+        reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
+        self._reduced_at = {task.position: task.units for task in reductions}
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
         self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
         self.step_state = StepState()
@@ -89,6 +88,12 @@ class Engine:
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
+
+    def all_reduce(self, values: Tensor, purpose: str, operation: Any = SUM) -> None:
+        """The sum, or what ``operation`` is, of all ranks' values on every rank, in place; errors say
+        ``purpose`` and the way to the ranks that are missing."""
+        with named(f"{purpose}: all-reduce", self.route_to):
+            self.world.all_reduce(values, operation)
 
     def _allocate(
         self, unshard_of: Mapping[str, int], gradient_of: Mapping[str, int], device: torch.device
@@ -260,7 +265,7 @@ class Engine:
             return  # loops call zero_grad() at any place before backward
         if self._updated_in_backward():
             raise UserError(
-                "the step's gradients are dropped, but under a plan without clipping backward has updated "
+                "the step's gradients cannot be dropped: under a plan without clipping backward has updated "
                 "units with them already; start again from a checkpoint, or solve with --clip"
             )
         self._leave_schedule()
@@ -441,8 +446,7 @@ class Engine:
         for name in wanted:
             unit = self.units[name]
             if not unit.is_unsharded:
-                for tier in reversed(range(len(self.mesh.tiers))):
-                    self.run(Task(-1, Kind.UNSHARD, "", (name,), tier))
+                self._run_on_tiers(Kind.UNSHARD, name)
                 unit.to_unsharded()
 
     def _reduce_unscheduled(self) -> None:
@@ -458,11 +462,9 @@ class Engine:
         left = [name for name in self._trainable if name not in step.reduced]
         for name in sorted(left, key=lambda name: not self.units[name].has_any(step.delivered)):
             self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
-            for tier in range(len(self.mesh.tiers)):
-                self.run(Task(-1, kind, "", (name,), tier, position))
+            self._run_on_tiers(kind, name, position)
             if final:
-                for tier in reversed(range(len(self.mesh.tiers))):
-                    self.run(Task(-1, Kind.GRAD_GATHER, "", (name,), tier, position))
+                self._run_on_tiers(Kind.GRAD_GATHER, name, position)
 
     def _update_unscheduled(self) -> None:
         self._unshard_only(())  # an evaluation may have left old values unsharded
@@ -472,12 +474,14 @@ class Engine:
                 offload = self.units[name].offload
                 for kind in (Kind.FETCH, Kind.UPDATE, Kind.STORE) if offload else (Kind.UPDATE,):
                     self.run(Task(-1, kind, "", (name,)))
-            self._gather_parameters(name)
+            self._run_on_tiers(Kind.PARAM_GATHER, name)
         self.executor.skip_step()
 
-    def _gather_parameters(self, name: str) -> None:
-        for tier in reversed(range(len(self.mesh.tiers))):
-            self.run(Task(-1, Kind.PARAM_GATHER, "", (name,), tier))
+    def _run_on_tiers(self, kind: Kind, name: str, position: int = 0) -> None:
+        """Reductions go from the first tier to the last, gathers back."""
+        tiers = range(len(self.mesh.tiers))
+        for tier in tiers if kind in (Kind.REDUCE, Kind.FINAL_REDUCE) else reversed(tiers):
+            self.run(Task(-1, kind, "", (name,), tier, position))
 
     def synchronize(self) -> None:
         """Return when everything that the last step launched is done; RuntimeError inside of a step."""
@@ -493,7 +497,7 @@ class Engine:
         for name in self._trainable:
             for bucket in self.units[name].trainable_buckets:
                 bucket.copy_master_to_model()
-            self._gather_parameters(name)
+            self._run_on_tiers(Kind.PARAM_GATHER, name)
 
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
@@ -510,7 +514,11 @@ class Engine:
 
 
 def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
-    """(Stream kind, stage) of the communicators that a plan uses."""
+    """(Stream kind, stage) of the communicators that a plan uses.
+
+    Unshard, reduce and gather of one stage have a communicator each: collectives on one communicator are
+    ordered by their launch, and streams must not order each other.
+    """
     return {
         (group, stage)
         for kind, group in GROUP_OF.items()
@@ -532,7 +540,3 @@ def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
         ),
         default=0,
     )
-
-
-def _needs_by_position(schedule: Schedule) -> list[tuple[str, ...]]:
-    return [schedule.reads(schedule.use(task)) for task in schedule.compute]

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -361,22 +361,21 @@ def needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[
     them before it.
     """
     own: list[set[int]] = []
-    for task in schedule.tasks:  # what a task needs of its own step has a lower index
-        found = set[int]()
-        for before in task.needs:
-            if before in left_out:
-                found |= own[before]
-            elif schedule.tasks[before].stream != COMPUTE_STREAM:
-                found.add(before)
-        own.append(found)
     previous: list[set[int]] = []
-    for task in schedule.tasks:
-        found = set()
-        for before in task.needs_previous:
+
+    def not_left_out(needed: Iterable[int]) -> set[int]:
+        found = set[int]()
+        for before in needed:
             if before in left_out:
                 found |= own[before]
             elif schedule.tasks[before].stream != COMPUTE_STREAM:
                 found.add(before)
+        return found
+
+    for task in schedule.tasks:  # what a task needs of its own step has a lower index
+        own.append(not_left_out(task.needs))
+    for task in schedule.tasks:
+        found = not_left_out(task.needs_previous)
         for before in left_out & set(task.needs):
             found |= previous[before]
         previous.append(found)

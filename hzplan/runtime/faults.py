@@ -89,12 +89,8 @@ def _missed(what: str, route: Callable[[Sequence[int]], str]) -> str:
     return f"{who} did not arrive in time"
 
 
-def _unknown(ranks: Sequence[int]) -> str:
-    return ""
-
-
 @contextmanager
-def named(what: str, route: Callable[[Sequence[int]], str] = _unknown) -> Iterator[None]:
+def named(what: str, route: Callable[[Sequence[int]], str] = lambda ranks: "") -> Iterator[None]:
     """Errors of the block as StreamError: what was going on, and why it failed.
 
     ``route``: names the network tiers towards ranks, for messages.

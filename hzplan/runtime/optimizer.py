@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,23 +16,8 @@ from hzplan.errors import UserError
 from hzplan.runtime.clipping import clipping, square_sum
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.faults import named
-from hzplan.runtime.updates import NEVER, Group
+from hzplan.runtime.updates import NEVER
 from hzplan.runtime.world import MAX, MIN
-
-ELEMENTWISE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "ASGD",
-    "Rprop",
-)
-"""torch's optimizers that compute each element by itself, and so can work on slices of a tensor."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -73,6 +58,7 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away the gradients of a step that was not taken: of whole micro-batches, and of a backward
         that raised. Every rank calls it, or none. Between a step and the next backward it does nothing.
+        ``model.zero_grad()`` does not throw them away: most gradients are in buckets, not in the parameters.
 
         UserError under a plan without clipping once this step has updated a unit, in backward.
         """
@@ -132,8 +118,7 @@ class ShardedOptimizer(Optimizer):
         self.engine.executor.synchronize()
         names = [*reversed(self.updates.finest_gradients)]
         firsts = torch.stack([self.updates.first_nonfinite[name] for name in names])
-        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
-            self.engine.world.all_reduce(firsts, MIN)
+        self.engine.all_reduce(firsts, "looking for gradients that are not finite", MIN)
         first = int(firsts.min())
         return (
             None if first == NEVER else (first, [n for n, f in zip(names, firsts, strict=True) if f == first])
@@ -157,24 +142,5 @@ class ShardedOptimizer(Optimizer):
             dtype=torch.uint8,
             device=self.engine.device,
         )
-        with named("looking for gradients that are not finite: all-reduce", self.engine.route_to):
-            self.engine.world.all_reduce(found, MAX)
+        self.engine.all_reduce(found, "looking for gradients that are not finite", MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]
-
-
-def check_elementwise(optimizer_class: Any) -> None:
-    """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
-    name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    if name not in ELEMENTWISE:
-        raise UserError(
-            f"optimizer {name} is not known to work element by element and cannot be sharded; "
-            f"use one of {', '.join(ELEMENTWISE)}"
-        )
-
-
-def as_groups(params: Iterable[Any]) -> list[Group]:
-    """torch's two ways to name parameters - an iterable of them, or of groups - as groups."""
-    listed = list(params)
-    if listed and isinstance(listed[0], dict):
-        return [dict(group, params=list(group["params"])) for group in listed]
-    return [{"params": listed}]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
-from hzplan.runtime.faults import named
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,8 +26,7 @@ def diverged(engine: Engine) -> list[str]:
         checksums[engine.world.rank, 2 * index] = checksum(bucket.param)
         checksums[engine.world.rank, 2 * index + 1] = checksum(bucket.master)
     everyone = checksums.to(engine.device)
-    with named("comparing replicas: all-reduce", engine.route_to):
-        engine.world.all_reduce(everyone)
+    engine.all_reduce(everyone, "comparing replicas")
     found: dict[str, set[int]] = defaultdict(set)
     for index, (unit, bucket) in enumerate(buckets):
         sums = everyone[:, 2 * index : 2 * index + 2].tolist()

@@ -6,7 +6,7 @@ clipping's factor, right before a unit's update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,22 @@ from hzplan.runtime.unit import UnitState
 NEVER = 2**62
 """Sentinel step number: no step with non-finite gradients has been seen."""
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "ASGD",
+    "Rprop",
+)
+"""torch's optimizers that compute each element by itself, and so can work on slices of a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +66,8 @@ class Updates:
         self,
         units: Sequence[UnitState],
         optimizer_class: Callable[..., Optimizer],
-        groups: Sequence[Group],
-        arguments: Group,
+        groups: Sequence[ParamGroup],
+        arguments: ParamGroup,
         *,
         host_buffers: Mapping[str, int],
         device: torch.device,
@@ -77,6 +92,7 @@ class Updates:
         for unit in units:
             of_unit: list[list[nn.Parameter]] = [[] for _ in groups]
             for bucket in unit.trainable_buckets:
+                master = self._host.master(bucket)
                 start, end = bucket.bounds(bucket.layout.levels.optim)
                 for index, low, high in bucket.layout.pieces(start, end):
                     owner = bucket.parameters[index]
@@ -85,7 +101,7 @@ class Updates:
                             f"parameter {bucket.layout.tensors[index].name} is in no parameter group; "
                             "add it to one, or set requires_grad=False"
                         )
-                    param = nn.Parameter(bucket.master_shard(low, high, self._host.master(bucket)))
+                    param = nn.Parameter(bucket.master_shard(low, high, master))
                     param.grad = bucket.grad_shard(low, high)
                     of_unit[group_of[id(owner)]].append(param)
                     self._gradients.setdefault(unit.name, []).append(param.grad)
@@ -110,12 +126,12 @@ class Updates:
             self._move_state(name, lambda copies: copies.host)
         empty = nn.Parameter(torch.zeros(0))  # a rank may have no piece at all
         self.defaults = optimizer_class([dict(options[0], params=[empty])], **arguments).defaults
-        self.param_groups: list[Group] = (
+        self.param_groups: list[ParamGroup] = (
             [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
             if self.pieces
             else [dict(options[0], params=[empty])]
         )
-        self._options: list[Group] = []  # taken over for the updates of this step
+        self._options: list[ParamGroup] = []  # taken over for the updates of this step
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self.clip_scale = self._update_scale = self._one
         self.steps = self._updating = 0
@@ -255,8 +271,8 @@ class Updates:
 def _host_states(
     units: Sequence[UnitState],
     optimizer_class: Callable[..., Optimizer],
-    groups: Sequence[Group],
-    arguments: Group,
+    groups: Sequence[ParamGroup],
+    arguments: ParamGroup,
     buffers: Mapping[str, int],
     device: torch.device,
 ) -> HostStates:
@@ -276,3 +292,21 @@ def _host_states(
         return known[index, dtype]
 
     return HostStates(offloaded, buffers, keys, device)
+
+
+def check_elementwise(optimizer_class: Any) -> None:
+    """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    if name not in ELEMENTWISE:
+        raise UserError(
+            f"optimizer {name} is not known to work element by element and cannot be sharded; "
+            f"use one of {', '.join(ELEMENTWISE)}"
+        )
+
+
+def as_groups(params: Iterable[Any]) -> list[ParamGroup]:
+    """torch's two ways to name parameters - an iterable of them, or of groups - as groups."""
+    listed = list(params)
+    if listed and isinstance(listed[0], dict):
+        return [dict(group, params=list(group["params"])) for group in listed]
+    return [{"params": listed}]

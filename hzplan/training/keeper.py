@@ -1,38 +1,28 @@
-"""A run's checkpoints: going on from the newest, saving now and then, and saving when the run must end."""
+"""A run's checkpoints: where it begins, saving now and then, and saving when the run must end."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
 from hzplan.checkpoint.checkpoints import Checkpoints
 from hzplan.checkpoint.position import START, Position
+from hzplan.checkpoint.weights import take
 from hzplan.errors import JobFailed, Preempted
 from hzplan.formats.plan import Plan
 from hzplan.runtime.optimizer import ShardedOptimizer
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Where checkpoints go, after every how many steps one is made, how many are kept, and whether the run
-    goes on from the newest."""
-
-    folder: Path
-    every: int
-    keep: int
-    resume: bool
+from hzplan.training.run import RunOptions
 
 
 class Keeper:
-    """One rank's part in the checkpoints of a run; without ``saving`` there are none."""
+    """One rank's part in the checkpoints of a run; without ``options.saving`` there are none."""
 
-    def __init__(self, saving: Saving | None, plan: Plan, remark: Callable[[str], None]) -> None:
-        self._saving, self._plan, self._remark = saving, plan, remark
+    def __init__(self, options: RunOptions, plan: Plan, remark: Callable[[str], None]) -> None:
+        self._options, self._plan, self._remark = options, plan, remark
+        self._saving = saving = options.saving
         self._checkpoints = (
             None
             if saving is None
@@ -48,8 +38,19 @@ class Keeper:
     def _end(self, number: int, frame: object) -> None:
         self.asked_to_end = True
 
-    def resume(self, model: nn.Module, optimizer: ShardedOptimizer) -> Position:
-        """Where the run begins; the model and its optimizer are as they were there."""
+    def begin(self, model: nn.Module, optimizer: ShardedOptimizer) -> Position:
+        """Where the run begins; the model and its optimizer are as they were there, or have the weights that
+        the options name."""
+        self._start = self._resume(model, optimizer)
+        weights = self._options.weights
+        if weights is not None and self._start == START:
+            unused = take(weights, model, optimizer)
+            more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
+            left = f", without {', '.join(unused[:2])}{more}, which this model does not have"
+            self._remark(f"beginning with the weights of {weights}{left if unused else ''}")
+        return self._start
+
+    def _resume(self, model: nn.Module, optimizer: ShardedOptimizer) -> Position:
         if self._checkpoints is None or self._saving is None or not self._saving.resume:
             return START
         loaded = self._checkpoints.load(model, optimizer)
@@ -60,12 +61,11 @@ class Keeper:
             self._remark(f"passed over: {line}")
         world = "" if loaded.same_world else " (of another world size: dropout and the like draw anew)"
         self._remark(f"going on from {loaded.path}{world}")
-        self._start = loaded.position
-        return self._start
+        return loaded.position
 
-    def due(self, step: int, *, last: bool) -> bool:
+    def due(self, step: int) -> bool:
         """Whether the state after ``step`` steps is to be saved."""
-        return self._saving is not None and (last or step % self._saving.every == 0)
+        return self._saving is not None and (step == self._options.steps or step % self._saving.every == 0)
 
     def save(self, model: nn.Module, optimizer: ShardedOptimizer, step: int) -> None:
         """Between two steps, after ``step`` of them; a failed save is a remark, training goes on."""

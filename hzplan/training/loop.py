@@ -7,36 +7,31 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from hzplan.checkpoint.position import START
-from hzplan.checkpoint.weights import take
 from hzplan.errors import JobFailed, UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.faults import named
-from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.out_of_memory import explain_out_of_memory
 from hzplan.runtime.replicas import diverged
 from hzplan.training.batches import Batches, batches
 from hzplan.training.data import Corpus
 from hzplan.training.keeper import Keeper
-from hzplan.training.measure import hosts, memory_in_use, peak_memory_bytes
-from hzplan.training.pending import Pending, Said
+from hzplan.training.measure import peak_memory_bytes
 from hzplan.training.recording import Recording
-from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
+from hzplan.training.run import RunOptions, RunResult, StepStats, Watcher
 from hzplan.training.step import forward_backward, on_device
-from hzplan.training.watch import Watch
+from hzplan.training.watch import Watch, hosts, memory_in_use
 
 WARM_UP_STEPS = 3
 """Steps at the beginning whose times do not count."""
@@ -52,12 +47,16 @@ MOST_SKIPPED = 20
 """As many steps in a row without a finite gradient are no accident."""
 
 
+class NothingLeft(Exception):
+    """The run that is to go on is over."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
+        self.steps = steps
+
+
 def train(
-    plan: Plan,
-    workload: Workload,
-    corpus: Corpus | None,
-    options: RunOptions,
-    watcher: Watcher | None = None,
+    plan: Plan, workload: Workload, corpus: Corpus | None, options: RunOptions, watcher: Watcher | None = None
 ) -> RunResult:
     """Train a workload as a plan says; every rank of the plan's world calls it, with the same arguments.
 
@@ -69,8 +68,9 @@ def train(
     """
     if options.steps < 1:
         raise UserError(f"{options.steps} steps: a run has at least 1")
-    trainer = _Trainer(plan, workload, corpus, options, watcher or Watcher())
-    with explain_out_of_memory(plan, lambda: trainer.optimizer.engine):
+    trainer: _Trainer | None = None
+    with explain_out_of_memory(plan, lambda: trainer.optimizer.engine if trainer else None):
+        trainer = _Trainer(plan, workload, corpus, options, watcher or Watcher())
         result = trainer.train()
     trainer.optimizer.engine.close()  # not after an error: it would wait for ranks that may be gone
     return result
@@ -78,29 +78,20 @@ def train(
 
 class _Trainer:
     def __init__(
-        self,
-        plan: Plan,
-        workload: Workload,
-        corpus: Corpus | None,
-        options: RunOptions,
-        watcher: Watcher,
+        self, plan: Plan, workload: Workload, corpus: Corpus | None, options: RunOptions, watcher: Watcher
     ) -> None:
         self.plan, self.workload, self.corpus = plan, workload, corpus
         self.options, self.watcher = options, watcher
         self.world = plan.mesh.world
         self.rank = dist.get_rank() if self.world > 1 else 0
         torch.manual_seed(options.seed)
-        with explain_out_of_memory(plan, lambda: None):
-            self.device = Ranks.here().device
-            dtype = master_dtype_of(getattr(torch, plan.model.dtype))
-            model = workload.made(self.device, dtype)
-            self.model, self.optimizer = _parallelize(model, plan, options.lr)
+        self.device = Ranks.here().device
+        made = optimizer_named(plan.optimizer)
+        model = workload.made(self.device, plan.model.dtype)
+        self.model, self.optimizer = parallelize(model, plan, made.func, lr=options.lr, **made.keywords)
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
-        self.keeper = Keeper(options.saving, plan, watcher.on_remark)
-        self.start = self.keeper.resume(self.model, self.optimizer)
-        if options.weights is not None and self.start == START:
-            unused = take(options.weights, self.model, self.optimizer)
-            watcher.on_remark(f"beginning with the weights of {options.weights}{_left(unused)}")
+        self.keeper = Keeper(options, plan, watcher.on_remark)
+        self.start = self.keeper.begin(self.model, self.optimizer)
         self.ending = False  # whether SIGTERM has come to any rank
         self.data: Batches = batches(workload, corpus, plan, seed=options.seed, since=self.start)
         self.watch = Watch(hosts())
@@ -116,7 +107,7 @@ class _Trainer:
         self.timed: deque[StepStats] = deque(maxlen=MOST_TIMED)  # not all: a run may have millions
 
     def train(self) -> RunResult:
-        pending: Pending | None = None
+        pending: _Pending | None = None
         self.watcher.on_start(self.start.step)
         if self.start.step >= self.options.steps:
             raise NothingLeft(self.start.step)
@@ -126,8 +117,8 @@ class _Trainer:
             now = time.perf_counter()
             exposed = self.exposed()
             busy = now - ended - sum(exposed.values())
-            said = Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
-            following = Pending(
+            said = _Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
+            following = _Pending(
                 *(step, loss, now - ended, exposed, said, self.rank, self.world),
                 route=self.optimizer.engine.route_to,
             )
@@ -139,7 +130,7 @@ class _Trainer:
                 self.finish(pending)
                 self.keeper.save(self.model, self.optimizer, step + 1)
                 self.keeper.leave(step + 1)
-            if self.keeper.due(step + 1, last=step + 1 == self.options.steps):
+            if self.keeper.due(step + 1):
                 self.keeper.save(self.model, self.optimizer, step + 1)
                 self.untimed.add(step + 1)
             self.keeper.report()
@@ -159,8 +150,7 @@ class _Trainer:
         every = self.options.check_replicas
         if every is None:
             return
-        saves = self.ending or self.keeper.due(step + 1, last=step + 1 == self.options.steps)
-        if saves or (step + 1) % every == 0:
+        if self.ending or self.keeper.due(step + 1) or (step + 1) % every == 0:
             found = diverged(self.optimizer.engine)
             if found:
                 more = f" (and {len(found) - 1} more units)" if len(found) > 1 else ""
@@ -242,7 +232,7 @@ class _Trainer:
             "optim": waits.get("optim", 0.0)
         }
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: _Pending) -> None:
         """A step's loss has arrived from all ranks."""
         loss, said = pending.said()
         self.ending |= any(one.asked_to_end for one in said)
@@ -288,8 +278,7 @@ class _Trainer:
         if self.world == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with named("figures of all ranks: all-reduce", self.optimizer.engine.route_to):
-            dist.all_reduce(tensor, op=operation)
+        self.optimizer.engine.all_reduce(tensor, "figures of all ranks", operation)
         return tensor.tolist()
 
     def result(self) -> RunResult:
@@ -315,6 +304,48 @@ class _Trainer:
         )
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others of a step, beside its loss."""
+
+    asked_to_end: float
+    busy_s: float
+    memory_bytes: float
+
+
+class _Pending:
+    """A step that has ended, while its loss is on its way between ranks.
+
+    One small all-reduce: the sum of losses, and each rank's own numbers in a place of their own.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        loss: Tensor,
+        step_s: float,
+        exposed_comm_s: Mapping[str, float],
+        said: _Said,
+        rank: int,
+        world: int,
+        route: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
+        mine = torch.zeros(world, 3, dtype=torch.float64)
+        mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
+        self._world, self._route = world, route
+        self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
+        self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
+
+    def said(self) -> tuple[float, list[_Said]]:
+        """The mean loss, and every rank's numbers."""
+        if self._work is not None:
+            with named(f"the mean loss of step {self.step}: all-reduce", self._route):
+                self._work.wait()
+        loss, *numbers = self._numbers.tolist()
+        return loss / self._world, [_Said(*numbers[at : at + 3]) for at in range(0, 3 * self._world, 3)]
+
+
 def learning_rate(step: int, options: RunOptions) -> float:
     """Linear warm-up over a tenth of the run (at most 100 steps), then a cosine down to a tenth."""
     warm_up = min(100, max(1, options.steps // 10))
@@ -322,30 +353,6 @@ def learning_rate(step: int, options: RunOptions) -> float:
         return options.lr * (step + 1) / warm_up
     progress = (step - warm_up) / max(1, options.steps - warm_up)
     return options.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
-
-
-def _parallelize(model: nn.Module, plan: Plan, lr: float) -> tuple[nn.Module, ShardedOptimizer]:
-    made = OPTIMIZERS[check_optimizer(plan)]
-    if isinstance(made, partial):
-        return parallelize(model, plan, made.func, lr=lr, **made.keywords)
-    return parallelize(model, plan, made, lr=lr)
-
-
-def check_optimizer(plan: Plan) -> str:
-    """The plan's optimizer; UserError when this version has none of that name."""
-    if plan.optimizer not in OPTIMIZERS:
-        raise UserError(
-            f"field optimizer: {plan.optimizer!r} is not known; this version has {', '.join(OPTIMIZERS)}"
-        )
-    return plan.optimizer
-
-
-def _left(unused: Sequence[str]) -> str:
-    """What of the weights the model has no place for."""
-    if not unused:
-        return ""
-    more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
-    return f", without {', '.join(unused[:2])}{more}, which this model does not have"
 
 
 def _units(names: Sequence[str]) -> str:

@@ -1,19 +1,15 @@
-"""How much memory a step takes on a rank, and a process; and where ranks are."""
+"""How much memory a step takes on a rank."""
 
 from __future__ import annotations
 
 import gc
-import os
-import socket
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hzplan.profiler.model.memory import memory_trace
-from hzplan.profiler.session.ranks import Ranks
 
 
 def peak_memory_bytes(
@@ -42,28 +38,9 @@ def alive_bytes(device: torch.device, ignore: Iterable[Tensor] = ()) -> int:
         # Not isinstance: it would ask proxies what they pretend to be.
         if not issubclass(type(found), Tensor) or found.device != device or found.layout != torch.strided:
             continue
-        if is_traceable_wrapper_subclass(
-            found
-        ):  # a DTensor has no storage; its local tensor is found by itself
+        if is_traceable_wrapper_subclass(found):  # a DTensor has no storage; its local tensor is found
             continue
         storage = found.untyped_storage()
         if storage.data_ptr() not in ignored:
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes that this process holds: of a GPU's memory, or the host's (0 where the system does not say)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
-    except (OSError, ValueError):
-        return 0
-
-
-def hosts() -> list[str]:
-    """The names of all ranks' machines; every rank calls it."""
-    return Ranks.here().gather(socket.gethostname())

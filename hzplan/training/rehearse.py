@@ -13,9 +13,8 @@ import torch
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
-from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
-from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import Choice, apply, check_model
 from hzplan.runtime.backends.rate_limited import RateLimitedWorld
@@ -94,29 +93,36 @@ def rehearse(
     with explain_out_of_memory(plan, lambda: made[0].engine if made else None):
         progress("making the model", 0.0)
         device = Ranks.here().device
-        dtype = master_dtype_of(getattr(torch, plan.model.dtype))
-        model = workload.made(device, dtype)
+        model = workload.made(device, plan.model.dtype)
         check_model(model, plan)
-        made_by = _optimizer(plan)
+        made_by = optimizer_named(plan.optimizer)
         model, optimizer = apply(
             model, Choice.of(plan), made_by.func, world=limited, lr=LEARNING_RATE, **made_by.keywords
         )
         made.append(optimizer)
-        rehearsal = _Rehearsal(plan, model, optimizer, workload, rank, seed)
+        data = SyntheticBatches(workload, plan.batch.micro_batch, seed)
+        accumulation = plan.batch.accumulation
+
+        def train(step: int) -> None:
+            forward_backward(model, workload, data, step=step, accumulation=accumulation, rank=rank)
+            if plan.clip:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+
         for step in range(WARM_UP_STEPS):
             progress("warming up", 0.0)
-            rehearsal.step(step)
+            train(step)
         optimizer.engine.executor.synchronize()
-        traced = partial(rehearsal.step, WARM_UP_STEPS)
-        peak = peak_memory_bytes(traced, rehearsal.device, ignore=optimizer.updates.on_host)
-        rehearsal.step(WARM_UP_STEPS + 1)  # after the tracing, which takes time
+        traced = partial(train, WARM_UP_STEPS)
+        peak = peak_memory_bytes(traced, device, ignore=optimizer.updates.on_host)
+        train(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))
         seconds, waits = [], []
         ended = time.perf_counter()
         for step in range(steps):
             progress(f"step {step + 1} of {steps}", (step + 1) / (steps + 1))
-            rehearsal.step(WARM_UP_STEPS + 2 + step)
+            train(WARM_UP_STEPS + 2 + step)
             now = time.perf_counter()
             seconds.append(now - ended)
             exposed = optimizer.engine.executor.record.exposed_s
@@ -131,38 +137,3 @@ def rehearse(
 
 def _named(cause: str, tiers: dict[int, str]) -> str:
     return next((name for tier, name in tiers.items() if cause == f"tier {tier}"), cause)
-
-
-def _optimizer(plan: Plan) -> partial[torch.optim.Optimizer]:
-    if plan.optimizer not in OPTIMIZERS:
-        raise UserError(f"field optimizer: {plan.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
-    made = OPTIMIZERS[plan.optimizer]
-    return made if isinstance(made, partial) else partial(made)
-
-
-@dataclass(frozen=True)
-class _Rehearsal:
-    """A rank at work."""
-
-    plan: Plan
-    model: torch.nn.Module
-    optimizer: ShardedOptimizer
-    workload: Workload
-    rank: int
-    seed: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
-
-    def step(self, step: int) -> None:
-        """Train one."""
-        batch = self.plan.batch
-        data = SyntheticBatches(self.workload, batch.micro_batch, self.seed)
-        forward_backward(
-            self.model, self.workload, data, step=step, accumulation=batch.accumulation, rank=self.rank
-        )
-        if self.plan.clip:
-            self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()

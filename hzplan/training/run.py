@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hzplan.show.trace import Span
-from hzplan.training.keeper import Saving
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, after every how many steps one is made, how many are kept, and whether the run
+    goes on from the newest."""
+
+    folder: Path
+    every: int
+    keep: int
+    resume: bool
 
 
 @dataclass(frozen=True)
@@ -48,14 +58,6 @@ class StepStats:
     tokens: int
     peak_memory_bytes: int
     skipped: str = ""
-
-
-class NothingLeft(Exception):
-    """The run that is to go on is over."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(f"all {steps} steps were trained before; for more, give a larger number")
-        self.steps = steps
 
 
 class Watcher:

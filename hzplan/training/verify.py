@@ -12,7 +12,6 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,8 @@ from hzplan.models.workload import BUILT_IN, Workload, load, narrow
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.executor import Streams
+from hzplan.training.batches import Batches, SyntheticBatches
+from hzplan.training.step import forward_backward
 
 MOST_RANKS = 64
 STEPS = 2  # the second begins with what the first has updated
@@ -85,7 +86,7 @@ def verify(
         choice = replace(choice, accumulation=min(choice.accumulation, MICRO_BATCHES))
         if name.startswith(BUILT_IN):
             choice = _thinned(initial, plan, choice)
-    batches = partial(_batch, workload, mesh.world, choice.accumulation)
+    batches = SyntheticBatches(workload, 1, seed)
     progress("one process", 0.0)
     losses, weights = _alone(initial, workload, choice, batches, steps)
     progress(f"{mesh.world} ranks", 0.3)
@@ -168,27 +169,19 @@ def _check_names(model: nn.Module, plan: Plan, name: str) -> None:
         raise UserError(f"{name} is not the plan's model: {tensor} is in one of them only")
 
 
-def _batch(workload: Workload, world: int, accumulation: int, step: int, index: int, rank: int) -> object:
-    """One for every step, micro-batch and rank."""
-    place = (step * accumulation + index) * world + rank
-    return workload.batch(1, torch.Generator().manual_seed(1 + place))
-
-
-Batches = Callable[[int, int, int], object]
-
-
 def _alone(
     initial: nn.Module, workload: Workload, choice: Choice, batches: Batches, steps: int
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Every rank's loss of every step, and the weights after the last, in one process."""
     model, world = copy.deepcopy(initial), choice.mesh.world
-    optimizer = _optimizer([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(steps):
         for rank in range(world):
             total = 0.0
             for index in range(choice.accumulation):
-                loss = workload.loss(model, batches(step, index, rank)) / choice.accumulation
+                loss = workload.loss(model, batches.train(step, index, rank)) / choice.accumulation
                 (loss / world).backward()
                 total += float(loss.detach())
             losses[rank].append(total)
@@ -197,10 +190,6 @@ def _alone(
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
 def _together(
@@ -224,12 +213,10 @@ def _together(
                 lr=LEARNING_RATE,
             )
             for step in range(steps):
-                total = 0.0
-                for index in range(choice.accumulation):
-                    loss = workload.loss(made, batches(step, index, rank)) / choice.accumulation
-                    loss.backward()
-                    total += float(loss.detach())
-                losses[rank].append(total)
+                loss = forward_backward(
+                    made, workload, batches, step=step, accumulation=choice.accumulation, rank=rank
+                )
+                losses[rank].append(float(loss))
                 if choice.clip:
                     optimizer.clip_grad_norm_(CLIP)
                 optimizer.step()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hzplan.profiler.session.ranks import Ranks
 
 WINDOW = 6
 """Steps whose median counts."""
@@ -73,3 +80,19 @@ class Watch:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds: of a GPU's memory, or the host's (0 where the system does not say)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def hosts() -> list[str]:
+    """The names of all ranks' machines; every rank calls it."""
+    return Ranks.here().gather(socket.gethostname())

@@ -23,7 +23,6 @@ from hzplan.profiler import default_mesh, measure
 from hzplan.profiler.model import optimizer, time as uses
 from hzplan.profiler.network import links
 from hzplan.profiler.session.ranks import Ranks
-from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.world import ProcessWorld
 
 links.MAX_REPEATS = links.MAX_CALLS = optimizer.MAX_REPEATS = uses.MAX_BLOCKS = 3
@@ -33,15 +32,16 @@ assert default_mesh() == (Mesh.of_tiers(4), ("node",))
 
 # What is timed is the real collective: on its stage's groups, in slice order, in place.
 for stage in mesh.stages():
-    groups = make_groups(ProcessWorld(), mesh, [("unshard", stage), ("reduce", stage)], ranks.device)
+    world = ProcessWorld()
+    groups = {kind: world.new_group(mesh, kind, stage, ranks.device) for kind in ("unshard", "reduce")}
     members = mesh.group(ranks.rank, stage)
     place, size = members.index(ranks.rank), len(members)
     whole, scratch = torch.full((2 * size,), -1.0), torch.zeros(2 * size)
     whole[2 * place : 2 * place + 2] = ranks.rank
-    links.collective("all_gather", groups["unshard", stage], whole, scratch)()
+    links.collective("all_gather", groups["unshard"], whole, scratch)()
     assert whole.view(size, 2)[:, 0].tolist() == [float(m) for m in members], (stage, whole)
     whole = torch.arange(2.0 * size) + ranks.rank
-    links.collective("reduce_scatter", groups["reduce", stage], whole, scratch)()
+    links.collective("reduce_scatter", groups["reduce"], whole, scratch)()
     assert whole[2 * place] == size * 2 * place + sum(members), (stage, whole)
 
 profile = measure(

@@ -27,10 +27,10 @@ from hzplan.formats.base import fingerprint
 from hzplan.formats.checkpoint import FILE, Checkpoint
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply
-from hzplan.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
-from hzplan.training.keeper import Saving
-from hzplan.training.loop import train
-from hzplan.training.run import NothingLeft, RunOptions, RunResult, StepStats, Watcher
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.updates import ELEMENTWISE
+from hzplan.training.loop import NothingLeft, train
+from hzplan.training.run import RunOptions, RunResult, Saving, StepStats, Watcher
 from tests.plans import make_plan
 from tests.unit.test_training import corpus
 
@@ -296,6 +296,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     def noted_replace(source: Path, target: Path) -> None:
         if Path(source).is_dir():
             files = {file.name: file.stat().st_ino for file in Path(source).iterdir()}
+            files["."] = Path(source).stat().st_ino
             unsynced[Path(target).name] = [name for name, inode in files.items() if inode not in synced]
             synced.discard(tmp_path.stat().st_ino)
         replace_file(source, target)

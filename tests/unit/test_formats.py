@@ -223,3 +223,24 @@ def test_a_profile_of_version_1_is_read_with_the_same_values(tmp_path: Path) -> 
                 cost["recomputed"] = cost.pop("recompute")
     (tmp_path / "old.json").write_text(json.dumps(old))
     assert json.loads(to_text(Profile.load(tmp_path / "old.json"))) == now
+    old["cluster"]["wakeup_seconds"] = 1e-5
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    with pytest.raises(UserError, match="'version' is 1, but field wakeup_seconds is not of this version"):
+        Profile.load(tmp_path / "old.json")
+
+
+def test_a_plan_of_a_profile_of_version_1_has_its_hash_still() -> None:
+    """As golden plans had it before profiles were at version 2."""
+    profile = Profile.load(GOLDEN / "profiles" / "gpt-tiny-2x2x2.json")
+    assert base.has_fingerprint(profile, base.fingerprint(profile))
+    assert base.has_fingerprint(profile, "6adcd952b9ebc5a5ac0c845a26d96253cfbabe7573f1d0a21eeac4f174cd7992")
+    assert not base.has_fingerprint(profile, "0" * 64)
+
+
+@pytest.mark.parametrize("depth", [300, 900, 20_000])
+def test_deep_nonsense_of_version_1_is_one_line(depth: int, tmp_path: Path) -> None:
+    nested = "[" * depth + "]" * depth
+    (tmp_path / "p.json").write_text(f'{{"format": "hzplan.profile", "version": 1, "uses": {nested}}}')
+    with pytest.raises(UserError) as caught:
+        Profile.load(tmp_path / "p.json")
+    assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from hzplan.formats.profile import Profile
 from hzplan.profiler.network.host import measure_host
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.offload import state_keys
-from hzplan.runtime.optimizer import ELEMENTWISE
+from hzplan.runtime.updates import ELEMENTWISE
 from hzplan.solver.conflict import moved_to_host
 from hzplan.solver.evaluate import Modes, evaluate, unit_costs
 from hzplan.solver.explain import alternatives

@@ -16,7 +16,6 @@ from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.runtime.backends import rate_limited
 from hzplan.runtime.backends.base import Buffers
 from hzplan.runtime.backends.device_link import MOST_STREAMS, SOURCE
-from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.backends.rate_limited import Link, RateLimitedGroup, RateLimitedWorld
 
 CPU = torch.device("cpu")
@@ -91,7 +90,7 @@ def _world(rank: int = 1, *, exchanged: bool = True) -> RateLimitedWorld:
 
 
 def _group(world: RateLimitedWorld, stage: Stage) -> RateLimitedGroup:
-    return make_groups(world, Mesh.parse("2,2"), [("unshard", stage)], CPU)["unshard", stage]
+    return world.new_group(Mesh.parse("2,2"), "unshard", stage, CPU)
 
 
 @pytest.mark.parametrize("exchanged", [True, False])

@@ -18,13 +18,12 @@ from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.models.recompute import leaves, recompute, switched
+from hzplan.models.recompute import leaves, recompute, recomputed_modules, switched
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
 from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.memory import HostMemory
-from hzplan.runtime.apply import recomputed_modules
 from hzplan.solver.solve import Infeasible, Request, Solved, solve
 from tests.plans import make_plan
 from tests.unit.test_analytic import analysed

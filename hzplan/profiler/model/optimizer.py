@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hzplan.errors import UserError
 from hzplan.formats.profile import OptimizerEntry, OptimizerPoint
 from hzplan.models.units import master_dtype_of
 from hzplan.profiler.model.memory import memory_trace
@@ -20,12 +22,12 @@ from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
 from hzplan.runtime.clipping import clipping, square_sum
 
-OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+OPTIMIZERS: Mapping[str, partial[Any]] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
     "adam": partial(torch.optim.Adam, fused=True),
     "sgd": partial(torch.optim.SGD, fused=True),
 }
-"""The optimizers that are measured, by the names that a profile uses."""
+"""torch's optimizers that are measured, with the arguments that make them fast, by names in profiles."""
 
 FIRST_ELEMENTS = 1 << 10
 LAST_ELEMENTS = 16 << 20
@@ -35,6 +37,13 @@ MAX_REPEATS = 10
 BUDGET_S = 2.0
 TRACED_ELEMENTS = 1 << 16
 """Elements of the parameter whose step is followed for temporaries; constants are no share of so many."""
+
+
+def optimizer_named(name: str) -> partial[Any]:
+    """A plan's optimizer; UserError when this version has none of that name."""
+    if name not in OPTIMIZERS:
+        raise UserError(f"field optimizer: {name!r} is not known; this version has {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
 
 
 def measure_optimizer(

@@ -17,7 +17,6 @@ from hzplan.formats.profile import InterferenceEntry
 from hzplan.profiler.network.links import collective
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import no_garbage_collection
-from hzplan.runtime.backends.groups import make_groups
 from hzplan.runtime.world import ProcessWorld
 
 ROUNDS = 3
@@ -94,8 +93,6 @@ def _communication(
     ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """A gather and a reduction over a stage."""
-    kinds = [("unshard", stage), ("reduce", stage)]
-    groups = make_groups(ProcessWorld(), mesh, kinds, ranks.device)
     size = mesh.group_size(stage)
     elements = max(size, min(largest_bytes, MAX_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
     whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
@@ -104,9 +101,10 @@ def _communication(
         dtype=dtype,
         device=ranks.device,
     )
-    gather = collective("all_gather", groups["unshard", stage], whole, scratch)
-    reduce = collective("reduce_scatter", groups["reduce", stage], whole, scratch)
-
+    world = ProcessWorld()
+    unshard, sums = (world.new_group(mesh, kind, stage, ranks.device) for kind in ("unshard", "reduce"))
+    gather = collective("all_gather", unshard, whole, scratch)
+    reduce = collective("reduce_scatter", sums, whole, scratch)
     gather()
     reduce()
     return gather, reduce

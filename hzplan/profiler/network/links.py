@@ -19,7 +19,7 @@ from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
 from hzplan.runtime.backends.base import Buffers
-from hzplan.runtime.backends.groups import ProcessGroup, make_groups
+from hzplan.runtime.backends.groups import ProcessGroup
 from hzplan.runtime.world import ProcessWorld
 
 FIRST_BYTES = 4 << 10
@@ -66,12 +66,8 @@ def measure_links(
     stages = mesh.stages()
     if not stages:
         return ()
-    kinds = [(kind, stage) for stage in stages for kind in OPERATIONS.values()]
-    groups = make_groups(ProcessWorld(), mesh, kinds, ranks.device)
     timed = [
-        each
-        for stage in stages
-        for each in _timed_collectives(ranks, mesh, stage, groups, dtype, largest_bytes)
+        each for stage in stages for each in _timed_collectives(ranks, mesh, stage, dtype, largest_bytes)
     ]
     results = rounds(
         ranks,
@@ -106,12 +102,7 @@ def measure_norm(ranks: Ranks) -> float:
 
 
 def _timed_collectives(
-    ranks: Ranks,
-    mesh: Mesh,
-    stage: Stage,
-    groups: Mapping[tuple[str, Stage], ProcessGroup],
-    dtype: torch.dtype,
-    largest_bytes: int,
+    ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
 ) -> Iterator[TimedCollective]:
     """The collectives to time for a stage, each warmed up by a call; every rank decides alike."""
     size = mesh.group_size(stage)
@@ -125,7 +116,8 @@ def _timed_collectives(
         device=ranks.device,
     )
     for operation, kind in OPERATIONS.items():
-        issue = partial(collective, operation, groups[kind, stage], scratch=scratch)
+        group = ProcessWorld().new_group(mesh, kind, stage, ranks.device)
+        issue = partial(collective, operation, group, scratch=scratch)
         for index, nbytes in enumerate(wanted):
             run = issue(whole[: nbytes // dtype.itemsize])
             run()

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hzplan.core.hierarchy import Mesh, Stage
-from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.exchange import GlooGroup
 from hzplan.runtime.backends.nccl import NcclGroup
 
-G_co = TypeVar("G_co", bound=Group, covariant=True)
 ProcessGroup = GlooGroup | NcclGroup
 """A group of processes; its ``handle`` is torch's group."""
 
@@ -28,24 +25,6 @@ LATER = 0.1
 
 _made: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], dist.ProcessGroup] = {}
 """Torch's groups by the job's default group, kind and members."""
-
-
-class Maker(Protocol[G_co]):
-    """A world whose ranks can be joined into groups."""
-
-    def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> G_co:
-        """The group of this rank in a stage, for tensors on ``device``."""
-
-
-def make_groups(
-    world: Maker[G_co], mesh: Mesh, wanted: Iterable[tuple[str, Stage]], device: torch.device
-) -> dict[tuple[str, Stage], G_co]:
-    """This rank's groups, by (stream kind, stage). ``wanted`` must be the same on every rank.
-
-    Unshard, reduce and gather of one stage have a communicator each: collectives on one communicator are
-    ordered by their launch, and streams must not order each other.
-    """
-    return {(kind, stage): world.new_group(mesh, kind, stage, device) for kind, stage in sorted(set(wanted))}
 
 
 def on_device(handle: dist.ProcessGroup, device: torch.device) -> ProcessGroup:

@@ -58,10 +58,7 @@ class _Reduction(Reduction):
             self._whole = front(whole, dtype)
             self._sum = self._whole.view(group.size, -1)[group.place]
             self._narrow = [Conversion(whole, self._whole)]
-            self._widen = {
-                False: [Conversion(self._sum, part)],
-                True: [Conversion(self._sum, self._own)],
-            }
+            self._widen = {False: [Conversion(self._sum, part)], True: [Conversion(self._sum, self._own)]}
 
     def run(self, *, accumulate: bool, tag: int) -> None:
         convert(self._narrow)
