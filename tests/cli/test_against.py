@@ -46,7 +46,9 @@ DEEPSPEED = {"deepspeed1", "deepspeed3"}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("left_out", [DEEPSPEED, pytest.param(set(), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "left_out", [DEEPSPEED, pytest.param(set(), marks=pytest.mark.long)], ids=["without DeepSpeed", "all"]
+)
 def test_every_peer_trains_the_same_and_is_measured(left_out: set[str], tmp_path: Path) -> None:
     """DeepSpeed's processes import for longer than all others train."""
     plan, other = tmp_path / "plan.json", tmp_path / "other.json"
