@@ -28,6 +28,7 @@ TINY = {
 ANALYTIC = ("--analytic", "--cluster", "h100-8x400g", "--dtype", "bf16", "--micro-batch", "1,2")
 
 
+@pytest.mark.long
 def test_a_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     done = hzplan("profile", "hf:llama3-8b", *ANALYTIC, "--nodes", 2, "--json", cwd=tmp_path)
     assert done.code == 0, done.stderr

@@ -67,6 +67,7 @@ def drawn(tab: Page) -> int:
 
 
 @in_chromium
+@pytest.mark.long
 def test_the_report_of_126_layers_is_interactive_in_two_seconds(tab: Page, tmp_path: Path) -> None:
     path = written(tmp_path, LARGE)
     assert path.stat().st_size < 5e6
@@ -129,6 +130,7 @@ def test_colours_follow_the_reader_and_print_is_light(tab: Page, tmp_path: Path)
 
 
 @in_chromium
+@pytest.mark.long
 def test_hostile_names_do_nothing(tab: Page, tmp_path: Path) -> None:
     path = written(tmp_path, hostile.write(tmp_path))
     tab.open(path, READY)

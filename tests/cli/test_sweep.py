@@ -114,6 +114,7 @@ def test_other_numbers_of_nodes_and_a_plot(modelled: Path) -> None:
         assert hzplan(*ask, *options, cwd=modelled).code == 2
 
 
+@pytest.mark.long
 def test_a_ranks_share_under_model_parallelism(modelled: Path) -> None:
     ask = ("solve", "profile.json", "--global-batch", "64", "-o", "share.json")
     done = hzplan(*ask, "--model-parallel", "tp=2,cp=2", "--nodes", "4", cwd=modelled)

@@ -46,6 +46,7 @@ def test_communication_allocates_nothing(tmp_path: Path) -> None:
         assert not counts["moved"], name
 
 
+@pytest.mark.long
 def test_mutants_are_caught(tmp_path: Path) -> None:
     found = on_ranks(4, f"{MODULE}:mutations", None, tmp_path)
     mutants = {name: max(errors) for name, errors in found.items() if not name.startswith("unmutated")}

@@ -27,6 +27,7 @@ def test_plans_train_the_same_as_exported(plans: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cases", [CASES[5:9:3], pytest.param(CASES, marks=pytest.mark.long)], ids=len)
+@pytest.mark.long
 def test_deepspeed_trains_the_same_from_the_exported_file(
     cases: list[tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_what_units_save_is_there_once() -> None:
     assert held[1] < held[0] / 4
 
 
+@pytest.mark.long
 def test_a_model_too_large_for_memory_is_profiled_as_if_it_were_not() -> None:
     workload = deep()
     weights = 4 * sum(p.numel() for p in workload.build().parameters())
@@ -109,6 +110,7 @@ def test_a_model_too_large_for_memory_is_profiled_as_if_it_were_not() -> None:
         assert abs(saved[1] / saved[0] - 1) < 0.02
 
 
+@pytest.mark.long
 def test_a_measurement_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, said = tmp_path / "profile.json.partial", list[str]()
     counted: list[str] = []

@@ -171,6 +171,7 @@ def test_a_backward_that_reads_nothing_cannot_compute_again(tmp_path: Path) -> N
         Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.long
 def test_less_memory_than_without_and_never_more_than_asked() -> None:
     profile = analysed(load(MODEL), 2)
     batch = 2 * profile.mesh.world

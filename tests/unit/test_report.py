@@ -85,6 +85,7 @@ def test_measured_stands_beside_predicted() -> None:
     assert "17 measured steps" in text and "1.00 GiB" in text and "measured" in figures(text)
 
 
+@pytest.mark.long
 def test_the_largest_plan_stays_under_5_mb() -> None:
     path = ROOT / "plans" / "llama3-405b-h100-128.json"
     made = report(path)

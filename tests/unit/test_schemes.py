@@ -222,6 +222,7 @@ def test_the_users_own_setting_is_a_row_and_a_candidate() -> None:
     assert again.best.predicted.period_ns <= solved.best.predicted.period_ns * (1 + TIE)
 
 
+@pytest.mark.long
 def test_a_plan_file_given_as_a_setting_is_a_candidate(tmp_path: Path) -> None:
     """What a search of no time at all would not find."""
     profile = Profile.load(PROFILES / "llama3-70b-4096-h100-16.json")

@@ -49,6 +49,7 @@ def test_random_choices_train_like_one_process(seed: int, mesh: str) -> None:
     assert found.ok and found.mesh == str(small(Mesh.parse(mesh)))
 
 
+@pytest.mark.long
 def test_64_ranks() -> None:
     plan = make_plan("gpt:nano", mesh="2,2,2|4,2,2", levels=Levels(2, 3, 6))
     found = verify(plan, steps=2)
