@@ -57,16 +57,16 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
     slots_of = schedule.host_slots
     optimizer += sum(slot_sizes(slots_of, {unit: units[unit].host_bytes for unit in slots_of}))
     unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
-    staging = sum(
+    unreduced = sum(
         slot_sizes(slots.gradient, {unit: units[unit].gradient_buffer_bytes for unit in slots.gradient})
     )
     scratch = sum(
         max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
     )
     update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
-    lasting = parameters + master + gradients + optimizer + unshard + staging + scratch
+    lasting = parameters + master + gradients + optimizer + unshard + unreduced + scratch
     without = Memory(
-        *(parameters, master, gradients, optimizer, unshard, staging, scratch, update, host),
+        *(parameters, master, gradients, optimizer, unshard, unreduced, scratch, update, host),
         peak=lasting + update,
     )
     return without.with_activations(activation_peak, schedule)

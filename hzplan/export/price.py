@@ -15,7 +15,7 @@ from hzplan.solver.evaluate import Modes, evaluate, replay
 def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Exported, dict[str, float]]:
     """The export with the cost of each loss by itself, and that of all together: seconds a step, bytes."""
     before = replay(plan, profile, path)
-    paced = before.model.schedule(
+    rescheduled = before.model.schedule(
         prefetch=plan.prefetch,
         accumulation=plan.batch.accumulation,
         clip=plan.clip,
@@ -45,11 +45,11 @@ def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Ex
             step_s, peak_bytes = changed({one.where})
             losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
         elif one.where == GRADIENTS and made.gradient_buffers is not None:
-            step_s, peak_bytes = changed(set(), paced, before.modes)
+            step_s, peak_bytes = changed(set(), rescheduled, before.modes)
             losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
         else:
             losses.append(one)
-    step_s, peak_bytes = changed(set(before.levels), paced)
+    step_s, peak_bytes = changed(set(before.levels), rescheduled)
     return replace(made, lost=tuple(losses)), {
         "step_s": step_s,
         "peak_bytes": peak_bytes,

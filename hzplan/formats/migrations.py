@@ -6,6 +6,7 @@ Version 2 of profiles and links renames fields of version 1 to the words of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
@@ -27,8 +28,8 @@ _RENAMED_IN_2: Mapping[tuple[str, ...], Mapping[str, str]] = {
 """By path from the top (through lists), the new name of each field that was renamed."""
 
 
-def _renamed(data: dict[str, Any]) -> dict[str, Any]:
-    for path, names in _RENAMED_IN_2.items():
+def _renamed(data: dict[str, Any], table: Mapping[tuple[str, ...], Mapping[str, str]]) -> dict[str, Any]:
+    for path, names in table.items():
         data = _rename_at(data, path, names)
     return data
 
@@ -49,13 +50,12 @@ def _rename_at(node: Any, path: tuple[str, ...], names: Mapping[str, str]) -> An
 
 def as_version_1(data: dict[str, Any]) -> dict[str, Any]:
     """A profile's data of version 2 with the names of version 1, whose text older plans have the hash of."""
-    for path, names in _RENAMED_IN_2.items():
-        data = _rename_at(data, path, {new: old for old, new in names.items()})
-    return {**data, "version": 1}
+    back = {path: {new: old for old, new in names.items()} for path, names in _RENAMED_IN_2.items()}
+    return {**_renamed(data, back), "version": 1}
 
 
 MIGRATIONS: Mapping[str, Mapping[int, Migration]] = {
-    "hzplan.profile": {1: _renamed},
-    "hzplan.links": {1: _renamed},
+    "hzplan.profile": {1: partial(_renamed, table=_RENAMED_IN_2)},
+    "hzplan.links": {1: partial(_renamed, table=_RENAMED_IN_2)},
 }
 """By format and version: the function from that version's data to the next version's."""

@@ -110,7 +110,7 @@ class Bucket:
                 buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
 
     @property
-    def gradient_wire_nbytes(self) -> int:
+    def gradient_nbytes(self) -> int:
         """Bytes of a whole buffer of gradients as it travels."""
         return self.layout.numel * (self.reduce_dtype or self.master.dtype).itemsize
 

@@ -160,8 +160,7 @@ class Engine:
         """Bytes of a communication task's buffers in the dtype they travel in, counting the coarser slice."""
         gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
         return sum(
-            (bucket.gradient_wire_nbytes if gradients else bucket.layout.nbytes)
-            // self.mesh.shards[stage.low]
+            (bucket.gradient_nbytes if gradients else bucket.layout.nbytes) // self.mesh.shards[stage.low]
             for bucket, stage in self.stages(task)
         )
 

@@ -221,7 +221,7 @@ class Executor:
         self._raise_error()
 
     def ran(self, task: Task) -> bool:
-        """Whether a task was launched in this step; once drained, whether it is done."""
+        """Whether a task was launched in this step; after the step, whether it is done."""
         return self._launched[task.index] == self.step
 
     def skip_step(self) -> None:

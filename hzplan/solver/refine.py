@@ -30,7 +30,7 @@ def improved(
     return changed
 
 
-def settled(
+def simplified(
     best: Evaluation,
     found: Candidates,
     searches: Sequence[Search],

@@ -255,10 +255,10 @@ class Search:
             group, number = undecided
             low, high = limits.get(group, (0.0, INFINITY))
             return [{**limits, group: (low, floor(number))}, {**limits, group: (ceil(number), high)}]
-        torn = self.lp.fractional_buffer()
-        if torn is None:
+        fractional = self.lp.fractional_buffer()
+        if fractional is None:
             return []
-        buffer, below, above = torn
+        buffer, below, above = fractional
         low, high = limits.get(buffer, (0.0, INFINITY))
         return [{**limits, buffer: (low, below)}, {**limits, buffer: (above, high)}]
 

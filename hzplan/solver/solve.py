@@ -27,7 +27,7 @@ from hzplan.solver.paths import MS
 from hzplan.solver.patterns import ColumnPool, enumerate_patterns, recompute_names, recompute_pool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
-from hzplan.solver.refine import improved, settled
+from hzplan.solver.refine import improved, simplified
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
 from hzplan.solver.schemes import Row, Settings, schemes
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
@@ -277,7 +277,7 @@ def _decided(
     if tie:
         proven = bound_ns * (1 + request.gap)  # what is proven stays so
         most = proven if within_objective(best, proven) else INFINITY
-        best = settled(best, found, settings.searches, request, (ceiling, most), deadline)
+        best = simplified(best, found, settings.searches, request, (ceiling, most), deadline)
     return best, list(rows)
 
 
