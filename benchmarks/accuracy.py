@@ -30,6 +30,7 @@ from hzplan.formats.profile import Profile
 from hzplan.peers import OURS
 from hzplan.solver.calibrate import calibrate
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay
+from hzplan.solver.search import paces
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request
 
 FILE = Path(__file__).parent / "accuracy.json"
@@ -168,7 +169,7 @@ def _random(
     again: frozenset[str],
 ) -> Evaluation:
     triples = model.mesh.triples()
-    prefetch, buffers = rng.choice(model.paces(PREFETCH_DEPTHS))
+    prefetch, buffers = rng.choice(paces(model, PREFETCH_DEPTHS))
     single = rng.choice(triples)
     levels: dict[str, tuple[Levels, ...]] = {}
     for unit, tensors in tensors_of(profile).items():

@@ -13,6 +13,7 @@ from hzplan.formats.plan import Plan, Proof, Source
 from hzplan.formats.profile import Profile
 from hzplan.solver.emit import as_plan, emit
 from hzplan.solver.evaluate import Evaluation, evaluate
+from hzplan.solver.search import paces
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request, Solved, solve
 
 VARIANTS = SINGLE, ROLES, PREFETCH_1 = "single", "roles", "prefetch-1"
@@ -75,7 +76,7 @@ def best_single(model: CostModel, request: Request) -> Evaluation | None:
         (
             _evaluated(model, request, dict.fromkeys(ROLE_NAMES, triple), pace)
             for triple in model.mesh.triples()
-            for pace in model.paces(PREFETCH_DEPTHS)
+            for pace in paces(model, PREFETCH_DEPTHS)
         ),
     )
 
@@ -88,7 +89,7 @@ def best_by_role(model: CostModel, request: Request, start: Evaluation) -> Evalu
     first = next(iter(start.levels.values()))[0]
     found = [
         _improved(model, request, dict.fromkeys(ROLE_NAMES, first), pace)
-        for pace in model.paces(PREFETCH_DEPTHS)
+        for pace in paces(model, PREFETCH_DEPTHS)
     ]
     return min([start, *(f for f in found if f is not None)], key=lambda f: f.step_s)
 

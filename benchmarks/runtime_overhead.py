@@ -24,6 +24,7 @@ from hzplan.formats.profile import Profile
 from hzplan.peers import LOCAL
 from hzplan.peers.paired import paired_ratio
 from hzplan.solver.evaluate import evaluate, uniform
+from hzplan.solver.search import paces
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request
 
 ROUNDS = 12
@@ -95,7 +96,7 @@ def _write_plan(profile: Profile, profile_path: Path, case: Case, plan: Path) ->
                 model.schedule(prefetch=depth, accumulation=1, clip=True, gradient_buffers=buffers),
                 MICRO_BATCH,
             )
-            for depth, buffers in model.paces(PREFETCH_DEPTHS)
+            for depth, buffers in paces(model, PREFETCH_DEPTHS)
         ),
         key=lambda found: found.step_s,
     )

@@ -21,6 +21,7 @@ from hzplan.formats.profile import Profile, signature
 from hzplan.models.gpt import GPT, PRESETS
 from hzplan.models.units import Unit, find_units
 from hzplan.solver.evaluate import Evaluation, evaluate, uniform
+from hzplan.solver.search import paces
 from hzplan.solver.solve import PREFETCH_DEPTHS, Request, Solved, solve
 
 PRESET = "1.3b"
@@ -164,7 +165,7 @@ def _front(model: CostModel) -> list[Evaluation]:
             1,
         )
         for triple in model.mesh.triples()
-        for depth, buffers in model.paces(PREFETCH_DEPTHS)
+        for depth, buffers in paces(model, PREFETCH_DEPTHS)
     ]
     found.sort(key=lambda e: (e.memory.peak, e.step_s))
     front: list[Evaluation] = []

@@ -17,6 +17,7 @@ from hzplan.cost.model import CostModel, tensors_of
 from hzplan.cost.simulate import floor_ns, objective_ns
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import Profile
+from hzplan.solver.search import paces
 from hzplan.solver.solve import Request
 
 MESHES = ("2", "2", "3", "4", "2|2", "2,2")
@@ -160,7 +161,7 @@ def try_everything(profile: Profile, request: Request) -> Truth:
     best: float | None = None
     by_pace: dict[tuple[int, int, int], float] = {}
     smallest: int | None = None
-    for size, (depth, buffers) in itertools.product(profile.micro_batches, model.paces(request.depths)):
+    for size, (depth, buffers) in itertools.product(profile.micro_batches, paces(model, request.depths)):
         if request.global_batch % (model.mesh.world * size):
             continue
         accumulation = request.global_batch // (model.mesh.world * size)

@@ -27,7 +27,7 @@ COMPUTE_STREAM = "compute"
 OPTIM_STREAM = "optim"
 FETCH_STREAM, STORE_STREAM = "fetch", "store"
 
-HOST_SLOTS = 2
+OFFLOAD_SLOTS = 2
 """Buffers on the device for offloaded optimizer states: one is fetched to while another is stored."""
 
 Interval = tuple[int, int]
@@ -101,8 +101,8 @@ class Schedule:
 
     ``unshard_live_ranges``: closed intervals of positions in which a unit's unsharded parameters occupy
     their buffer; ``gradient_live_ranges``: likewise for unreduced gradients, counted in reduces. Both cover
-    at most three micro-batches, after which they repeat. ``host_slots``: by unit the buffer that its states
-    are fetched to.
+    at most three micro-batches, after which they repeat. ``offload_slots``: by unit the buffer that its
+    states are fetched to.
     """
 
     tasks: tuple[Task, ...]
@@ -116,7 +116,7 @@ class Schedule:
     requires: Mapping[str, tuple[str, ...]]
     unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
-    host_slots: Mapping[str, int] = field(repr=False)
+    offload_slots: Mapping[str, int] = field(repr=False)
 
     @cached_property
     def streams(self) -> dict[str, tuple[Task, ...]]:
@@ -237,7 +237,7 @@ class _Builder:
         self.order = [unit for units in self.reduced_at.values() for unit in units]  # of updates
         if clip:
             self.order.sort(key=lambda unit: self.first_uses[unit])
-        self.host_slots = {unit: place % HOST_SLOTS for place, unit in enumerate(self.order) if offload}
+        self.offload_slots = {unit: place % OFFLOAD_SLOTS for place, unit in enumerate(self.order) if offload}
         backward = next((i for i, use in enumerate(uses) if use.phase == "backward"), len(uses) - 1)
         self.fetches_at = len(uses) * (accumulation - 1) + backward  # the compute task that begins them
         self.fetched: dict[str, int] = {}
@@ -268,7 +268,7 @@ class _Builder:
             if position + self.prefetch + 1 < self.positions:
                 self.unshard(position + self.prefetch + 1, after=computed)
             if position == self.fetches_at:
-                for unit in self.order[:HOST_SLOTS]:
+                for unit in self.order[:OFFLOAD_SLOTS]:
                     self.fetch(unit, after=[computed], position=position)
             self.reduce(position, computed=computed)
         self.step()
@@ -284,7 +284,7 @@ class _Builder:
             requires=self.requires,
             unshard_live_ranges=self.unshard_live_ranges(),
             gradient_live_ranges=self.gradient_live_ranges(),
-            host_slots=self.host_slots,
+            offload_slots=self.offload_slots,
         )
 
     def unshard(self, position: int, *, after: int) -> None:
@@ -349,18 +349,18 @@ class _Builder:
         held = [self.fetched[unit]] if unit in self.fetched else []
         updated = self.add(Kind.UPDATE, OPTIM_STREAM, after=[*after, *held], units=(unit,), position=position)
         self.updated[unit] = updated
-        if unit in self.host_slots:
+        if unit in self.offload_slots:
             self.stored[unit] = self.add(
                 Kind.STORE, STORE_STREAM, after=[updated], units=(unit,), position=position
             )
-            following = self.order.index(unit) + HOST_SLOTS
+            following = self.order.index(unit) + OFFLOAD_SLOTS
             if following < len(self.order):
                 # After the fetch too: where this unit's state is on the device, for what that waited for.
                 self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
 
     def fetch(self, unit: str, *, after: Iterable[int], position: int) -> None:
         """Add the copy of a unit's optimizer state to the device, where the unit has a host slot."""
-        if unit in self.host_slots:
+        if unit in self.offload_slots:
             self.fetched[unit] = self.add(
                 Kind.FETCH, FETCH_STREAM, after=after, units=(unit,), position=position
             )
@@ -400,9 +400,9 @@ class _Builder:
             needs.setdefault(self.options_read, set()).update(
                 [self.tail[OPTIM_STREAM], *self.stored.values()]
             )
-        for unit in self.order[:HOST_SLOTS] if self.host_slots else ():
-            slot = self.host_slots[unit]
-            needs[self.fetched[unit]] = {self.stored[u] for u, of in self.host_slots.items() if of == slot}
+        for unit in self.order[:OFFLOAD_SLOTS] if self.offload_slots else ():
+            slot = self.offload_slots[unit]
+            needs[self.fetched[unit]] = {self.stored[u] for u, of in self.offload_slots.items() if of == slot}
             needs.setdefault(min(self.tasks[self.fetched[unit]].needs), set()).add(self.tail[OPTIM_STREAM])
         tasks = list(self.tasks)
         for index in order.keys() | needs.keys():

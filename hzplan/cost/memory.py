@@ -54,7 +54,7 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
     gradients = sum(cost.grad_bytes for cost in units.values())
     optimizer = sum(cost.optim_bytes for cost in units.values())
     host = sum(cost.host_bytes for cost in units.values())
-    slots_of = schedule.host_slots
+    slots_of = schedule.offload_slots
     optimizer += sum(slot_sizes(slots_of, {unit: units[unit].host_bytes for unit in slots_of}))
     unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))
     unreduced = sum(

@@ -5,7 +5,6 @@ Times are integer nanoseconds and sizes integer bytes, so that sums do not depen
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -317,19 +316,6 @@ class CostModel:
     @cached_property
     def _schedules(self) -> dict[tuple[int, int, bool, int | None, bool], Schedule]:
         return {}
-
-    def paces(self, depths: Iterable[int]) -> list[tuple[int, int]]:
-        """The paces to search: pairs (prefetch, gradient buffers).
-
-        For every depth as many buffers as uses in flight, and as many as there are reduces, which costs
-        memory only where gradients are sharded; and the least depth with one buffer, which needs the least
-        memory.
-        """
-        units = self.schedule(prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize)
-        most = units.gradient_buffers
-        listed = sorted(depths)
-        pairs = [(d, count) for d in listed for count in (min(d + 1, most), most)]
-        return list(dict.fromkeys([*pairs, (listed[0], 1)]))
 
     def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
         """Nanoseconds of every task of a schedule."""

@@ -74,7 +74,7 @@ def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
 
 def _last_store(schedule: Schedule) -> int:
     """The task that ends a step's copies to the host's memory; the step's begin where there are none."""
-    return schedule.streams[STORE_STREAM][-1].index if schedule.host_slots else 0
+    return schedule.streams[STORE_STREAM][-1].index if schedule.offload_slots else 0
 
 
 def objective_ns(
@@ -199,7 +199,7 @@ class _SharedReplay:
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
         period = (self.starts[0][last] - self.starts[0][first]) / (self.steps - 1 - self.steps // 2)
-        if self.schedule.host_slots:
+        if self.schedule.offload_slots:
             stored = _last_store(self.schedule)
             behind = self.ends[0][last + stored] - self.ends[0][first + stored]
             period = max(period, behind / (self.steps - 1 - self.steps // 2))

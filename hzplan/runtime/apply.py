@@ -207,7 +207,7 @@ def apply(
         name: bucketise([(tensor, choice.levels[tensor.name]) for tensor in of_unit], choice.mesh)
         for name, of_unit in tensors.items()
     }
-    offloaded = choice.offload & schedule.host_slots.keys()
+    offloaded = choice.offload & schedule.offload_slots.keys()
     states = [
         _state(*(unit, layouts[unit.name], choice, world, waiting.parameters), offload=unit.name in offloaded)
         for unit in units
@@ -221,7 +221,7 @@ def apply(
     device = next(model.parameters()).device
     updates = Updates(
         *(states, optimizer_class, groups, arguments),
-        host_buffers=schedule.host_slots,
+        host_buffers=schedule.offload_slots,
         device=device,
         clip=schedule.clip,
     )

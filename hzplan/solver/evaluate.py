@@ -113,7 +113,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a choice of levels and modes. A unit that is not updated, or has no state, is not
     offloaded."""
-    modes = modes._replace(offload=modes.offload & schedule.host_slots.keys())
+    modes = modes._replace(offload=modes.offload & schedule.offload_slots.keys())
     slots = slots or assign_slots(schedule, model.tensors)
     units = unit_costs(model, levels, modes)
     modes = modes._replace(offload=frozenset(unit for unit, cost in units.items() if cost.host_bytes))

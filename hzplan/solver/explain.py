@@ -70,7 +70,7 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     loads = [capacity.at(durations) for capacity in network.capacities]
     labels = [f"all that is sent over {name}" for name in tier_names]
     labels += ["all that is fetched from the host", "all that is stored there"] * bool(
-        found.schedule.host_slots
+        found.schedule.offload_slots
     )
     labels.append("compute, and the speed that communication takes from it")
     longest = int(np.argmax(loads))
@@ -115,7 +115,7 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
     if unit in found.model.recomputable:
         what = "activations kept" if unit in recompute else "recomputed"
         attempt(None, what, found.levels[unit], Modes(recompute ^ {unit}, offload))
-    if unit in found.schedule.host_slots and found.model.profile.host is not None:
+    if unit in found.schedule.offload_slots and found.model.profile.host is not None:
         what = "state on the device" if unit in offload else "offloaded"
         attempt(None, what, found.levels[unit], Modes(recompute, offload ^ {unit}))
     tried.sort(key=lambda item: (not item[3], item[2].objective_ns))

@@ -200,7 +200,7 @@ class Network:
         the processors with the share of speed that tiers take."""
         tiers = range(self.whole.tiers)
         loads = [np.zeros(self.shape) for _ in tiers]
-        copies = {kind: np.zeros(self.shape) for kind in (Kind.FETCH, Kind.STORE) if self.whole.host_slots}
+        copies = {kind: np.zeros(self.shape) for kind in (Kind.FETCH, Kind.STORE) if self.whole.offload_slots}
         compute, work = 0.0, np.zeros(self.shape)
         for task in self.whole.tasks:
             constant, terms = self._part([task], 1)

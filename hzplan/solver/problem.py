@@ -174,8 +174,8 @@ class Question:
         for slot in sorted(set(slots.gradient.values())):
             users = {u: f.gradient_buffer for u, f in pools.items() if slots.gradient.get(u) == slot}
             share(f"gradient_slot_{slot}", users)
-        for slot in sorted(set(self.short.host_slots.values())):
-            users = {u: f.host for u, f in pools.items() if self.short.host_slots.get(u) == slot}
+        for slot in sorted(set(self.short.offload_slots.values())):
+            users = {u: f.host for u, f in pools.items() if self.short.offload_slots.get(u) == slot}
             share(f"host_slot_{slot}", users)
         for tier in range(self.short.tiers):
             share(f"exchange_{tier}", {u: pool.scratch[:, tier] for u, pool in pools.items()})

@@ -64,6 +64,20 @@ class Request:
     tie: float | None = None
 
 
+def paces(model: CostModel, depths: Iterable[int]) -> list[tuple[int, int]]:
+    """The paces to search: pairs (prefetch, gradient buffers).
+
+    For every depth as many buffers as uses in flight, and as many as there are reduces, which costs memory
+    only where gradients are sharded; and the least depth with one buffer, which needs the least memory.
+    """
+    most = model.schedule(
+        prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize
+    ).gradient_buffers
+    listed = sorted(depths)
+    pairs = [(depth, count) for depth in listed for count in (min(depth + 1, most), most)]
+    return list(dict.fromkeys([*pairs, (listed[0], 1)]))
+
+
 @dataclass(frozen=True)
 class Uniform:
     """One triple for all tensors: ``levels`` and ``units`` (costs) by unit. ``network``: that of any search;

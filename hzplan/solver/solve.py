@@ -30,7 +30,7 @@ from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.refine import improved, simplified
 from hzplan.solver.relaxation import INFINITY, TOLERANCE
 from hzplan.solver.schemes import Row, Settings, schemes
-from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search
+from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, paces
 
 __all__ = [
     "PREFETCH_DEPTHS",
@@ -343,7 +343,7 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
     some = model.schedule(prefetch=1, accumulation=1, clip=request.clip, offload=request.host_bytes > 0)
     for unit, tensors in tensors_of(profile).items():
         if tensors:
-            offload = unit in some.host_slots
+            offload = unit in some.offload_slots
             allowed = tuple(pins.allowed(t.name, triples, trainable=t.trainable) for t in tensors)
             key = tuple((t.shape, t.dtype, t.trainable, may) for t, may in zip(tensors, allowed, strict=True))
             if (key, offload) not in alike:
@@ -356,7 +356,7 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
     return [
         Search(model, size, pace, request, pools, binaries)
         for size in sizes
-        for pace in model.paces(request.depths)
+        for pace in paces(model, request.depths)
     ]
 
 

@@ -230,7 +230,9 @@ def test_run_joins_an_srun(tmp_path: Path, free_port: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)]
+)
 def test_interruption_ends_the_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
     make_plan("gpt:nano", mesh="2").save(tmp_path / "plan.json")
     command = ("run", "plan.json", "--steps", "1000000", "--metrics", "m.jsonl")

@@ -58,7 +58,7 @@ def reduced_units(schedule: Schedule, trainable: Sequence[str]) -> dict[int, lis
 def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
     """The reads and writes of every task of a step."""
     reduced = reduced_units(schedule, trainable)
-    staged = bool(schedule.host_slots)
+    staged = bool(schedule.offload_slots)
     everywhere = [unit for units in reduced.values() for unit in units]
     phantom_of_slot = other_tenants(schedule)
     phantom_of_staging = other_gradients(schedule, reduced)
@@ -91,14 +91,14 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 it.reads |= {("options", "")} | {("grad", unit) for unit in task.units}
                 for unit in task.units:
                     it.writes |= {("param", unit), ("optimizer", unit)}
-                it.writes |= {("host slot", str(schedule.host_slots[u])) for u in task.units if staged}
+                it.writes |= {("host slot", str(schedule.offload_slots[u])) for u in task.units if staged}
             case Kind.FETCH:
                 for unit in task.units:
                     it.reads |= {("host", unit)}
-                    it.writes |= {("host slot", str(schedule.host_slots[unit]))}
+                    it.writes |= {("host slot", str(schedule.offload_slots[unit]))}
             case Kind.STORE:
                 for unit in task.units:
-                    it.reads |= {("host slot", str(schedule.host_slots[unit]))}
+                    it.reads |= {("host slot", str(schedule.offload_slots[unit]))}
                     it.writes |= {("host", unit)}
             case Kind.PARAM_GATHER:
                 it.writes |= {("param", unit) for unit in task.units}

@@ -31,12 +31,13 @@ def _mostly(profile: Profile, request: Request) -> tuple[int, ...]:
     return shards
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("memory", "network", "shards"),
     [
         (1000, 0.05, (1, 1, 64)),  # loose memory, a slow network: ZeRO-1
         # Tight, a fast inner tier: shards in the node, optimizer state everywhere.
-        pytest.param(30, 0.05, (8, 8, 64), marks=pytest.mark.long),
+        (30, 0.05, (8, 8, 64)),
     ],
 )
 def test_known_schemes_come_out(memory: int, network: float, shards: tuple[int, ...]) -> None:

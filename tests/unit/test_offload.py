@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hzplan.core.buffers import assign_slots
-from hzplan.core.schedule import HOST_SLOTS
+from hzplan.core.schedule import OFFLOAD_SLOTS
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.cost.unit import UnitCost
@@ -49,10 +49,10 @@ def test_what_moves_leaves_the_device_but_for_its_slots(seed: int) -> None:
     moved = {unit: cost.master_bytes + cost.optim_bytes for unit, cost in here.items()}
     before, after = memory(here, slots, schedule, 0), memory(everywhere, slots, schedule, 0)
     assert after.host == sum(moved.values()) and before.host == 0
-    assert after.master == 0 and set(schedule.host_slots.values()) <= set(range(HOST_SLOTS))
+    assert after.master == 0 and set(schedule.offload_slots.values()) <= set(range(OFFLOAD_SLOTS))
     assert after.optimizer == sum(
-        max((moved[unit] for unit, at in schedule.host_slots.items() if at == slot), default=0)
-        for slot in range(HOST_SLOTS)
+        max((moved[unit] for unit, at in schedule.offload_slots.items() if at == slot), default=0)
+        for slot in range(OFFLOAD_SLOTS)
     )
     for unit, cost in everywhere.items():
         assert (cost.master_bytes, cost.optim_bytes, cost.host_bytes) == (0, 0, moved[unit])
@@ -93,7 +93,7 @@ def test_the_link_is_never_carried_more_than_a_period() -> None:
     for clip in (False, True):
         schedule = model.schedule(prefetch=1, accumulation=1, clip=clip, offload=True)
         found = evaluate(model, levels, schedule, 1, modes=Modes(offload=frozenset(units)))
-        copied = sum(found.units[unit].copy_ns for unit in schedule.host_slots)
+        copied = sum(found.units[unit].copy_ns for unit in schedule.offload_slots)
         assert found.objective_ns >= copied > 0
         assert found.predicted.period_ns >= found.objective_ns * (1 - 1e-9)
 

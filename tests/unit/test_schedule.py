@@ -272,14 +272,14 @@ class Machine:
             case Kind.UPDATE:
                 assert unit in self.synced
                 if self.step.offload:
-                    slot = self.schedule.host_slots[unit]
+                    slot = self.schedule.offload_slots[unit]
                     assert self.fetched[slot] == (unit, self.master[unit]), f"{task}: no state"
                     self.fetched[slot] = (unit, self.master[unit] + 1)
                 self.master[unit] += 1
             case Kind.FETCH:
-                self.fetched[self.schedule.host_slots[unit]] = (unit, self.host[unit])
+                self.fetched[self.schedule.offload_slots[unit]] = (unit, self.host[unit])
             case Kind.STORE:
-                stored, self.host[unit] = self.fetched[self.schedule.host_slots[unit]]
+                stored, self.host[unit] = self.fetched[self.schedule.offload_slots[unit]]
                 assert stored == unit
             case Kind.PARAM_GATHER:
                 if last:

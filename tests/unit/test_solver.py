@@ -24,6 +24,7 @@ from hzplan.solver.paths import MS
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import TIE
 from hzplan.solver.rounding import rounded
+from hzplan.solver.search import paces
 from hzplan.solver.solve import Infeasible, Request, SearchState, Solved, searches_of, solve
 from tests.instances import random_profile, try_everything
 from tests.long import shorter
@@ -249,7 +250,7 @@ def test_beats_or_equals_every_known_scheme() -> None:
     assert isinstance(outcome, Solved)
     model = CostModel(profile)
     for levels in model.mesh.triples():
-        for depth, buffers in model.paces(request.depths):
+        for depth, buffers in paces(model, request.depths):
             for size in profile.micro_batches:
                 schedule = model.schedule(
                     prefetch=depth, accumulation=4 // size, clip=True, gradient_buffers=buffers
