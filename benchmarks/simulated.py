@@ -151,7 +151,7 @@ def table() -> Iterator[str]:
                 f"| {network * 8 / 1e9:.0f} Gbit/s | {_about(smaller)} and {_about(larger)}: "
                 f"{budget / 2**30:.1f} GiB | {1e3 * chosen:.0f} ms "
                 f"| {1e3 * single.step_s:.0f} ms | {single.step_s / chosen:.2f} "
-                f"| {1e3 * roles.step_s:.0f} ms | {roles.step_s / chosen:.2f} | {outcome.gap:.1%} |"
+                f"| {1e3 * roles.step_s:.0f} ms | {roles.step_s / chosen:.2f} | {outcome.objective_gap:.1%} |"
             )
 
 

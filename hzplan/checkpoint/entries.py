@@ -1,5 +1,6 @@
 """What a rank holds of the model and its optimizer, and so which boxes of which tensors it saves and reads,
-under names that any other plan knows them by.
+under names that any other plan knows them by. Which stored pieces these boxes are read from:
+``planners.Loading``.
 
 ``model.<parameter>`` and ``model.<buffer>``, in the model's shapes; ``optimizer.state.<parameter>.<key>``, in
 the parameter's shape, or a single number for all of it; ``rng.<device>.<rank>``. These are the names under
@@ -95,7 +96,7 @@ def set_random_state(states: Iterable[Entry], device: torch.device) -> None:
 def parameters(units: Iterable[UnitState], *, once: bool) -> Iterator[Entry]:
     """Parameters as exactly as this rank keeps them: master weights, where there are any.
 
-    ``once``: only what no other rank's has too, which between all ranks is everything.
+    ``once``: every element from one of the ranks that hold it only.
     """
     for unit in units:
         for bucket in unit.buckets:

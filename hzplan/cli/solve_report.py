@@ -18,6 +18,8 @@ from hzplan.formats.profile import Profile
 from hzplan.show import readable
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.gain import Gain
+from hzplan.solver.gap import described, parts
+from hzplan.solver.patterns import MAX_BUCKETS
 from hzplan.solver.prefer import tie_of
 from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
@@ -111,17 +113,24 @@ class SolveReport:
             f"{self.plan.gradient_buffers} gradient buffer{'s' * (self.plan.gradient_buffers > 1)}",
         )
         yield "how sure", self._expected_error()
-        bound = self.plan.proof.bound_s
-        apart = f" ({predicted.step_s / bound - 1:.1%} apart)" if bound else ""
-        step, least = console.duration(predicted.step_s), console.duration(bound)
-        searched = console.duration(self.solved.seconds)
-        yield (
-            "proof",
-            f"best of what was searched; predicted {step}, proven no choice below {least} in this "
-            f"model{apart}; searched for {searched}",
-        )
+        yield "proof", self._proof()
+        if from_what := described(parts(self.solved.best, self.solved.bound_ns)):
+            yield "gap from", from_what
         if (beside := self._beside()) is not None:
             yield "beside", beside
+
+    def _proof(self) -> str:
+        """What was searched, and how far above the best of it the plan is at most."""
+        proof, world = self.plan.proof, self.profile.data_ranks
+        sizes = [n for n in self.profile.micro_batches if self.request.global_batch % (world * n) == 0]
+        step, least = console.duration(self.plan.predicted.step_s), console.duration(proof.bound_s)
+        searched, depths = console.duration(self.solved.seconds), ", ".join(map(str, self.request.depths))
+        return (
+            f"predicted {step}; in this model no choice searched is below {least}, so it is at most "
+            f"{proof.gap:.2%} above the best. Searched for {searched}: micro-batch "
+            f"{', '.join(map(str, sizes))}, prefetch {depths}, shards tensor by tensor (at most "
+            f"{MAX_BUCKETS} kinds in a unit, its smallest tensors together), one order of messages"
+        )
 
     def _memory(self) -> str:
         peak, budget = self.plan.predicted.peak_memory_bytes, self.request.memory_bytes

@@ -345,7 +345,7 @@ class _Builder:
 
     def update(self, unit: str, *, after: Iterable[int], position: int = -1) -> None:
         """Add a unit's optimizer step; with offload also the store of its state, and the fetch of the next
-        state into the same host slot."""
+        state into the same offload slot."""
         held = [self.fetched[unit]] if unit in self.fetched else []
         updated = self.add(Kind.UPDATE, OPTIM_STREAM, after=[*after, *held], units=(unit,), position=position)
         self.updated[unit] = updated
@@ -355,11 +355,12 @@ class _Builder:
             )
             following = self.order.index(unit) + OFFLOAD_SLOTS
             if following < len(self.order):
-                # After the fetch too: where this unit's state is on the device, for what that waited for.
+                # Where this unit's state stays on the device, its fetch and store are idle; the next fetch
+                # then still waits for what this one waited for.
                 self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
 
     def fetch(self, unit: str, *, after: Iterable[int], position: int) -> None:
-        """Add the copy of a unit's optimizer state to the device, where the unit has a host slot."""
+        """Add the copy of a unit's optimizer state to the device, where the unit has an offload slot."""
         if unit in self.offload_slots:
             self.fetched[unit] = self.add(
                 Kind.FETCH, FETCH_STREAM, after=after, units=(unit,), position=position
@@ -385,9 +386,9 @@ class _Builder:
         """The tasks with their edges from the step before.
 
         Each stream goes on in order. A unit's first unshard needs its gathered update. Learning rates may
-        change when all updates have read them and all states are stored. A host slot is filled when it has
-        been emptied. The first fetches wait for all updates, so that no task is launched while it still runs
-        for the step before.
+        change when all updates have read them and all states are stored. An offload slot is filled when it
+        has been emptied. The first fetches wait for all updates, so that no task is launched while it still
+        runs for the step before.
         """
         heads: dict[str, int] = {}
         for task in self.tasks:

@@ -184,7 +184,8 @@ class CostModel:
     def offloaded(self, unit: UnitCost) -> UnitCost:
         """A unit's cost with its optimizer state, and master weights, in the host's memory.
 
-        The first update creates the state on the device, beside the host slot, hence the larger temporary.
+        The first update creates the state on the device, beside the offload slot, hence the larger
+        temporary. The slots themselves count in ``cost.memory``.
         """
         moved = unit.master_bytes + unit.optim_bytes
         return replace(

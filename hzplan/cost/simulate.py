@@ -82,11 +82,11 @@ def objective_ns(
 ) -> float:
     """A lower bound on a step's time for these durations, and what the ILP minimises.
 
-    The largest of three: the period in which no two tasks share a link; the whole load of a tier, which
+    The largest of three: the period if every task had the whole of its link; the whole load of a tier, which
     cannot carry its bytes faster, whatever the sharing; and compute, plus of every tier's load the share that
-    it surely takes of compute's speed. The last holds because compute either waits while tiers are at work,
-    which costs the period more, or loses at least the sum of those shares of its speed, and a tier is at work
-    no shorter than its load.
+    it surely takes of compute's speed. The last holds because compute, while tiers are at work, either waits,
+    which lengthens the period by more, or loses at least the sum of those shares of its speed; and a tier is
+    at work no shorter than its load.
     """
     return max(replay(schedule, durations_ns).period_ns, floor_ns(schedule, durations_ns, interference))
 

@@ -25,7 +25,7 @@ def burst(rate: int) -> int:
     """Bytes that a link lets pass at once: 1 ms of its rate, because timers on a busy machine are late.
 
     A sender hands over up to 64 KiB at once; to let that pass whole is cheap, but below some 270 Mbit/s it
-    would be more than 2 ms of the link, and the kernel cuts it instead.
+    would keep the link for more than 2 ms, so there the kernel cuts it.
     """
     millisecond = rate // 8000
     return max(SMALLEST_BURST, min(WHOLE_SEND, 2 * millisecond), millisecond)

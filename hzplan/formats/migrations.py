@@ -1,12 +1,14 @@
 """Converters of files from one version to the next. Pure: data in, data out.
 
 Version 2 of profiles and links renames fields of version 1 to the words of the field; values are the same.
+Version 2 of plans has the gap of the predicted step to the bound, version 1 that of the ILP's objective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
@@ -54,8 +56,23 @@ def as_version_1(data: dict[str, Any]) -> dict[str, Any]:
     return {**_renamed(data, back), "version": 1}
 
 
+def _with_gap_of_step(data: dict[str, Any]) -> dict[str, Any]:
+    proof, predicted = data.get("proof"), data.get("predicted")
+    if not isinstance(proof, dict) or not isinstance(predicted, dict):
+        return data  # the reader says what is missing
+    step_s, bound_s = _positive(predicted.get("step_s")), _positive(proof.get("bound_s"))
+    if proof.get("status") == "given" or not step_s or not bound_s:
+        return data
+    return {**data, "proof": {**proof, "gap": round(max(0.0, step_s / bound_s - 1), 6)}}
+
+
+def _positive(value: Any) -> float | None:
+    return value if type(value) in (int, float) and 0 < value < inf else None
+
+
 MIGRATIONS: Mapping[str, Mapping[int, Migration]] = {
     "hzplan.profile": {1: partial(_renamed, table=_RENAMED_IN_2)},
+    "hzplan.plan": {1: _with_gap_of_step},
     "hzplan.links": {1: partial(_renamed, table=_RENAMED_IN_2)},
 }
 """By format and version: the function from that version's data to the next version's."""

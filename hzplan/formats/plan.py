@@ -21,6 +21,9 @@ from hzplan.formats.base import (
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 
+EXACT = 1e-6
+"""Relative difference of objective and bound within which a plan counts as the optimum."""
+
 
 class Shards(Strict):
     """Into how many shards parameter, gradient and optimizer state are cut."""
@@ -106,13 +109,23 @@ class Source(Strict):
 
 
 class Proof(Strict):
-    """The quality of the choice: objective, proven bound, gap, and the solver that proved it."""
+    """How far the plan is from the best choice that was searched, at most, and the solver that proved it.
+
+    ``bound_s``: no choice searched is predicted below it. ``gap``: the predicted step over the bound, less 1.
+    ``objective_s``: what the ILP minimises, a lower bound on the plan's predicted step. ``status``: whether
+    the objective is within the gap that was asked for of the bound ("optimal") or not ("feasible").
+    """
 
     status: Literal["optimal", "feasible", "given"]
     objective_s: Seconds
     bound_s: Seconds
     gap: Gap
     solver: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether no choice searched has a smaller objective (to the places that the file keeps)."""
+        return self.objective_s <= self.bound_s * (1 + EXACT)
 
 
 class Predicted(Strict):
@@ -134,7 +147,7 @@ class Plan(Document):
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     model: PlanModel
     cluster: PlanCluster
     parallel: ModelParallel | None = None

@@ -111,7 +111,7 @@ def measure(
     weights take most of it is measured weight-shared. ``earlier``: profiles, by their names in messages,
     whose costs are reused where shapes and micro-batches are the same. ``partial_path``: a file for partial
     results, to be removed when the profile is written; the same call resumes from it after an interruption.
-    ``message`` is told of both.
+    ``message`` gets a line on what is reused, and on what is resumed.
 
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """

@@ -221,7 +221,7 @@ def apply(
     device = next(model.parameters()).device
     updates = Updates(
         *(states, optimizer_class, groups, arguments),
-        host_buffers=schedule.offload_slots,
+        offload_slots=schedule.offload_slots,
         device=device,
         clip=schedule.clip,
     )

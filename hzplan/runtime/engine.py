@@ -370,7 +370,7 @@ class Engine:
     def _enter_schedule(self, position: int) -> None:
         """Begin the step at position 0, or go on with a later micro-batch after something unscheduled.
 
-        What the schedule would have prefetched for it by then is unsharded here.
+        Units that the schedule would have prefetched before this micro-batch are unsharded here.
         """
         self._unshard_only(())
         if position == 0:

@@ -357,8 +357,8 @@ def launches(schedule: Schedule, left_out: Set[int]) -> dict[int, list[int]]:
 def needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[set[int]]]:
     """What every task waits for, of its own step and of the one before, without what is left out.
 
-    Compute tasks are not among it: when anything is launched, those before it are over, or the device has
-    them before it.
+    Compute tasks are not among it: those before a task are over when it is launched, or the device runs them
+    before it.
     """
     own: list[set[int]] = []
     previous: list[set[int]] = []

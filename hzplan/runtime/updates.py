@@ -69,18 +69,18 @@ class Updates:
         groups: Sequence[ParamGroup],
         arguments: ParamGroup,
         *,
-        host_buffers: Mapping[str, int],
+        offload_slots: Mapping[str, int],
         device: torch.device,
         clip: bool,
     ) -> None:
         """``groups``: the user's parameter groups, ``params`` being parameters of the model.
-        ``host_buffers``: by unit, the device buffer that its offloaded state is fetched to."""
+        ``offload_slots``: by unit, the device buffer that its offloaded state is fetched to."""
         self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
         self.clip = clip
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._units = {unit.name: unit for unit in units}
-        self._host = _host_states(units, optimizer_class, groups, arguments, host_buffers, device)
+        self._host = _host_states(units, optimizer_class, groups, arguments, offload_slots, device)
         self._inner: dict[str, Optimizer] = {}
         self.pieces: list[Piece] = []
         self._gradients: dict[str, list[Tensor]] = {}  # by unit: those that this rank updates with

@@ -3,7 +3,7 @@
 A plan and a scheme differ in four freedoms: levels, recomputation, micro-batch size and pace (prefetch depth
 and gradient buffers). Each is switched off in turn: the plan keeps the others and takes this one from the
 scheme. Where it does not fit so, as many more layers are recomputed as it needs. The shares need not add up
-to the gain: one freedom may only pay with another.
+to the gain: some choices pay only together.
 """
 
 from __future__ import annotations

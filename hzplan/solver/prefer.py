@@ -4,9 +4,10 @@ First the predicted step. Steps within the tie of the fastest count as equal; of
 memory, then with the fewest distinct triples, then the nearest to a plan that the user names. Memory is left
 free, never filled for nothing.
 
-A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what a plan of
-its own would gain is less than the model can tell. A plan of its own has to be ahead of every row by more
-than the tie, so no row is as fast as it and leaner. Where the proven optimum of the objective is asked for (a
+A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
+plan would gain is less than the model can tell. Any other plan has to be ahead of every row by more than the
+tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order).
+Where the proven optimum of the objective is asked for (a
 gap of 0), only what reaches it counts, and a row may be predicted faster.
 """
 
@@ -29,7 +30,7 @@ def tie_of(gap: float, tie: float | None) -> float:
 
 
 def ceiling_ns(fastest: Evaluation, rows: Sequence[Row], tie: float) -> float:
-    """The longest step that a plan of its own may have, nanoseconds.
+    """The longest step that a plan which is no row may have, nanoseconds.
 
     Within the tie of the fastest, and ahead of every row that fits by more than the tie.
     """

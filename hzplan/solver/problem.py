@@ -151,7 +151,7 @@ class Question:
     def memory_use(self) -> MemoryUse:
         """The memory of all patterns, resident and in shared buffers.
 
-        Shared buffers: every unshard, gradient and host slot, scratch of each tier, activations, and the
+        Shared buffers: every unshard, gradient and offload slot, scratch of each tier, activations, and the
         optimizer's temporaries; with clipping the last two share one buffer, because they are not alive at
         the same time. A slot with one user counts as resident memory of that unit.
         """

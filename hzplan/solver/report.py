@@ -113,7 +113,8 @@ def _proof(plan: Plan) -> str:
     proof = plan.proof
     if proof.status == "given":
         return "none: the choice was given"
-    return f"gap {proof.gap:.2%}: no plan asked for is faster than {duration(proof.bound_s)} ({proof.status})"
+    least = duration(proof.bound_s)
+    return f"gap {proof.gap:.2%}: no choice searched is predicted below {least} ({proof.status})"
 
 
 def _tensors(plan: Plan, profile: Profile) -> list[Tensor]:

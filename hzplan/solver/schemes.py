@@ -2,7 +2,7 @@
 
 A scheme gives every tensor the same levels (a *triple*). Beside it a user sets by hand the micro-batch size,
 the prefetch depth, and which layers are recomputed: none, every k-th, or all. A lower bound is computed for
-each such setting (``Search.bounded``); only those that may be the fastest, or the leanest of the fast ones,
+each such setting (``Search.floors_of``); only those that may be the fastest, or the leanest of the fast ones,
 are replayed.
 """
 

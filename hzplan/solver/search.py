@@ -348,8 +348,10 @@ class Search:
 
     @cached_property
     def _smallest(self) -> tuple[Evaluation, float]:
-        """The plan with the least memory, and a lower bound on the memory, bytes; the argument is
-        ``run``'s."""
+        """The plan with the least memory, and a lower bound on the memory, bytes.
+
+        The bound holds by the reasoning of ``run``, with memory in the place of time.
+        """
         bound, margins = self._least_memory()
         for unit, pool in self.pools.items():
             lean = np.full(len(pool.levels), np.inf)

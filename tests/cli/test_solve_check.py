@@ -48,7 +48,8 @@ def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Pr
         answer["predicted"]
     )
     assert {"ZeRO-3", "ZeRO-1", "DDP"} <= {baseline["name"] for baseline in answer["baselines"]}
-    assert answer["gap"] == pytest.approx(answer["objective_s"] / answer["bound_s"] - 1, abs=1e-5)
+    assert answer["gap"] == pytest.approx(answer["predicted"]["step_s"] / answer["bound_s"] - 1, abs=1e-5)
+    assert answer["bound_s"] <= answer["objective_s"] <= answer["predicted"]["step_s"] * (1 + 1e-9)
     for baseline in answer["baselines"]:
         known = {"name", "step_s", "peak_memory_bytes", "fits", "allowed", "micro_batch", "recompute"}
         assert set(baseline) == known

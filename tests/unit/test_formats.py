@@ -43,15 +43,15 @@ def test_older_files_are_brought_forward(tmp_path: Path, monkeypatch: pytest.Mon
     old["depth"] = old.pop("prefetch")  # as if it had been called so two versions ago
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(old))
-    with pytest.raises(UserError, match="field 'version' is -1, this hzplan reads 1; make the file again"):
+    with pytest.raises(UserError, match="field 'version' is -1, this hzplan reads 2; make the file again"):
         Plan.load(path)
 
     def renamed(data: dict[str, Any]) -> dict[str, Any]:
         return {("prefetch" if key == "depth" else key): value for key, value in data.items()}
 
-    monkeypatch.setattr(base, "MIGRATIONS", {"hzplan.plan": {-1: renamed, 0: dict}})
+    monkeypatch.setattr(base, "MIGRATIONS", {"hzplan.plan": {-1: renamed, 0: dict, 1: dict}})
     assert Plan.load(path) == plan
-    for version, said in ((2, "made by a newer one"), (True, "make the file again"), (None, "make the file")):
+    for version, said in ((3, "made by a newer one"), (True, "make the file again"), (None, "make the file")):
         path.write_text(json.dumps({**old, "version": version}))
         with pytest.raises(UserError, match=said):
             Plan.load(path)
@@ -227,6 +227,21 @@ def test_a_profile_of_version_1_is_read_with_the_same_values(tmp_path: Path) -> 
     (tmp_path / "old.json").write_text(json.dumps(old))
     with pytest.raises(UserError, match="'version' is 1, but field wakeup_seconds is not of this version"):
         Profile.load(tmp_path / "old.json")
+
+
+def test_a_plan_of_version_1_gets_the_gap_of_its_predicted_step(tmp_path: Path) -> None:
+    plan = Plan.load(GOLDEN / "gpt-small-2x2-500mbit.json")
+    old: dict[str, Any] = json.loads(to_text(plan)) | {"version": 1}
+    old["proof"]["gap"] = 0.0001  # of the objective, which every file of version 1 has
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    read = Plan.load(tmp_path / "old.json")
+    assert read.proof.gap == pytest.approx(plan.predicted.step_s / plan.proof.bound_s - 1, abs=1e-6)
+    assert read.proof.gap > 0.1
+    assert read == plan
+    del old["predicted"]["step_s"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    with pytest.raises(UserError, match=r"predicted\.step_s"):
+        Plan.load(tmp_path / "old.json")
 
 
 def test_a_plan_of_a_profile_of_version_1_has_its_hash_still() -> None:

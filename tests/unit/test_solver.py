@@ -199,7 +199,7 @@ def test_an_interruption_ends_with_the_best_plan_so_far() -> None:
     early = solve(profile, replace(request, memory_bytes=2**30), interrupt, interruptible=True)
     assert isinstance(whole, Solved) and isinstance(early, Solved)
     assert early.bound_ns <= whole.best.objective_ns * (1 + 1e-9) <= early.best.objective_ns * (1 + 2e-9)
-    assert early.gap == pytest.approx(early.best.objective_ns / early.bound_ns - 1)
+    assert early.objective_gap == pytest.approx(early.best.objective_ns / early.bound_ns - 1)
 
     def at_once(state: SearchState) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,8 @@
-"""One forward and backward, cut into calls of units as the runtime will cut it."""
+"""One forward and backward, cut into calls of units as the runtime will cut it.
+
+The begin of a call, told by ``models.hooks``, ends the one before. The first begins with the forward, the
+last ends with the backward.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def use_costs(
     """The cost of every use. Those of a kind share their samples, so equal layers cost the same.
 
     Means, scaled to add up to the median of whole passes: where ranks share a core, a use takes as long
-    as alone, or several times that, and a step sees the sum. So the spread too is that of repeats' means.
+    as alone, or several times that, and a step sees the sum. The spread is that of the means, too.
     """
     rows = [row for by_rank in repeats for row in by_rank]
     positions: dict[Hashable, list[int]] = defaultdict(list)

@@ -1,4 +1,8 @@
-"""Seconds of collectives over the stages of a mesh, all sibling groups active at once."""
+"""Seconds of collectives over the stages of a mesh, all sibling groups active at once.
+
+A sample is the slowest rank's time, a point of a curve the median of samples. Where noise says that more
+bytes take less time, the points share their mean (``statistics.rising``).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 Everything else is the runtime's own: buffers, streams, copies, optimizer. What would arrive is made of this
 rank's values, so that shapes and lifetimes are those of the real run; values are not.
+``Link`` shares a tier's rate among collectives on a CPU, the kernel in ``device_link`` on a GPU, alike.
 """
 
 from __future__ import annotations

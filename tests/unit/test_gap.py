@@ -1,0 +1,41 @@
+"""The parts of a gap: they add up, and each is of what it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hzplan.cost.interference import Interference
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.solver.evaluate import Evaluation, replay
+from hzplan.solver.gap import described, parts
+from tests.cli.command import ROOT
+
+
+def golden(name: str) -> tuple[Plan, Evaluation]:
+    path = ROOT / "plans" / f"{name}.json"
+    plan = Plan.load(path)
+    return plan, replay(plan, Profile.load(path.parent / Path(plan.source.profile)), path)
+
+
+@pytest.mark.parametrize("name", ["gpt-small-2x2-500mbit", "mixtral-8x7b-h100-16"])
+def test_parts_add_up_to_the_gap(name: str) -> None:
+    plan, one = golden(name)
+    found = parts(one, plan.proof.bound_s * 1e9)
+    assert sum(part.share for part in found) == pytest.approx(plan.proof.gap, abs=1e-5)
+    assert described(found).startswith(max(found).cause)
+
+
+def test_without_interference_and_wake_ups_sharing_and_the_search_are_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, one = golden("llama3-70b-h100-16")
+    monkeypatch.setitem(one.model.__dict__, "interference", Interference.none(one.schedule.tiers))
+    fresh = replace(one)  # with nothing computed yet
+    shares = {part.cause: part.share for part in parts(fresh, fresh.objective_ns)}
+    assert shares.pop("messages that share a link") > 0.01
+    assert shares == pytest.approx(dict.fromkeys(shares, 0.0), abs=1e-9)
+    assert described(parts(fresh, fresh.predicted.period_ns * 0 + fresh.objective_ns)).count("%") == 1
