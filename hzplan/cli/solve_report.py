@@ -110,7 +110,8 @@ class SolveReport:
             "settings",
             f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
             f"prefetch {self.plan.prefetch} unit{'s' * (self.plan.prefetch > 1)} ahead, "
-            f"{self.plan.gradient_buffers} gradient buffer{'s' * (self.plan.gradient_buffers > 1)}",
+            f"{self.plan.gradient_buffers} gradient buffer{'s' * (self.plan.gradient_buffers > 1)}, "
+            + _order(self.plan),
         )
         yield "how sure", self._expected_error()
         yield "proof", self._proof()
@@ -129,7 +130,7 @@ class SolveReport:
             f"predicted {step}; in this model no choice searched is below {least}, so it is at most "
             f"{proof.gap:.2%} above the best. Searched for {searched}: micro-batch "
             f"{', '.join(map(str, sizes))}, prefetch {depths}, shards tensor by tensor (at most "
-            f"{MAX_BUCKETS} kinds in a unit, its smallest tensors together), one order of messages"
+            f"{MAX_BUCKETS} kinds in a unit, its smallest tensors together)"
         )
 
     def _memory(self) -> str:
@@ -182,6 +183,7 @@ class SolveReport:
             "recompute": instead("recompute", self._recompute(mine), self._recompute(other)),
             "micro-batch": instead("micro-batch", mine.micro_batch, other.micro_batch),
             "prefetch": instead("prefetch", mine.schedule.prefetch, other.schedule.prefetch),
+            "message order": "message order",
         }
         worth = [
             (part.share is None, part.share or 0.0, f"{named[part.freedom]}: {_worth(part.share)}")
@@ -335,6 +337,12 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
     with_tensors = [unit for unit in plan.units if unit.buckets]
     for choice, run in groupby(with_tensors, key=_choice):
         yield _names([unit.name or "(root)" for unit in run]), choice
+
+
+def _order(plan: Plan) -> str:
+    if plan.message_order is None:
+        return "messages of a tier share its link"
+    return f"one message at a time on each tier (order {', '.join(map(str, plan.message_order))})"
 
 
 def _worth(share: float | None) -> str:

@@ -5,9 +5,9 @@ gradients are clipped; it does not depend on the levels chosen. A stage that a c
 of zero length, so the DAG of every choice is the same.
 
 Streams, each first in, first out: ``compute``; ``optim``; for every tier ``unshard.<t>``, ``reduce.<t>``
-and ``gather.<t>`` (all-gathers that carry a step's results: gradients to replicas, updated parameters); and,
-where optimizer states may lie in the host's memory, ``fetch`` and ``store``, which copy them to the device
-before a unit's update and back after it.
+(one stream ``link.<t>`` under a message order, ``core.order``) and ``gather.<t>`` (all-gathers that carry a
+step's results: gradients to replicas, updated parameters); and, where optimizer states may lie in the host's
+memory, ``fetch`` and ``store``, which copy them to the device before a unit's update and back after it.
 ``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
 launches. It is a topological order of the DAG.
 """
@@ -102,7 +102,8 @@ class Schedule:
     ``unshard_live_ranges``: closed intervals of positions in which a unit's unsharded parameters occupy
     their buffer; ``gradient_live_ranges``: likewise for unreduced gradients, counted in reduces. Both cover
     at most three micro-batches, after which they repeat. ``offload_slots``: by unit the buffer that its
-    states are fetched to.
+    states are fetched to. ``order``: the message order (``core.order``), and ``shared`` the same step without
+    it; None where messages of a tier share its link.
     """
 
     tasks: tuple[Task, ...]
@@ -117,6 +118,8 @@ class Schedule:
     unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     offload_slots: Mapping[str, int] = field(repr=False)
+    order: tuple[int, ...] | None = None
+    shared: Schedule | None = field(default=None, repr=False)
 
     @cached_property
     def streams(self) -> dict[str, tuple[Task, ...]]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
+from hzplan.core.order import MessageOrder, in_order
 from hzplan.core.schedule import Kind, Schedule, Task, build
 from hzplan.core.stages import stages_of
 from hzplan.cost.curves import interpolate
@@ -297,10 +298,20 @@ class CostModel:
         clip: bool,
         gradient_buffers: int | None = None,
         offload: bool = False,
+        order: MessageOrder | None = None,
     ) -> Schedule:
         """The schedule of the profile's uses under these settings, cached."""
-        key = prefetch, accumulation, clip, gradient_buffers, offload
-        if key not in self._schedules:
+        key = prefetch, accumulation, clip, gradient_buffers, offload, order
+        if key not in self._schedules and order is not None:
+            apart = self.schedule(
+                prefetch=prefetch,
+                accumulation=accumulation,
+                clip=clip,
+                gradient_buffers=gradient_buffers,
+                offload=offload,
+            )
+            self._schedules[key] = in_order(apart, order)
+        elif key not in self._schedules:
             self._schedules[key] = build(
                 [use.use for use in self.profile.uses],
                 {unit.name: unit.requires for unit in self.profile.units},
@@ -315,7 +326,7 @@ class CostModel:
         return self._schedules[key]
 
     @cached_property
-    def _schedules(self) -> dict[tuple[int, int, bool, int | None, bool], Schedule]:
+    def _schedules(self) -> dict[tuple[int, int, bool, int | None, bool, MessageOrder | None], Schedule]:
         return {}
 
     def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
+from hzplan.core.order import faults
 from hzplan.formats.base import (
     Document,
     Fraction,
@@ -143,7 +144,9 @@ class Plan(Document):
     """The plan that ``hzplan solve`` writes and ``hzplan run`` executes.
 
     ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights.
-    ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
+    ``message_order``: by tier, fastest first, how many later uses' parameters are gathered before a use's
+    gradients are reduced, one message at a time; None: a tier's messages share its link. ``parallel``: the
+    model parallelism beside this plan, whose units are then those of one rank's share.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
@@ -157,6 +160,7 @@ class Plan(Document):
     batch: Batch
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
+    message_order: tuple[NonNegativeInt, ...] | None = None
     replica_sync: Literal["every_step"] = "every_step"
     source: Source
     proof: Proof
@@ -173,6 +177,9 @@ class Plan(Document):
             raise ValueError(f"cluster.mesh: {error}") from None
         if len(self.cluster.tier_names) != len(mesh.tiers):
             raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+        order = self.message_order
+        if order is not None and (fault := faults(order, len(mesh.tiers), self.prefetch)):
+            raise ValueError(f"message_order: {fault}")
         allowed = REDUCE_DTYPES[self.model.dtype]
         if self.reduce_dtype not in allowed:
             raise ValueError(

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise
+from hzplan.core.order import MessageOrder, in_order
 from hzplan.core.schedule import Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -44,10 +45,10 @@ class Choice:
     """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
 
     ``dtype``: the dtype that the model computes in, torch's name; None: its parameters'. ``reduce_dtype``:
-    the dtype that gradients travel in; None: the master weights'. ``requires``: by unit, the units whose
-    parameters it needs, besides those that the model shows. ``recompute``: units that compute their forward
-    again in backward. ``offload``: units whose optimizer state lies in the host's memory. ``tier_names``: the
-    cluster's names of its links, for messages.
+    the dtype that gradients travel in; None: the master weights'. ``message_order``: see ``core.order``.
+    ``requires``: by unit, the units whose parameters it needs, besides those that the model shows.
+    ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
+    state lies in the host's memory. ``tier_names``: the cluster's names of its links, for messages.
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class Choice:
     dtype: str | None = None
     reduce_dtype: str | None = None
     gradient_buffers: int | None = None
+    message_order: MessageOrder | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     offload: frozenset[str] = frozenset()
@@ -82,6 +84,7 @@ class Choice:
             dtype=plan.model.dtype,
             reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
+            message_order=plan.message_order,
             requires={unit.name: unit.requires for unit in plan.units},
             recompute=plan.recomputed,
             offload=plan.offloaded,
@@ -293,7 +296,7 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
             raise UserError(
                 f"the plan uses unit {use.unit}, which the model does not have; profile and solve again"
             )
-    return build(
+    schedule = build(
         choice.uses,
         requires,
         [unit.name for unit in listed if any(t.trainable for t in unit.tensors)],
@@ -304,6 +307,7 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         gradient_buffers=choice.gradient_buffers,
         offload=bool(choice.offload),
     )
+    return in_order(schedule, choice.message_order)
 
 
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:

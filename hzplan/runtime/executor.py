@@ -27,6 +27,7 @@ from enum import Enum
 
 from torch.autograd import profiler
 
+from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
 from hzplan.errors import StreamError
 from hzplan.runtime.faults import named
@@ -140,7 +141,8 @@ class Executor:
         for task in self.tasks:
             if task.stream != COMPUTE_STREAM and task.index not in left_out:
                 name = task.stream if streams is Streams.TIERS else "all"
-                width = depth if task.tier >= 0 and streams is Streams.TIERS else 1
+                alone = task.stream.startswith(LINK_STREAM)  # one message at a time
+                width = depth if task.tier >= 0 and streams is Streams.TIERS and not alone else 1
                 self._windows.setdefault(name, _InFlightWindow(width)).tasks.append(task.index)
         self._window_of = {index: window for window in self._windows.values() for index in window.tasks}
         self._threads = [

@@ -50,6 +50,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "accumulation": (one.batch.accumulation, other.batch.accumulation),
         "prefetch": (one.prefetch, other.prefetch),
         "gradient buffers": (one.gradient_buffers, other.gradient_buffers),
+        "message order": (_order_text(one.message_order), _order_text(other.message_order)),
         "clip": (one.clip, other.clip),
         "dtype": (one.model.dtype, other.model.dtype),
         "reduce dtype": (one.reduce_dtype, other.reduce_dtype),
@@ -74,6 +75,10 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
 
 def _recompute_text(*, recompute: bool) -> str:
     return "recomputed" if recompute else "activations kept"
+
+
+def _order_text(order: tuple[int, ...] | None) -> str:
+    return "links shared" if order is None else ", ".join(map(str, order))
 
 
 def _place(*, host: bool) -> str:

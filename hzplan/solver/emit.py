@@ -71,6 +71,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         ),
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
+        message_order=chosen.schedule.order,
         source=source,
         proof=proof,
         predicted=predict(profile, chosen),

@@ -66,8 +66,12 @@ class Evaluation:
 
     @cached_property
     def objective_ns(self) -> float:
-        """The ILP's objective, nanoseconds: a lower bound on the predicted step."""
-        return objective_ns(self.schedule, self.durations_ns, self.model.interference)
+        """The ILP's objective, nanoseconds: a lower bound on the predicted step in any message order."""
+        schedule, durations = self.schedule, self.durations_ns
+        if schedule.shared is not None:
+            schedule = schedule.shared
+            durations = self.model.durations(schedule, self.units, self.micro_batch)
+        return objective_ns(schedule, durations, self.model.interference)
 
     @cached_property
     def communication_ns(self) -> int:
@@ -234,6 +238,7 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
         clip=plan.clip,
         gradient_buffers=plan.gradient_buffers,
         offload=plan.source.host_memory_bytes is not None,
+        order=plan.message_order,
     )
     if plan.offloaded and profile.host is None:
         raise UserError(

@@ -1,9 +1,9 @@
 """What a plan gains over the best scheme that users set by hand, and from what. Pure.
 
-A plan and a scheme differ in four freedoms: levels, recomputation, micro-batch size and pace (prefetch depth
-and gradient buffers). Each is switched off in turn: the plan keeps the others and takes this one from the
-scheme. Where it does not fit so, as many more layers are recomputed as it needs. The shares need not add up
-to the gain: some choices pay only together.
+A plan and a scheme differ in five freedoms: levels, recomputation, micro-batch size, pace (prefetch depth and
+gradient buffers) and message order. Each is switched off in turn: the plan keeps the others and takes this
+one from the scheme. Where it does not fit so, as many more layers are recomputed as it needs. The shares need
+not add up to the gain: some choices pay only together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hzplan.solver.prefer import preferred, tie_of
 from hzplan.solver.schemes import RecomputeOptions, Row
 from hzplan.solver.search import Request
 
-FREEDOMS = ("levels", "recompute", "micro-batch", "prefetch")
+FREEDOMS = ("levels", "recompute", "micro-batch", "prefetch", "message order")
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
     Where it does not fit, more units are recomputed, unless recomputation is the freedom ``given``.
     """
     levels, size, pace = of["levels"], of["micro-batch"], of["prefetch"].schedule
+    order = of["message order"].schedule.order
     schedule = levels.model.schedule(
         prefetch=pace.prefetch,
         accumulation=size.schedule.accumulation,
         clip=request.clip,
         gradient_buffers=pace.gradient_buffers,
         offload=request.host_bytes > 0,
+        order=None if order is None else tuple(min(ahead, pace.prefetch + 1) for ahead in order),
     )
     start = of["recompute"].modes.recompute
 

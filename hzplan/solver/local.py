@@ -204,7 +204,9 @@ def _late(one: Evaluation) -> list[int]:
 
 
 def _key(one: Evaluation) -> object:
-    return tuple(sorted(one.levels.items())), one.modes, one.schedule.prefetch, one.schedule.gradient_buffers
+    schedule = one.schedule
+    pace = schedule.prefetch, schedule.gradient_buffers, schedule.order
+    return tuple(sorted(one.levels.items())), one.modes, pace
 
 
 def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[LevelsByUnit, Modes]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
+from hzplan.core.order import faults
 from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
-from hzplan.solver.local import LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
+from hzplan.solver.local import LEAST_GAIN, LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
 from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
@@ -19,15 +21,62 @@ from hzplan.solver.search import Request, Search
 def improved(
     found: Candidates, searches: Sequence[Search], request: Request, deadline: float
 ) -> list[Evaluation]:
-    """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``."""
+    """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``; then
+    these and the one with the least objective in their best message orders, the fastest improved again."""
     around, fits = _surroundings(found, searches, request)
     plain = [one for one in found.all if plainness(one)[0] == 1]
     starts = {id(one): one for one in [fastest_of(some) for some in (found.all, plain) if some]}
-    changed = []
-    for start in starts.values():
-        replays = _replays(start, searches)
-        changed.append(improve(start, replays, around, fits, lambda: time.monotonic() > deadline))
-    return changed
+
+    def late() -> bool:
+        return time.monotonic() > deadline
+
+    changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
+    least = min(found.all, key=lambda one: one.objective_ns)
+    in_order = [_in_best_order(one, late) for one in (*changed, least)]
+    fastest = fastest_of([*changed, *in_order])
+    if fastest.schedule.order is None:
+        return changed
+    again = improve(fastest, _replays(fastest, searches)[:1], around, fits, late)
+    return [*changed, *in_order, again]
+
+
+def _in_best_order(one: Evaluation, late: Callable[[], bool]) -> Evaluation:
+    """The plan in the message order that makes its step the shortest, tier by tier; itself where none does.
+
+    It begins with gradients first on the fastest tier, where all-gathers arrive last, and with the order of
+    launches on the slowest, where reduce-scatters do.
+    """
+    schedule, best = one.schedule, one
+    tiers, most = schedule.tiers, schedule.prefetch + 1
+    order = [round(most * tier / max(tiers - 1, 1)) for tier in range(tiers)]
+    shortest, changed = INFINITY, True
+    while changed:
+        changed = False
+        for tier, ahead in product(range(tiers), range(most + 1)):
+            tried = (*order[:tier], ahead, *order[tier + 1 :])
+            if faults(tried, tiers, schedule.prefetch):
+                continue
+            if late():
+                return best
+            candidate = evaluate(
+                one.model,
+                one.levels,
+                one.model.schedule(
+                    prefetch=schedule.prefetch,
+                    accumulation=schedule.accumulation,
+                    clip=schedule.clip,
+                    gradient_buffers=schedule.gradient_buffers,
+                    offload=bool(schedule.offload_slots),
+                    order=tried,
+                ),
+                one.micro_batch,
+                one.slots,
+                one.modes,
+            )
+            if candidate.predicted.period_ns < shortest * (1 - LEAST_GAIN):
+                shortest, order, changed = candidate.predicted.period_ns, list(tried), True
+                best = candidate if shortest < one.predicted.period_ns * (1 - LEAST_GAIN) else best
+    return best
 
 
 def simplified(
@@ -61,7 +110,9 @@ def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
     def own(levels: LevelsByUnit, modes: Modes) -> Evaluation:
         return evaluate(start.model, levels, start.schedule, start.micro_batch, start.slots, modes)
 
-    pace = start.schedule.prefetch, start.schedule.gradient_buffers
+    pace = (
+        (start.schedule.prefetch, start.schedule.gradient_buffers) if start.schedule.order is None else None
+    )
     others = [
         search
         for search in searches

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.order import MessageOrder
 from hzplan.core.schedule import Use
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.hooks import attach
@@ -177,7 +178,16 @@ def choice(case: Case) -> Choice:
         case.reduce_dtype,
         requires=requires,
         offload=frozenset(unit for unit in units if case.offload and rng.random() < 0.7),
+        message_order=order_of(case),
     )
+
+
+def order_of(case: Case) -> MessageOrder | None:
+    """A message order for every other of the cases without given levels."""
+    rng = random.Random(f"order {case.seed}")
+    if case.levels or rng.random() < 0.5:
+        return None
+    return tuple(sorted(rng.randint(0, case.prefetch + 1) for _ in Mesh.parse(case.mesh).tiers))
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hzplan.core.hierarchy import Mesh
-from tests.distributed.oracle import Case, as_payload, every_legal_case, random_cases
+from tests.distributed.oracle import Case, as_payload, every_legal_case, order_of, random_cases
 from tests.distributed.ranks import chosen, on_ranks
 from tests.distributed.soak import as_exact
 
@@ -62,3 +62,5 @@ def test_cases_are_what_they_claim() -> None:
     exact = [case for case in LEGAL if case.dtype == "float64"]
     assert len(exact) == (5 + 14 + 14) * (4 if WHOLE else 1)
     assert len({(case.accumulation, case.prefetch) for case in exact}) == 4
+    orders = [order_of(case) for case in RANDOM if case.name in SHORT]
+    assert 3 < sum(order is not None for order in orders) < len(orders) - 3

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from hzplan.core.order import MessageOrder, in_order
 from hzplan.core.schedule import Schedule, Use, build
 
 
@@ -23,9 +24,10 @@ class Step:
     clip: bool = False
     gradient_buffers: int | None = None
     offload: bool = False
+    order: MessageOrder | None = None
 
     def build(self) -> Schedule:
-        return build(
+        schedule = build(
             self.uses,
             self.requires,
             self.trainable,
@@ -36,6 +38,7 @@ class Step:
             gradient_buffers=self.gradient_buffers,
             offload=self.offload,
         )
+        return in_order(schedule, self.order)
 
 
 def chain(
@@ -48,10 +51,18 @@ def chain(
 
 
 @st.composite
-def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulation: int = 4) -> Step:
+def steps(
+    draw: st.DrawFn,
+    max_units: int = 5,
+    max_tiers: int = 3,
+    max_accumulation: int = 4,
+    *,
+    ordered: bool = False,
+) -> Step:
     """Chains, tied and nested units, modules called twice, recomputation, frozen units, parts of no gradient.
 
-    Some backwards read no parameter; optimizer state may lie in the host's memory.
+    Some backwards read no parameter; optimizer state may lie in the host's memory. ``ordered``: half of the
+    steps have a message order.
 
     As in any training step the first use of a unit is a forward before the first backward.
     """
@@ -70,14 +81,18 @@ def steps(draw: st.DrawFn, max_units: int = 5, max_tiers: int = 3, max_accumulat
         if recompute and draw(st.booleans()):  # its backward begins, finds nothing saved, and computes again
             uses.append(Use(name, "forward"))
     trainable = tuple(name for name in names if draw(st.integers(0, 4)))
+    tiers, prefetch = draw(st.integers(1, max_tiers)), draw(st.integers(1, 3))
+    numbers = st.lists(st.integers(0, prefetch + 1), min_size=tiers, max_size=tiers)
+    order = tuple(sorted(draw(numbers))) if ordered and draw(st.booleans()) else None
     return Step(
         tuple(uses),
         requires,
         trainable,
-        draw(st.integers(1, max_tiers)),
-        draw(st.integers(1, 3)),
+        tiers,
+        prefetch,
         draw(st.integers(1, max_accumulation)),
         draw(st.booleans()),
         draw(st.none() | st.integers(1, 8)),
         draw(st.booleans()),
+        order,
     )

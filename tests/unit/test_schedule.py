@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.layout import TensorSpec
+from hzplan.core.order import in_order
 from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
 from tests.unit.hazards import Detector, edges, implied, in_lanes, other_tenants, reduced_units, without
 from tests.unit.steps import Step, chain, steps
@@ -21,7 +22,7 @@ from tests.unit.steps import Step, chain, steps
 # ---- structure ---------------------------------------------------------------------------------------------
 
 
-@given(steps())
+@given(steps(ordered=True))
 def test_the_launch_order_is_a_topological_order(step: Step) -> None:
     schedule = step.build()
     graph = schedule.graph()
@@ -36,7 +37,7 @@ def test_the_launch_order_is_a_topological_order(step: Step) -> None:
     assert nx.is_directed_acyclic_graph(unrolled)
 
 
-@given(steps())
+@given(steps(ordered=True))
 def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
     schedule = step.build()
     for tasks in schedule.streams.values():
@@ -54,11 +55,38 @@ def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
             case Kind.FETCH | Kind.STORE:
                 assert (task.stream, task.tier) == (task.kind.value, -1)
             case Kind.UNSHARD:
-                assert task.stream == f"unshard.{task.tier}"
+                assert task.stream == f"{'unshard' if step.order is None else 'link'}.{task.tier}"
             case Kind.REDUCE | Kind.FINAL_REDUCE:
-                assert task.stream == f"reduce.{task.tier}"
+                assert task.stream == f"{'reduce' if step.order is None else 'link'}.{task.tier}"
             case Kind.GRAD_GATHER | Kind.PARAM_GATHER:
                 assert task.stream == f"gather.{task.tier}"
+
+
+@given(steps(ordered=True))
+def test_an_order_says_which_message_of_a_tier_goes_first(step: Step) -> None:
+    """By all of them in pairs; and nothing else differs from the same step without an order."""
+    schedule, plain = step.build(), replace(step, order=None).build()
+    assert Counter(map(str, schedule.tasks)) == Counter(map(str, plain.tasks))
+    text = [str(task) for task in schedule.tasks]
+    needed = {str(task): {text[index] for index in task.needs} for task in schedule.tasks}
+    assert needed == {str(task): {str(plain.tasks[u]) for u in task.needs} for task in plain.tasks}
+    if step.order is None:
+        return
+    for tier, ahead in enumerate(step.order):
+        sent = [task for task in schedule.tasks if task.stream == f"link.{tier}"]
+        for first, second in itertools.combinations(sent, 2):
+            if first.kind is Kind.UNSHARD and second.kind is not Kind.UNSHARD:
+                assert first.position <= second.position + ahead
+            elif first.kind is not Kind.UNSHARD and second.kind is Kind.UNSHARD:
+                assert first.position + ahead < second.position
+            else:
+                assert first.position <= second.position
+
+
+@pytest.mark.parametrize("order", [(1,), (1, 3), (2, 1), (-1, 0), (0, 1, 1)])
+def test_an_order_that_no_step_has_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="2 numbers from 0 to 2 needed"):
+        in_order(chain(2, tiers=2, prefetch=1).build(), order)
 
 
 def runs(step: Step, unit: str) -> list[int]:
@@ -73,7 +101,7 @@ def runs(step: Step, unit: str) -> list[int]:
     return found
 
 
-@given(steps())
+@given(steps(ordered=True))
 def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> None:
     schedule = step.build()
     reduced = reduced_units(schedule, step.trainable)
@@ -286,7 +314,7 @@ class Machine:
                     self.param[unit] = self.master[unit]
 
 
-@given(steps(), st.lists(st.integers(1, 1000), min_size=5, max_size=5))
+@given(steps(ordered=True), st.lists(st.integers(1, 1000), min_size=5, max_size=5))
 def test_executed_in_launch_order_every_task_finds_what_it_needs(step: Step, sizes: list[int]) -> None:
     """Units whole at each use, with this step's values; every gradient reduced once; every unit updated."""
     Machine(step, sizes).run(3)
@@ -295,7 +323,7 @@ def test_executed_in_launch_order_every_task_finds_what_it_needs(step: Step, siz
 # ---- what may run at the same time -------------------------------------------------------------------------
 
 
-@given(steps())
+@given(steps(ordered=True))
 @settings(max_examples=300)
 def test_tasks_that_may_overlap_touch_nothing_in_common(step: Step) -> None:
     schedule = step.build()
