@@ -113,8 +113,8 @@ class Proof(Strict):
     """How far the plan is from the best choice that was searched, at most, and the solver that proved it.
 
     ``bound_s``: no choice searched is predicted below it. ``gap``: the predicted step over the bound, less 1.
-    ``objective_s``: what the ILP minimises, a lower bound on the plan's predicted step. ``status``: whether
-    the objective is within the gap that was asked for of the bound ("optimal") or not ("feasible").
+    ``objective_s``: what the ILP minimises, a lower bound on the plan's predicted step. ``status``:
+    "optimal" where the search found an objective within the gap that was asked for, else "feasible".
     """
 
     status: Literal["optimal", "feasible", "given"]

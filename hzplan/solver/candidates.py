@@ -7,10 +7,14 @@ from hzplan.solver.paths import MS
 
 
 class Candidates:
-    """The incumbents of a search: every plan that was replayed and fits."""
+    """The incumbents of a search: every plan that was replayed and fits.
 
-    def __init__(self) -> None:
+    ``in_order``: whether their objective is that of their own message order, not that of any.
+    """
+
+    def __init__(self, *, in_order: bool = False) -> None:
         self.all: list[Evaluation] = []
+        self.in_order = in_order
 
     @property
     def least_ms(self) -> float:
@@ -23,5 +27,5 @@ class Candidates:
         least = float("inf")
         for one in self.all:
             if one.floor_ns < least:
-                least = min(least, one.objective_ns)
+                least = min(least, one.in_order_ns if self.in_order else one.objective_ns)
         return least

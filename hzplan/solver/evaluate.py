@@ -67,11 +67,16 @@ class Evaluation:
     @cached_property
     def objective_ns(self) -> float:
         """The ILP's objective, nanoseconds: a lower bound on the predicted step in any message order."""
-        schedule, durations = self.schedule, self.durations_ns
-        if schedule.shared is not None:
-            schedule = schedule.shared
-            durations = self.model.durations(schedule, self.units, self.micro_batch)
-        return objective_ns(schedule, durations, self.model.interference)
+        shared = self.schedule.shared
+        if shared is None:
+            return self.in_order_ns
+        durations = self.model.durations(shared, self.units, self.micro_batch)
+        return objective_ns(shared, durations, self.model.interference)
+
+    @cached_property
+    def in_order_ns(self) -> float:
+        """The objective in the plan's own message order, nanoseconds: a lower bound on the predicted step."""
+        return objective_ns(self.schedule, self.durations_ns, self.model.interference)
 
     @cached_property
     def communication_ns(self) -> int:

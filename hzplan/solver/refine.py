@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from hzplan.core.order import faults
+from hzplan.core.schedule import Schedule
 from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
@@ -16,6 +18,9 @@ from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
 from hzplan.solver.relaxation import INFINITY
 from hzplan.solver.search import Request, Search
+
+NODES_IN_ORDER = 12
+"""Branch-and-bound nodes that are expanded for one message order, at most."""
 
 
 def improved(
@@ -32,12 +37,43 @@ def improved(
 
     changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
     least = min(found.all, key=lambda one: one.objective_ns)
-    in_order = [_in_best_order(one, late) for one in (*changed, least)]
-    fastest = fastest_of([*changed, *in_order])
+    ordered = [_in_best_order(one, late) for one in (*changed, least)]
+    fastest = fastest_of([*changed, *ordered])
     if fastest.schedule.order is None:
         return changed
-    again = improve(fastest, _replays(fastest, searches)[:1], around, fits, late)
-    return [*changed, *in_order, again]
+    ordered += _searched_in_order(fastest, searches, request, late)
+    fastest = _in_best_order(fastest_of(ordered), late)
+    return [*changed, *ordered, improve(fastest, _replays(fastest, searches)[:1], around, fits, late)]
+
+
+def _searched_in_order(
+    start: Evaluation, searches: Sequence[Search], request: Request, late: Callable[[], bool]
+) -> list[Evaluation]:
+    """Plans of the start's pace for which its message order is a part of the ILP's rows: levels that suit it.
+
+    Empty where a step is too long for rows of all its tasks, or its pace was not searched (a user's own).
+    """
+    pace, size = _pace(start.schedule), start.micro_batch
+    questions = (one.question for one in searches if one.question.micro_batch == size)
+    question = next((one for one in questions if _pace(one.schedule) == pace), None)
+    if question is None or question.short.accumulation < question.schedule.accumulation:
+        return []
+    search = Search(
+        *(start.model, size, pace, request),
+        *(searches[0].pools, question.binaries, start.schedule.order),
+    )
+    found = Candidates(in_order=True)
+    found.all.append(start)
+    useful: dict[int, set[int]] = defaultdict(set)
+    for _ in range(NODES_IN_ORDER):
+        if late() or not search.has_open_nodes or not search.may_improve(found):
+            break
+        search.branch(found, useful)
+    return found.all
+
+
+def _pace(schedule: Schedule) -> tuple[int, int]:
+    return schedule.prefetch, schedule.gradient_buffers
 
 
 def _in_best_order(one: Evaluation, late: Callable[[], bool]) -> Evaluation:
@@ -110,14 +146,11 @@ def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
     def own(levels: LevelsByUnit, modes: Modes) -> Evaluation:
         return evaluate(start.model, levels, start.schedule, start.micro_batch, start.slots, modes)
 
-    pace = (
-        (start.schedule.prefetch, start.schedule.gradient_buffers) if start.schedule.order is None else None
-    )
+    pace = _pace(start.schedule) if start.schedule.order is None else None
     others = [
         search
         for search in searches
-        if search.question.micro_batch == start.micro_batch
-        and (search.question.schedule.prefetch, search.question.schedule.gradient_buffers) != pace
+        if search.question.micro_batch == start.micro_batch and _pace(search.question.schedule) != pace
     ]
     return [own, *(search.replay for search in others)]
 

@@ -16,6 +16,7 @@ import numpy as np
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype
+from hzplan.core.order import MessageOrder
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
@@ -133,7 +134,8 @@ class OpenNode(NamedTuple):
 
 
 class Search:
-    """The branch and bound under one micro-batch size, prefetch depth and number of gradient buffers.
+    """The branch and bound under one micro-batch size, prefetch depth and number of gradient buffers, and in
+    one message order if there is one.
 
     The relaxation over *all* patterns gives a lower bound for all plans, and one for the plans with each
     pattern; over several nodes the smallest counts. The ILP gets only the patterns with the smallest bounds.
@@ -149,6 +151,7 @@ class Search:
         request: Request,
         pools: Mapping[str, ColumnPool],
         binaries: Mapping[str, str],
+        order: MessageOrder | None = None,
     ) -> None:
         accumulation = request.global_batch // (model.profile.data_ranks * micro_batch)
         explicit = min(accumulation, max(2, MAX_POSITIONS // len(model.profile.uses)))
@@ -159,6 +162,7 @@ class Search:
                 clip=request.clip,
                 gradient_buffers=pace[1],
                 offload=request.host_bytes > 0,
+                order=order,
             )
             for micro_batches in (accumulation, explicit)
         )

@@ -49,6 +49,8 @@ __all__ = [
 class Solved:
     """A plan was found. No choice searched has an objective, and so no predicted step, below ``bound_ns``.
 
+    ``status``: "optimal" where the search found an objective within the gap that was asked for. The
+    plan's own may be larger, where its predicted step is shorter.
     ``rows``: the schemes that users set by hand, and the user's own setting, each at its best.
     """
 
@@ -181,9 +183,11 @@ def solve(
     tell("choosing")
     best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like)
     tell("done")
-    found_at_end = Solved("feasible", best, bound_ns(), time.monotonic() - started, tuple(rows))
-    proven = found_at_end.objective_gap <= request.gap + TOLERANCE  # floating point of the solver
-    return replace(found_at_end, status="optimal") if proven else found_at_end
+    bound = bound_ns()
+    least = min(found.least_ns, best.objective_ns)
+    proven = least <= bound * (1 + request.gap + TOLERANCE)  # floating point of the solver
+    status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
+    return Solved(status, best, bound, time.monotonic() - started, tuple(rows))
 
 
 def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
