@@ -1,7 +1,8 @@
 """The order of preference among plans.
 
 First the predicted step. Steps within the tie of the fastest count as equal; of those the plan with the least
-memory, then with the fewest distinct triples, then the nearest to a plan that the user names. Memory is left
+memory, then with the fewest distinct triples, then without a message order, then the nearest to a plan that
+the user names. Memory is left
 free, never filled for nothing.
 
 A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
@@ -61,8 +62,9 @@ def preferred(some: Sequence[Evaluation], ceiling: float, like: Evaluation | Non
     )
 
 
-def plainness(one: Evaluation) -> tuple[int, int]:
-    """How many distinct triples a plan has, and how many sets of them its units have; fewer are plainer."""
+def plainness(one: Evaluation) -> tuple[int, int, bool]:
+    """How many distinct triples a plan has, how many sets of them its units have, and whether it has a message
+    order; fewer, and none, are plainer."""
     trained = [
         frozenset(
             triple
@@ -72,7 +74,8 @@ def plainness(one: Evaluation) -> tuple[int, int]:
         for unit in one.model.profile.units
         if unit.name in one.levels
     ]
-    return len(frozenset[Levels]().union(*trained)), len({of for of in trained if of})
+    distinct, sets = frozenset[Levels]().union(*trained), {of for of in trained if of}
+    return len(distinct), len(sets), one.schedule.order is not None
 
 
 def distance(one: Evaluation, other: Evaluation) -> int:

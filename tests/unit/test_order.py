@@ -1,0 +1,81 @@
+"""Message orders in the cost model: what they cannot make shorter, and a plan that they do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from hzplan.core.order import faults
+from hzplan.cost.model import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.solver.evaluate import Evaluation, evaluate, replay
+from hzplan.solver.refine import _in_best_order
+from tests.instances import random_profile
+from tests.unit.test_gap import golden
+
+
+def in_order(one: Evaluation, order: tuple[int, ...]) -> Evaluation:
+    schedule = one.schedule
+    ordered = one.model.schedule(
+        prefetch=schedule.prefetch,
+        accumulation=schedule.accumulation,
+        clip=schedule.clip,
+        gradient_buffers=schedule.gradient_buffers,
+        offload=bool(schedule.offload_slots),
+        order=order,
+    )
+    return evaluate(one.model, one.levels, ordered, one.micro_batch, one.slots, one.modes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_order_is_below_the_objective(seed: int) -> None:
+    """Which is why the bound of ``solve`` holds for plans in any order; memory and loads are the same."""
+    rng = random.Random(seed)
+    profile = random_profile(rng)
+    model = CostModel(profile)
+    triples = model.mesh.triples()
+    levels = {
+        unit: tuple(rng.choice(triples).of(trainable=tensor.trainable) for tensor in tensors)
+        for unit, tensors in ((unit.name, unit.tensors) for unit in profile.units)
+        if tensors
+    }
+    for prefetch, clip in itertools.product((1, 2), (True, False)):
+        schedule = model.schedule(prefetch=prefetch, accumulation=2, clip=clip)
+        one = evaluate(model, levels, schedule, profile.micro_batches[0])
+        for order in itertools.product(range(prefetch + 2), repeat=schedule.tiers):
+            if faults(order, schedule.tiers, prefetch):
+                continue
+            other = in_order(one, order)
+            assert other.objective_ns == one.objective_ns and other.floor_ns == one.floor_ns
+            assert other.in_order_ns >= one.objective_ns * (1 - 1e-9)
+            assert other.memory == one.memory
+
+
+def test_an_order_makes_a_step_shorter_that_waits_for_its_links() -> None:
+    plan, one = golden("gpt3-175b-h100-64")
+    shared = in_order(one, (0, 0)).schedule.shared
+    assert shared is not None
+    apart = evaluate(one.model, one.levels, shared, one.micro_batch, one.slots, one.modes)
+    ordered = _in_best_order(apart, lambda: False)
+    assert ordered.schedule.order is not None
+    assert ordered.predicted.period_ns < 0.98 * apart.predicted.period_ns
+    assert ordered.in_order_ns <= ordered.predicted.period_ns * (1 + 1e-9)
+    assert plan.proof.bound_s * 1e9 <= ordered.objective_ns
+
+
+def test_a_plan_keeps_its_order(tmp_path: Path) -> None:
+    plan, one = golden("gpt3-175b-h100-64")
+    path = tmp_path / "plan.json"
+    ordered = plan.model_copy(update={"message_order": (0, 1)})
+    ordered.save(path)
+    read = Plan.load(path)
+    assert read.message_order == (0, 1)
+    assert replay(read, one.model.profile, path).schedule.order == (0, 1)
+    for wrong in ((0,), (1, 0), (0, 3)):
+        ordered.model_copy(update={"message_order": wrong}).save(path)
+        with pytest.raises(UserError, match="message_order: 2 numbers from 0 to 2 needed"):
+            Plan.load(path)
