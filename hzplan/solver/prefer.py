@@ -2,14 +2,12 @@
 
 First the predicted step. Steps within the tie of the fastest count as equal; of those the plan with the least
 memory, then with the fewest distinct triples, then without a message order, then the nearest to a plan that
-the user names. Memory is left
-free, never filled for nothing.
+the user names. Memory is left free, never filled for nothing.
 
 A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
 plan would gain is less than the model can tell. Any other plan has to be ahead of every row by more than the
-tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order).
-Where the proven optimum of the objective is asked for (a
-gap of 0), only what reaches it counts, and a row may be predicted faster.
+tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order). Where the proven optimum
+of the objective is asked for (a gap of 0), only what reaches it counts, and a row may be predicted faster.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def preferred(some: Sequence[Evaluation], ceiling: float, like: Evaluation | Non
 
 
 def plainness(one: Evaluation) -> tuple[int, int, bool]:
-    """How many distinct triples a plan has, how many sets of them its units have, and whether it has a message
+    """How many distinct triples a plan has, how many sets of them its units have, whether it has a message
     order; fewer, and none, are plainer."""
     trained = [
         frozenset(
