@@ -30,7 +30,7 @@ def test_the_chain_is_the_objective(path: Path) -> None:
     assert sum(part.seconds for part in chain.parts) == pytest.approx(chain.seconds, rel=1e-9)
     floor = floor_ns(found.schedule, found.durations_ns, found.model.interference) / 1e9
     if chain.binding is None:
-        assert chain.seconds == pytest.approx(found.objective_ns / 1e9, rel=1e-6)
+        assert chain.seconds == pytest.approx(found.in_order_ns / 1e9, rel=1e-6)
     else:
         assert chain.binding.seconds == pytest.approx(floor, rel=1e-6) and floor > chain.seconds
     assert all(0 <= share <= 1 + 1e-9 for share in tier_shares(found))
