@@ -118,7 +118,7 @@ class Schedule:
     unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     offload_slots: Mapping[str, int] = field(repr=False)
-    order: tuple[int, ...] | None = None
+    order: tuple[tuple[str, tuple[int, ...]], ...] | None = None
     shared: Schedule | None = field(default=None, repr=False)
 
     @cached_property

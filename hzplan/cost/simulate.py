@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
@@ -43,24 +43,51 @@ def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
     Where the length of steps alternates, the period is the mean over a cycle. Copies to the host's memory may
     fall behind for many steps before compute waits for them, so their own period counts too.
     """
-    previous: list[float] = [0.0] * len(schedule.tasks)
+    tasks = schedule.tasks
+    if len(durations_ns) != len(tasks):
+        raise ValueError(f"{len(tasks)} durations needed, not {len(durations_ns)}")
+    starts, ends, period = longest_paths(
+        range(len(tasks)),
+        [task.after for task in tasks],
+        [task.after_previous for task in tasks],
+        durations_ns,
+        _last_store(schedule),
+    )
+    return _timeline(schedule, starts, ends, period)
+
+
+def longest_paths(
+    sequence: Iterable[int],
+    after: Sequence[Collection[int]],
+    after_previous: Sequence[Collection[int]],
+    durations_ns: Sequence[int],
+    last_store: int = 0,
+) -> tuple[list[float], list[float], float]:
+    """Starts and ends of all tasks in a late step, and the period.
+
+    ``sequence``: a topological order of the tasks that begins with the step's first one; by task ``after``
+    and ``after_previous``, its predecessors in the same step and the one before; ``last_store``: see
+    ``replay``.
+    """
+    plan = [(task, after[task], after_previous[task], durations_ns[task]) for task in sequence]
+    starts, ends = [0.0] * len(plan), [0.0] * len(plan)
     begins: list[float] = []
     stored: list[float] = []
-    last = _last_store(schedule)
-    starts: list[float] = []
-    ends: list[float] = []
     for _ in range(MAX_STEPS):
-        starts, ends = [], []
-        for task, duration in zip(schedule.tasks, durations_ns, strict=True):
-            start = max(
-                max((ends[u] for u in task.after), default=0.0),
-                max((previous[u] for u in task.after_previous), default=0.0) if begins else 0.0,
-            )
-            starts.append(start)
-            ends.append(start + duration)
-        begins.append(starts[0])
-        previous = ends
-        stored.append(ends[last])
+        previous, ends = ends, [0.0] * len(plan)
+        for task, now, before, duration in plan:
+            start = 0.0
+            for u in now:
+                if ends[u] > start:
+                    start = ends[u]
+            if before:
+                for u in before:
+                    if previous[u] > start:
+                        start = previous[u]
+            starts[task] = start
+            ends[task] = start + duration
+        begins.append(starts[plan[0][0]])
+        stored.append(ends[last_store])
         found = _steady(begins), _steady(stored)
         if found[0] is not None and found[1] is not None:
             break
@@ -69,7 +96,7 @@ def replay(schedule: Schedule, durations_ns: Sequence[int]) -> Timeline:
         (times[-1] - times[half]) / (len(times) - 1 - half) if one is None else one
         for one, times in zip(found, (begins, stored), strict=True)
     )
-    return _timeline(schedule, starts, ends, period)
+    return starts, ends, period
 
 
 def _last_store(schedule: Schedule) -> int:

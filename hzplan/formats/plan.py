@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
-from hzplan.core.order import faults
+from hzplan.core.order import MessageOrder, is_ahead
 from hzplan.formats.base import (
     Document,
     Fraction,
@@ -51,13 +51,16 @@ class PlanUnit(Strict):
     """A unit and its buckets; a unit without tensors of its own (tied weights) has none.
 
     ``recompute``: true where its forward is computed again in its backward, and what that needs is not kept.
-    ``offload``: true where its optimizer state, and master weights, lie in the host's memory.
+    ``offload``: true where its optimizer state, and master weights, lie in the host's memory. ``ahead``: by
+    tier, fastest first, how many later uses' parameters are gathered before this unit's gradients are
+    reduced; where no unit has it, a tier's messages share its link.
     """
 
     name: str
     requires: tuple[str, ...]
     recompute: Annotated[bool, AfterValidator(_true)] | None = None
     offload: Annotated[bool, AfterValidator(_true)] | None = None
+    ahead: tuple[NonNegativeInt, ...] | None = None
     buckets: tuple[BucketEntry, ...]
 
 
@@ -112,7 +115,9 @@ class Source(Strict):
 class Proof(Strict):
     """How far the plan is from the best choice that was searched, at most, and the solver that proved it.
 
-    ``bound_s``: no choice searched is predicted below it. ``gap``: the predicted step over the bound, less 1.
+    ``bound_s``: no choice searched is predicted below it, in whatever order of messages.
+    ``in_order_bound_s``: none in the plan's own message order is; None where links are shared. ``gap``: the
+    predicted step over the bound, that in its order if it has one, less 1.
     ``objective_s``: what the ILP minimises, a lower bound on the plan's predicted step. ``status``:
     "optimal" where the search found an objective within the gap that was asked for, else "feasible".
     """
@@ -120,6 +125,7 @@ class Proof(Strict):
     status: Literal["optimal", "feasible", "given"]
     objective_s: Seconds
     bound_s: Seconds
+    in_order_bound_s: Seconds | None = None
     gap: Gap
     solver: str
 
@@ -144,9 +150,7 @@ class Plan(Document):
     """The plan that ``hzplan solve`` writes and ``hzplan run`` executes.
 
     ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights.
-    ``message_order``: by tier, fastest first, how many later uses' parameters are gathered before a use's
-    gradients are reduced, one message at a time; None: a tier's messages share its link. ``parallel``: the
-    model parallelism beside this plan, whose units are then those of one rank's share.
+    ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
@@ -160,7 +164,6 @@ class Plan(Document):
     batch: Batch
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
-    message_order: tuple[NonNegativeInt, ...] | None = None
     replica_sync: Literal["every_step"] = "every_step"
     source: Source
     proof: Proof
@@ -177,9 +180,6 @@ class Plan(Document):
             raise ValueError(f"cluster.mesh: {error}") from None
         if len(self.cluster.tier_names) != len(mesh.tiers):
             raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
-        order = self.message_order
-        if order is not None and (fault := faults(order, len(mesh.tiers), self.prefetch)):
-            raise ValueError(f"message_order: {fault}")
         allowed = REDUCE_DTYPES[self.model.dtype]
         if self.reduce_dtype not in allowed:
             raise ValueError(
@@ -194,6 +194,11 @@ class Plan(Document):
         for unit in self.units:
             if not set(unit.requires) <= set(names):
                 raise ValueError(f"units: {unit.name} requires a unit that is not listed")
+            if unit.ahead is not None and not is_ahead(unit.ahead, len(mesh.tiers)):
+                raise ValueError(
+                    f"units: {unit.name}: ahead: {len(mesh.tiers)} numbers from 0 on needed, one per tier, "
+                    "none smaller than the one before"
+                )
             for bucket in unit.buckets:
                 try:
                     legal = self._levels(mesh, bucket.shards).legal
@@ -249,6 +254,11 @@ class Plan(Document):
     def offloaded(self) -> frozenset[str]:
         """The units whose optimizer state lies in the host's memory."""
         return frozenset(unit.name for unit in self.units if unit.offload)
+
+    @property
+    def message_order(self) -> MessageOrder | None:
+        """The order of messages on each tier; None where they share its link."""
+        return tuple((unit.name, unit.ahead) for unit in self.units if unit.ahead is not None) or None
 
     def levels(self, bucket: BucketEntry) -> Levels:
         """A bucket's shard counts as levels of the mesh."""

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise
-from hzplan.core.order import MessageOrder, in_order
+from hzplan.core.order import CircularOrder, MessageOrder, in_order
 from hzplan.core.schedule import Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -307,7 +307,10 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         gradient_buffers=choice.gradient_buffers,
         offload=bool(choice.offload),
     )
-    return in_order(schedule, choice.message_order)
+    try:
+        return in_order(schedule, choice.message_order)
+    except CircularOrder as error:
+        raise UserError(f"the plan's units: ahead: {error}; solve again") from None
 
 
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from hzplan.core.order import MessageOrder
 from hzplan.formats.plan import Plan, Shards
 
 Sides = tuple[object, object]
@@ -77,8 +79,11 @@ def _recompute_text(*, recompute: bool) -> str:
     return "recomputed" if recompute else "activations kept"
 
 
-def _order_text(order: tuple[int, ...] | None) -> str:
-    return "links shared" if order is None else ", ".join(map(str, order))
+def _order_text(order: MessageOrder | None) -> str:
+    if order is None:
+        return "links shared"
+    counts = Counter(ahead for _, ahead in order)
+    return "; ".join(f"{_listed(map(str, ahead))} ({count} units)" for ahead, count in sorted(counts.items()))
 
 
 def _place(*, host: bool) -> str:

@@ -34,6 +34,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         status=solved.status,
         objective_s=_seconds(solved.best.objective_ns),
         bound_s=_seconds(solved.bound_ns),
+        in_order_bound_s=_seconds(solved.in_order_bound_ns) if solved.best.schedule.order else None,
         gap=round(solved.gap, 6),
         solver=f"highs {version('highspy')}",
     )
@@ -71,7 +72,6 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         ),
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
-        message_order=chosen.schedule.order,
         source=source,
         proof=proof,
         predicted=predict(profile, chosen),
@@ -102,6 +102,7 @@ def predict(profile: Profile, chosen: Evaluation) -> Predicted:
 
 def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
     tensors, levels = tensors_of(profile), chosen.levels
+    ahead = dict(chosen.schedule.order or ())
     units = []
     for unit in profile.units:
         buckets = bucketise(zip(tensors[unit.name], levels.get(unit.name, ()), strict=True), profile.mesh)
@@ -111,6 +112,7 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
                 requires=unit.requires,
                 recompute=True if unit.name in chosen.modes.recompute else None,
                 offload=True if unit.name in chosen.modes.offload else None,
+                ahead=ahead.get(unit.name),
                 buckets=tuple(
                     BucketEntry(
                         shards=_shards(profile.mesh, bucket.levels),

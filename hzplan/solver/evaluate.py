@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype, bucketise
+from hzplan.core.order import CircularOrder
 from hzplan.core.schedule import Schedule
 from hzplan.cost.interference import Interference
 from hzplan.cost.memory import Memory, memory
@@ -237,14 +238,17 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             f"{path}: field batch.accumulation: at most {MAX_ACCUMULATION} are planned; solve again"
         )
     model = CostModel(profile, plan.reduce_dtype)
-    schedule = model.schedule(
-        prefetch=plan.prefetch,
-        accumulation=plan.batch.accumulation,
-        clip=plan.clip,
-        gradient_buffers=plan.gradient_buffers,
-        offload=plan.source.host_memory_bytes is not None,
-        order=plan.message_order,
-    )
+    try:
+        schedule = model.schedule(
+            prefetch=plan.prefetch,
+            accumulation=plan.batch.accumulation,
+            clip=plan.clip,
+            gradient_buffers=plan.gradient_buffers,
+            offload=plan.source.host_memory_bytes is not None,
+            order=plan.message_order,
+        )
+    except CircularOrder as error:
+        raise UserError(f"{path}: field units: ahead: {error}; solve again") from None
     if plan.offloaded and profile.host is None:
         raise UserError(
             f"{path}: field units: {min(plan.offloaded)} is offloaded, but {plan.source.profile} knows no "

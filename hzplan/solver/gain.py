@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hzplan.core.order import within
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of
 from hzplan.solver.prefer import preferred, tie_of
 from hzplan.solver.schemes import RecomputeOptions, Row
@@ -80,7 +81,7 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
         clip=request.clip,
         gradient_buffers=pace.gradient_buffers,
         offload=request.host_bytes > 0,
-        order=None if order is None else tuple(min(ahead, pace.prefetch + 1) for ahead in order),
+        order=None if order is None else within(order, pace.prefetch + 1),
     )
     start = of["recompute"].modes.recompute
 

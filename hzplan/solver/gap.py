@@ -35,7 +35,7 @@ def parts(one: Evaluation, bound_ns: float) -> list[Part]:
         return replay_shared(one.schedule, one.durations_ns, cost).period_ns
 
     steps = [
-        (one.objective_ns, "the search", "a longer --time-limit, a smaller --gap"),
+        (one.in_order_ns, "the search", "a longer --time-limit, a smaller --gap"),
         (period(none), "messages that share a link", "a faster slow tier, or fewer bytes on it"),
         (period(waking), "wake-ups between streams", "fewer, larger units"),
         (period(interference), "communication and computation slowing each other", "fewer bytes under way"),

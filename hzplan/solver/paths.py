@@ -219,20 +219,24 @@ class Network:
 def _middles(model: CostModel, short: Schedule) -> dict[int, tuple[int, list[Task]]]:
     """The nodes for micro-batches that have no tasks in ``short``, one per stream.
 
-    By the first task of the stream's last micro-batch: the last task of the micro-batch before it, and the
-    tasks of one micro-batch between them.
+    By the first task of the stream's last micro-batch: the task before it on the stream, and the tasks of
+    one micro-batch between them. (In a message order that task before may be of any micro-batch; what goes on
+    the stream between it and the same place of a later micro-batch is the same.)
     """
     three = model.schedule(
-        prefetch=short.prefetch, accumulation=3, clip=short.clip, gradient_buffers=short.gradient_buffers
+        prefetch=short.prefetch,
+        accumulation=3,
+        clip=short.clip,
+        gradient_buffers=short.gradient_buffers,
+        order=short.order,
     )
     found = {}
     for stream, tasks in short.streams.items():
         placed = [task for task in tasks if task.position >= 0]
-        first = [task for task in placed if short.micro_batch(task) == short.accumulation - 2]
-        last = [task for task in placed if short.micro_batch(task) == short.accumulation - 1]
-        if first and last:
+        in_last = [short.micro_batch(task) == short.accumulation - 1 for task in placed]
+        if any(in_last) and (first := in_last.index(True)):
             work = [t for t in three.streams[stream] if t.position >= 0 and three.micro_batch(t) == 1]
-            found[last[0].index] = first[-1].index, work
+            found[placed[first].index] = placed[first - 1].index, work
     return found
 
 

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 
-from hzplan.core.order import faults
 from hzplan.core.schedule import Schedule
 from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
-from hzplan.solver.local import LEAST_GAIN, LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
+from hzplan.solver.in_order import InOrder
+from hzplan.solver.local import LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
+from hzplan.solver.message_order import in_best_order
 from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
 from hzplan.solver.relaxation import INFINITY
-from hzplan.solver.search import Request, Search
+from hzplan.solver.search import MAX_NODES, Request, Search
 
+MOST_ORDERS = 4
+"""Message orders that are searched in, one after the other, at most."""
 NODES_IN_ORDER = 12
-"""Branch-and-bound nodes that are expanded for one message order, at most."""
+"""Branch-and-bound nodes that are expanded before the order is looked at again."""
 
 
 def improved(
     found: Candidates, searches: Sequence[Search], request: Request, deadline: float
-) -> list[Evaluation]:
+) -> tuple[list[Evaluation], InOrder | None]:
     """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``; then
-    these and the one with the least objective in their best message orders, the fastest improved again."""
+    these and the one with the least objective in their best message orders. Where the fastest has an order,
+    what a search in that order finds follows, and that search is returned with the plans."""
     around, fits = _surroundings(found, searches, request)
     plain = [one for one in found.all if plainness(one)[0] == 1]
     starts = {id(one): one for one in [fastest_of(some) for some in (found.all, plain) if some]}
@@ -37,82 +39,28 @@ def improved(
 
     changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
     least = min(found.all, key=lambda one: one.objective_ns)
-    ordered = [_in_best_order(one, late) for one in (*changed, least)]
+    ordered = [
+        in_best_order(one, late) for one in {id(one): one for one in (fastest_of(changed), least)}.values()
+    ]
     fastest = fastest_of([*changed, *ordered])
     if fastest.schedule.order is None:
-        return changed
-    ordered += _searched_in_order(fastest, searches, request, late)
-    fastest = _in_best_order(fastest_of(ordered), late)
-    return [*changed, *ordered, improve(fastest, _replays(fastest, searches)[:1], around, fits, late)]
-
-
-def _searched_in_order(
-    start: Evaluation, searches: Sequence[Search], request: Request, late: Callable[[], bool]
-) -> list[Evaluation]:
-    """Plans of the start's pace for which its message order is a part of the ILP's rows: levels that suit it.
-
-    Empty where a step is too long for rows of all its tasks, or its pace was not searched (a user's own).
-    """
-    pace, size = _pace(start.schedule), start.micro_batch
-    questions = (one.question for one in searches if one.question.micro_batch == size)
-    question = next((one for one in questions if _pace(one.schedule) == pace), None)
-    if question is None or question.short.accumulation < question.schedule.accumulation:
-        return []
-    search = Search(
-        *(start.model, size, pace, request),
-        *(searches[0].pools, question.binaries, start.schedule.order),
-    )
-    found = Candidates(in_order=True)
-    found.all.append(start)
-    useful: dict[int, set[int]] = defaultdict(set)
-    for _ in range(NODES_IN_ORDER):
-        if late() or not search.has_open_nodes or not search.may_improve(found):
+        return changed, None
+    for _ in range(MOST_ORDERS):
+        inside = InOrder(fastest, searches, request)
+        inside.explore(NODES_IN_ORDER, late)
+        after = fastest_of(inside.found.all)
+        fastest = in_best_order(after, late)
+        ordered += [*inside.found.all, fastest]
+        if fastest is after:
             break
-        search.branch(found, useful)
-    return found.all
+    inside.explore(MAX_NODES, late)
+    fastest = fastest_of([fastest, *inside.found.all])
+    last = improve(fastest, _replays(fastest, searches)[:1], around, fits, late)
+    return [*changed, *ordered, *inside.found.all, last], inside
 
 
 def _pace(schedule: Schedule) -> tuple[int, int]:
     return schedule.prefetch, schedule.gradient_buffers
-
-
-def _in_best_order(one: Evaluation, late: Callable[[], bool]) -> Evaluation:
-    """The plan in the message order that makes its step the shortest, tier by tier; itself where none does.
-
-    It begins with gradients first on the fastest tier, where all-gathers arrive last, and with the order of
-    launches on the slowest, where reduce-scatters do.
-    """
-    schedule, best = one.schedule, one
-    tiers, most = schedule.tiers, schedule.prefetch + 1
-    order = [round(most * tier / max(tiers - 1, 1)) for tier in range(tiers)]
-    shortest, changed = INFINITY, True
-    while changed:
-        changed = False
-        for tier, ahead in product(range(tiers), range(most + 1)):
-            tried = (*order[:tier], ahead, *order[tier + 1 :])
-            if faults(tried, tiers, schedule.prefetch):
-                continue
-            if late():
-                return best
-            candidate = evaluate(
-                one.model,
-                one.levels,
-                one.model.schedule(
-                    prefetch=schedule.prefetch,
-                    accumulation=schedule.accumulation,
-                    clip=schedule.clip,
-                    gradient_buffers=schedule.gradient_buffers,
-                    offload=bool(schedule.offload_slots),
-                    order=tried,
-                ),
-                one.micro_batch,
-                one.slots,
-                one.modes,
-            )
-            if candidate.predicted.period_ns < shortest * (1 - LEAST_GAIN):
-                shortest, order, changed = candidate.predicted.period_ns, list(tried), True
-                best = candidate if shortest < one.predicted.period_ns * (1 - LEAST_GAIN) else best
-    return best
 
 
 def simplified(

@@ -113,8 +113,14 @@ def _proof(plan: Plan) -> str:
     proof = plan.proof
     if proof.status == "given":
         return "none: the choice was given"
-    least = duration(proof.bound_s)
-    return f"gap {proof.gap:.2%}: no choice searched is predicted below {least} ({proof.status})"
+    if proof.in_order_bound_s is None:
+        said = f"no choice searched is predicted below {duration(proof.bound_s)}"
+    else:
+        said = (
+            f"no choice searched with messages in this order is predicted below "
+            f"{duration(proof.in_order_bound_s)}, in no order below {duration(proof.bound_s)}"
+        )
+    return f"gap {proof.gap:.2%}: {said} ({proof.status})"
 
 
 def _tensors(plan: Plan, profile: Profile) -> list[Tensor]:

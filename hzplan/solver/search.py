@@ -183,6 +183,12 @@ class Search:
         self.proven_ms = 0.0  # the largest bound that ILPs have proven
         self.rounded: Coefficients | None = None
 
+    def in_order(self, order: MessageOrder) -> Search:
+        """The same search in a message order."""
+        q = self.question
+        pace = q.schedule.prefetch, q.schedule.gradient_buffers
+        return Search(q.model, q.micro_batch, pace, self.request, self.pools, q.binaries, order)
+
     def __str__(self) -> str:
         schedule = self.question.schedule
         return (

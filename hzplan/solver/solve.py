@@ -47,7 +47,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Solved:
-    """A plan was found. No choice searched has an objective, and so no predicted step, below ``bound_ns``.
+    """A plan was found. No choice searched has an objective, and so no predicted step, below ``bound_ns``,
+    in whatever order of messages; none in the plan's own order below ``in_order_bound_ns``.
 
     ``status``: "optimal" where the search found an objective within the gap that was asked for. The
     plan's own may be larger, where its predicted step is shorter.
@@ -57,13 +58,14 @@ class Solved:
     status: Literal["optimal", "feasible"]
     best: Evaluation
     bound_ns: float
+    in_order_bound_ns: float
     seconds: float
     rows: tuple[Row, ...] = ()
 
     @property
     def gap(self) -> float:
-        """By how much the predicted step is above the bound, as a share of the bound."""
-        return max(0.0, self.best.predicted.period_ns / max(self.bound_ns, 1.0) - 1)
+        """By how much the predicted step is above the bound in its order, as a share of that bound."""
+        return max(0.0, self.best.predicted.period_ns / max(self.in_order_bound_ns, 1.0) - 1)
 
     @property
     def objective_gap(self) -> float:
@@ -138,7 +140,7 @@ def solve(
     started = time.monotonic()
     deadline = started + request.time_limit_s
     searches = searches_of(profile, request)
-    found, rows = Candidates(), list[Row]()
+    found, rows, inside = Candidates(), list[Row](), None
     feasible: Sequence[Search] = searches
     settings = Settings(searches, request)
 
@@ -175,7 +177,8 @@ def solve(
             _add_plain(settings, found, bound_ns() * (1 + tie), profile, request)
             if request.gap > 0:
                 tell("improving in the simulator")
-                found.all += improved(found, searches, request, deadline)
+                more, inside = improved(found, searches, request, deadline)
+                found.all += more
     except KeyboardInterrupt:
         if not interruptible or not found.all:
             raise
@@ -187,7 +190,8 @@ def solve(
     least = min(found.least_ns, best.objective_ns)
     proven = least <= bound * (1 + request.gap + TOLERANCE)  # floating point of the solver
     status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
-    return Solved(status, best, bound, time.monotonic() - started, tuple(rows))
+    in_order = inside.bound_ns if inside is not None and inside.covers(best) else bound
+    return Solved(status, best, bound, max(bound, in_order), time.monotonic() - started, tuple(rows))
 
 
 def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:

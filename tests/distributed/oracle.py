@@ -187,7 +187,12 @@ def order_of(case: Case) -> MessageOrder | None:
     rng = random.Random(f"order {case.seed}")
     if case.levels or rng.random() < 0.5:
         return None
-    return tuple(sorted(rng.randint(0, case.prefetch + 1) for _ in Mesh.parse(case.mesh).tiers))
+    uses, _ = lean_uses() if case.lean else (uses_of(case), {})
+    tiers = Mesh.parse(case.mesh).tiers
+    return tuple(
+        (unit, tuple(sorted(rng.randint(0, case.prefetch + 1) for _ in tiers)))
+        for unit in dict.fromkeys(use.unit for use in uses)
+    )
 
 
 @cache

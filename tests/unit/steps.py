@@ -83,7 +83,10 @@ def steps(
     trainable = tuple(name for name in names if draw(st.integers(0, 4)))
     tiers, prefetch = draw(st.integers(1, max_tiers)), draw(st.integers(1, 3))
     numbers = st.lists(st.integers(0, prefetch + 1), min_size=tiers, max_size=tiers)
-    order = tuple(sorted(draw(numbers))) if ordered and draw(st.booleans()) else None
+    order = None
+    if ordered and draw(st.booleans()):
+        some = [name for name in names if draw(st.integers(0, 3))]  # units without numbers have zeros
+        order = tuple((name, tuple(sorted(draw(numbers)))) for name in some)
     return Step(
         tuple(uses),
         requires,

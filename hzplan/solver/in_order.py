@@ -1,0 +1,88 @@
+"""The searches of a question once more, all messages in one order, which is then a part of the ILP's rows.
+
+So their bound is of what is predicted, up to what no row says (``gap``): levels that suit the order are
+found, and no choice in this order is below the bound. Another pace takes the order's numbers up to its own
+prefetch + 1, beyond which gradients could wait for themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hzplan.core.order import MessageOrder, within
+from hzplan.solver.candidates import Candidates
+from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.paths import MS
+from hzplan.solver.search import Request, Search
+
+
+@dataclass
+class _Pace:
+    """One micro-batch size and pace: its search in any order, and once begun that in this order."""
+
+    any_order: Search
+    order: MessageOrder
+    ordered: Search | None = None
+
+    @property
+    def bound_ms(self) -> float:
+        bound = self.any_order.bound_ms
+        return bound if self.ordered is None else max(bound, self.ordered.bound_ms)
+
+    @property
+    def is_open(self) -> bool:
+        return self.ordered is None or self.ordered.has_open_nodes
+
+
+class InOrder:
+    """The search in one message order, begun where ``start`` is; ``found``: the plans in it."""
+
+    def __init__(self, start: Evaluation, searches: Sequence[Search], request: Request) -> None:
+        order, own = start.schedule.order, _pace(start)
+        assert order is not None
+        self.request = request
+        self.paces = [
+            _Pace(search, order if _pace_of(search) == own else _within_prefetch(order, search))
+            for search in searches
+        ]
+        self.found = Candidates(in_order=True)
+        self.found.all.append(start)
+        self._useful: dict[int, set[int]] = defaultdict(set)
+
+    @property
+    def bound_ns(self) -> float:
+        """No choice in this order is predicted below it, nanoseconds."""
+        return min(self.found.least_ns, *(pace.bound_ms / MS for pace in self.paces))
+
+    def covers(self, one: Evaluation) -> bool:
+        """Whether a plan's order is this one."""
+        return any(
+            _pace_of(pace.any_order) == _pace(one) and pace.order == one.schedule.order for pace in self.paces
+        )
+
+    def explore(self, nodes: int, late: Callable[[], bool]) -> None:
+        """Branch where the bound is the lowest, at most so many times, until all is within the gap."""
+        for _ in range(nodes):
+            goal = self.found.least_ms / (1 + self.request.gap)
+            pace = min(self.paces, key=lambda one: one.bound_ms)
+            if late() or pace.bound_ms >= goal or not pace.is_open:
+                return
+            if pace.ordered is None:
+                pace.ordered = pace.any_order.in_order(pace.order)
+            else:
+                pace.ordered.branch(self.found, self._useful)
+
+
+def _pace(one: Evaluation) -> tuple[int, int, int]:
+    return one.micro_batch, one.schedule.prefetch, one.schedule.gradient_buffers
+
+
+def _pace_of(search: Search) -> tuple[int, int, int]:
+    schedule = search.question.schedule
+    return search.question.micro_batch, schedule.prefetch, schedule.gradient_buffers
+
+
+def _within_prefetch(order: MessageOrder, search: Search) -> MessageOrder:
+    return within(order, search.question.schedule.prefetch + 1)
