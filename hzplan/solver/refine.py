@@ -39,9 +39,8 @@ def improved(
 
     changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
     least = min(found.all, key=lambda one: one.objective_ns)
-    ordered = [
-        in_best_order(one, late) for one in {id(one): one for one in (fastest_of(changed), least)}.values()
-    ]
+    tried = {id(one): one for one in (fastest_of(changed), least)}
+    ordered = [in_best_order(one, late) for one in tried.values()]
     fastest = fastest_of([*changed, *ordered])
     if fastest.schedule.order is None:
         return changed, None

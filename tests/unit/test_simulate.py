@@ -151,7 +151,7 @@ def test_a_tier_cannot_carry_more_than_its_load() -> None:
 
 
 def test_durations_must_be_of_this_schedule() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="durations needed, not 3"):
         replay(chain(2).build(), [1, 2, 3])
 
 
