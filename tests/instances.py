@@ -12,6 +12,8 @@ from typing import Any
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import TensorSpec, bucketise
+from hzplan.core.order import within
+from hzplan.core.schedule import MessageOrder
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.cost.simulate import floor_ns, objective_ns
@@ -150,8 +152,11 @@ class Truth:
     by_pace: Mapping[tuple[int, int, int], float]
 
 
-def try_everything(profile: Profile, request: Request) -> Truth:
-    """Every triple for every tensor, every micro-batch size and depth; no ILP, no pruning."""
+def try_everything(profile: Profile, request: Request, order: MessageOrder | None = None) -> Truth:
+    """Every triple for every tensor, every micro-batch size and depth; no ILP, no pruning.
+
+    ``order``: with messages in it, at every depth as far as its prefetch allows.
+    """
     model = CostModel(profile, request.reduce_dtype)
     tensors = tensors_of(profile)
     names = [unit for unit, specs in tensors.items() if specs]
@@ -171,6 +176,7 @@ def try_everything(profile: Profile, request: Request) -> Truth:
             clip=request.clip,
             gradient_buffers=buffers,
             offload=request.host_bytes > 0,
+            order=order and within(order, depth + 1),
         )
         slots = assign_slots(schedule, tensors)
         for again in _agains(model, request):

@@ -1,37 +1,34 @@
 """Message order: one message at a time on each tier, in an order that is fixed before the step begins. Pure.
 
-Without it a tier's all-gathers and reduce-scatters are two streams that share its link, so that both end
-later than the first of them had to. In order, the link is one stream: all of its rate goes to the message
-that compute will wait for first. All-gathers of results (``gather.<t>``) stay a stream of their own, because
-they go on while the next step begins.
+Without it a tier's all-gathers and reduce-scatters are streams that share its link, so that all end later
+than the first of them had to. In order, the link is one stream: all of its rate goes to the message that
+compute will wait for first. All-gathers of gradients to replicas (``gather.<t>``) stay a stream of their own.
 
 An order is one number per unit and tier: before a unit's gradients are reduced on that tier, the parameters
 of so many later uses are unsharded on it. 0 sends gradients as soon as they are there; prefetch + 1 is the
 order of launches. All-gathers go from the slowest tier to the fastest, reduce-scatters the other way, so a
 slower tier's number is no smaller: else gradients would wait on the fast tier for parameters that wait on the
 slow one for these gradients.
+
+The parameters that a step has updated are gathered as the next one begins, among its first messages: each
+unit's before the parameters are unsharded that are used a number of uses before it (``sync``).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hzplan.core.schedule import Kind, Schedule
-
-Ahead = tuple[int, ...]
-"""By tier, fastest first: how many later uses' parameters go before a unit's gradients."""
-
-MessageOrder = tuple[tuple[str, Ahead], ...]
-"""The numbers of units; 0 where a unit has none, and of units that are reduced together the larger ones."""
+from hzplan.core.schedule import Ahead, Kind, MessageOrder, Schedule
 
 LINK_STREAM = "link"
 """First word of the name of a tier's only stream of all-gathers and reduce-scatters, ``link.<t>``."""
 
-_ORDERED = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE)
+_PLACES = {Kind.PARAM_GATHER: 0, Kind.UNSHARD: 1, Kind.REDUCE: 2, Kind.FINAL_REDUCE: 2}
+"""The kinds that are in the order, and which goes first at one place."""
 
 
 class CircularOrder(ValueError):
@@ -45,17 +42,20 @@ def is_ahead(numbers: Ahead, tiers: int) -> bool:
 
 def within(order: MessageOrder, most: int) -> MessageOrder:
     """The order with no number above ``most``: what a step with another prefetch depth takes of it."""
-    return tuple((unit, tuple(min(number, most) for number in ahead)) for unit, ahead in order)
+    numbers = tuple((unit, tuple(min(number, most) for number in ahead)) for unit, ahead in order.ahead)
+    return MessageOrder(numbers, order.sync)
 
 
 class Arranged(NamedTuple):
-    """A step's tasks in a message order, by their indices without it: ``sequence`` is a launch order;
-    ``after`` and ``after_previous`` are the predecessors of each task in the same step and the one before."""
+    """A step's tasks in a message order, by their indices without it: ``sequence`` is a launch order; by task
+    the stream, and the predecessors (see ``Task``)."""
 
     sequence: list[int]
     streams: list[str]
     after: list[set[int]]
-    after_previous: list[tuple[int, ...]]
+    after_previous: list[set[int]]
+    needs: list[set[int]]
+    needs_previous: list[set[int]]
 
 
 def arranged(schedule: Schedule, order: MessageOrder) -> Arranged:
@@ -64,45 +64,64 @@ def arranged(schedule: Schedule, order: MessageOrder) -> Arranged:
     ``CircularOrder`` where gradients would wait for parameters that are launched after these gradients are
     reduced.
     """
-    places = _places(schedule, dict(order))
-    streams = [
-        f"{LINK_STREAM}.{task.tier}" if task.kind in _ORDERED else task.stream for task in schedule.tasks
-    ]
+    needs, needs_previous = _with_gathers_first(schedule)
+    places = _places(schedule, order)
+    tasks = schedule.tasks
+    streams = [f"{LINK_STREAM}.{task.tier}" if task.index in places else task.stream for task in tasks]
     chains: dict[str, list[int]] = {}
-    for task in schedule.tasks:
+    for task in tasks:
         chains.setdefault(streams[task.index], []).append(task.index)
-    after = [{*task.needs} for task in schedule.tasks]
-    after_previous = [task.needs_previous for task in schedule.tasks]
+    after = [{*needed} for needed in needs]
+    after_previous = [{*needed} for needed in needs_previous]
     for stream, chain in chains.items():
         if stream.startswith(LINK_STREAM):
             chain.sort(key=lambda index: (places[index], index))
         for first, second in itertools.pairwise(chain):
             after[second].add(first)
-        after_previous[chain[0]] = (*after_previous[chain[0]], chain[-1])
-    return Arranged(_topological(after), streams, after, after_previous)
+        after_previous[chain[0]].add(chain[-1])
+    gathers = {task.index for task in tasks if task.kind is Kind.PARAM_GATHER}
+    return Arranged(_topological(after, gathers), streams, after, after_previous, needs, needs_previous)
+
+
+def _with_gathers_first(schedule: Schedule) -> tuple[list[set[int]], list[set[int]]]:
+    """Data dependencies where the gathers of updated parameters are a part of the step that follows: its
+    begin launches them, they need the step before, and this step's tasks need them."""
+    tasks, begin = schedule.tasks, schedule.tasks[0].index
+    gathers = {task.index for task in tasks if task.kind is Kind.PARAM_GATHER}
+    needs, previous = [], []
+    for task in tasks:
+        own, before = {*task.needs}, {*task.needs_previous}
+        if task.index in gathers:
+            updates = {u for u in own - gathers if tasks[u].kind is not Kind.STEP}
+            own, before = (own & gathers) or {begin}, before | updates
+        else:
+            own, before = own | (before & gathers), before - gathers
+        needs.append(own)
+        previous.append(before)
+    return needs, previous
 
 
 def in_order(schedule: Schedule, order: MessageOrder | None) -> Schedule:
     """The same step as a schedule (``arranged``); with ``None`` the schedule itself."""
     if order is None:
         return schedule
-    sequence, streams, after, after_previous = arranged(schedule, order)
-    place = {index: number for number, index in enumerate(sequence)}
+    found = arranged(schedule, order)
+    place = {index: number for number, index in enumerate(found.sequence)}
 
     def moved(indices: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted({place[index] for index in indices}))
+        return tuple(sorted(place[index] for index in indices))
 
     tasks = tuple(
         replace(
-            task,
-            index=place[task.index],
-            stream=streams[task.index],
-            after=moved(after[task.index]),
-            after_previous=moved(after_previous[task.index]),
-            needs=moved(task.needs),
-            needs_previous=moved(task.needs_previous),
+            schedule.tasks[index],
+            index=number,
+            stream=found.streams[index],
+            after=moved(found.after[index]),
+            after_previous=moved(found.after_previous[index]),
+            needs=moved(found.needs[index]),
+            needs_previous=moved(found.needs_previous[index]),
         )
-        for task in (schedule.tasks[index] for index in sequence)
+        for number, index in enumerate(found.sequence)
     )
     return replace(
         schedule,
@@ -113,39 +132,45 @@ def in_order(schedule: Schedule, order: MessageOrder | None) -> Schedule:
     )
 
 
-def _places(schedule: Schedule, order: Mapping[str, Ahead]) -> dict[int, tuple[int, int]]:
+def _places(schedule: Schedule, order: MessageOrder) -> dict[int, tuple[int, int]]:
     """By message where it belongs on its tier: positions of unshards, to which those of reduces are brought,
     none before an earlier one's."""
-    none = (0,) * schedule.tiers
-    places: dict[int, tuple[int, int]] = {}
+    ahead, none = dict(order.ahead), (0,) * schedule.tiers
+    places: dict[int, int] = {}
     reached = [0] * schedule.tiers
+    first: dict[str, int] = {}
     for task in schedule.tasks:
         if task.kind is Kind.UNSHARD:
-            places[task.index] = task.position, 0
-        elif task.kind in _ORDERED:
-            ahead = max(order.get(unit, none)[task.tier] for unit in task.units)
-            reached[task.tier] = max(reached[task.tier], task.position + ahead)
-            places[task.index] = reached[task.tier], 1
-    return places
+            places[task.index] = task.position
+            for unit in task.units:
+                first.setdefault(unit, task.position)
+        elif task.kind is Kind.PARAM_GATHER:
+            places[task.index] = min(first[unit] for unit in task.units) - order.sync
+        elif task.kind in _PLACES:
+            number = max(ahead.get(unit, none)[task.tier] for unit in task.units)
+            reached[task.tier] = max(reached[task.tier], task.position + number)
+            places[task.index] = reached[task.tier]
+    return {index: (place, _PLACES[schedule.tasks[index].kind]) for index, place in places.items()}
 
 
-def _topological(edges: Sequence[set[int]]) -> list[int]:
-    """Indices so that each comes after its edges' others, and else in ascending order."""
+def _topological(edges: Sequence[set[int]], early: Collection[int]) -> list[int]:
+    """Indices so that each comes after its edges' others, and else in ascending order, but ``early`` ones as
+    soon as they can."""
     waiting = [len(before) for before in edges]
     followers: list[list[int]] = [[] for _ in edges]
     for index, befores in enumerate(edges):
         for before in befores:
             followers[before].append(index)
-    ready = [index for index, number in enumerate(waiting) if not number]
+    ready = [(index not in early, index) for index, number in enumerate(waiting) if not number]
     heapq.heapify(ready)
     found = []
     while ready:
-        index = heapq.heappop(ready)
+        _, index = heapq.heappop(ready)
         found.append(index)
         for follower in followers[index]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                heapq.heappush(ready, follower)
+                heapq.heappush(ready, (follower not in early, follower))
     if len(found) < len(edges):
         raise CircularOrder("the message order waits for parameters that are gathered after the gradients")
     return found

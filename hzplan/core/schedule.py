@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import networkx as nx
 
@@ -32,6 +32,20 @@ OFFLOAD_SLOTS = 2
 
 Interval = tuple[int, int]
 """First and last position of a buffer's use, both included."""
+
+
+Ahead = tuple[int, ...]
+"""By tier, fastest first: how many later uses' parameters go before a unit's gradients."""
+
+
+class MessageOrder(NamedTuple):
+    """An order of the messages of each tier (``core.order``).
+
+    ``ahead``: the numbers of units; 0 where a unit has none, and of units that are reduced together the
+    larger ones. ``sync``: how many uses before a unit's first one its updated parameters are gathered."""
+
+    ahead: tuple[tuple[str, Ahead], ...]
+    sync: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ class Schedule:
     unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     offload_slots: Mapping[str, int] = field(repr=False)
-    order: tuple[tuple[str, tuple[int, ...]], ...] | None = None
+    order: MessageOrder | None = None
     shared: Schedule | None = field(default=None, repr=False)
 
     @cached_property

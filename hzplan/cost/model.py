@@ -12,8 +12,8 @@ from functools import cached_property
 from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
-from hzplan.core.order import MessageOrder, in_order
-from hzplan.core.schedule import Kind, Schedule, Task, build
+from hzplan.core.order import in_order
+from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import stages_of
 from hzplan.cost.curves import interpolate
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference

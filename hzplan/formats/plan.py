@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
-from hzplan.core.order import MessageOrder, is_ahead
+from hzplan.core.order import is_ahead
+from hzplan.core.schedule import MessageOrder
 from hzplan.formats.base import (
     Document,
     Fraction,
@@ -53,7 +54,7 @@ class PlanUnit(Strict):
     ``recompute``: true where its forward is computed again in its backward, and what that needs is not kept.
     ``offload``: true where its optimizer state, and master weights, lie in the host's memory. ``ahead``: by
     tier, fastest first, how many later uses' parameters are gathered before this unit's gradients are
-    reduced; where no unit has it, a tier's messages share its link.
+    reduced (``core.order``).
     """
 
     name: str
@@ -150,6 +151,8 @@ class Plan(Document):
     """The plan that ``hzplan solve`` writes and ``hzplan run`` executes.
 
     ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights.
+    ``sync_ahead``: where messages are sent in an order (``ahead`` of the units), how many uses before a
+    unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
     """
 
@@ -164,6 +167,7 @@ class Plan(Document):
     batch: Batch
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
+    sync_ahead: NonNegativeInt | None = None
     replica_sync: Literal["every_step"] = "every_step"
     source: Source
     proof: Proof
@@ -194,6 +198,8 @@ class Plan(Document):
         for unit in self.units:
             if not set(unit.requires) <= set(names):
                 raise ValueError(f"units: {unit.name} requires a unit that is not listed")
+            if unit.ahead is not None and self.sync_ahead is None:
+                raise ValueError(f"units: {unit.name}: ahead: for a message order, sync_ahead is needed too")
             if unit.ahead is not None and not is_ahead(unit.ahead, len(mesh.tiers)):
                 raise ValueError(
                     f"units: {unit.name}: ahead: {len(mesh.tiers)} numbers from 0 on needed, one per tier, "
@@ -258,7 +264,10 @@ class Plan(Document):
     @property
     def message_order(self) -> MessageOrder | None:
         """The order of messages on each tier; None where they share its link."""
-        return tuple((unit.name, unit.ahead) for unit in self.units if unit.ahead is not None) or None
+        if self.sync_ahead is None:
+            return None
+        ahead = tuple((unit.name, unit.ahead) for unit in self.units if unit.ahead is not None)
+        return MessageOrder(ahead, self.sync_ahead)
 
     def levels(self, bucket: BucketEntry) -> Levels:
         """A bucket's shard counts as levels of the mesh."""

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise
-from hzplan.core.order import CircularOrder, MessageOrder, in_order
-from hzplan.core.schedule import Schedule, Use, build
+from hzplan.core.order import CircularOrder, in_order
+from hzplan.core.schedule import MessageOrder, Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature

@@ -81,6 +81,10 @@ class Engine:
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._warned = False  # of a step with fewer micro-batches than planned
+        gathers = [task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER]
+        # Where the next step gathers what this one updates, until then parameters are partly old.
+        self._last_param_gather = gathers[-1] if schedule.order is not None and gathers else None
+        self._parameters_are_old = False
 
     def route_to(self, ranks: Sequence[int]) -> str:
         """Names of the network tiers between this rank and ``ranks``, as a phrase for messages."""
@@ -303,6 +307,7 @@ class Engine:
             self.updates.take_over_options()
         if self.step_state.scheduled:
             self.executor.end(self._step_task)
+            self._parameters_are_old = self._last_param_gather is not None
         else:
             self._update_unscheduled()
         self.updates.steps += 1
@@ -420,7 +425,19 @@ class Engine:
     def _leave_schedule(self) -> None:
         """Run the rest of this micro-batch, or until the next one begins, unscheduled."""
         self.executor.synchronize()
+        self._gather_old_parameters()
         self.step_state.scheduled = self.step_state.in_turn = False
+
+    def _gather_old_parameters(self) -> None:
+        """Gather what the last step has updated, unless this step's tasks have done it; nothing is under
+        way."""
+        task = self._last_param_gather
+        if self._parameters_are_old and not (
+            task is not None and self.step_state.scheduled and self.executor.ran(task)
+        ):
+            for name in self._trainable:
+                self._run_on_tiers(Kind.PARAM_GATHER, name)
+        self._parameters_are_old = False
 
     def _enter_unscheduled(self, unit: str, *, training: bool) -> None:
         self._leave_schedule()
@@ -487,6 +504,7 @@ class Engine:
         if self.step_state.open:
             raise RuntimeError(BETWEEN_STEPS)
         self.executor.synchronize()
+        self._gather_old_parameters()
 
     @torch.no_grad()
     def refresh_parameters(self) -> None:

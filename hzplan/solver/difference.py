@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hzplan.core.order import MessageOrder
+from hzplan.core.schedule import MessageOrder
 from hzplan.formats.plan import Plan, Shards
 
 Sides = tuple[object, object]
@@ -82,8 +82,9 @@ def _recompute_text(*, recompute: bool) -> str:
 def _order_text(order: MessageOrder | None) -> str:
     if order is None:
         return "links shared"
-    counts = Counter(ahead for _, ahead in order)
-    return "; ".join(f"{_listed(map(str, ahead))} ({count} units)" for ahead, count in sorted(counts.items()))
+    counts = Counter(ahead for _, ahead in order.ahead)
+    numbers = [f"{_listed(map(str, ahead))} ({count} units)" for ahead, count in sorted(counts.items())]
+    return "; ".join([*numbers, f"parameters {order.sync} uses ahead"])
 
 
 def _place(*, host: bool) -> str:

@@ -72,6 +72,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         ),
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
+        sync_ahead=chosen.schedule.order.sync if chosen.schedule.order else None,
         source=source,
         proof=proof,
         predicted=predict(profile, chosen),
@@ -102,7 +103,7 @@ def predict(profile: Profile, chosen: Evaluation) -> Predicted:
 
 def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
     tensors, levels = tensors_of(profile), chosen.levels
-    ahead = dict(chosen.schedule.order or ())
+    ahead = dict(chosen.schedule.order.ahead) if chosen.schedule.order else {}
     units = []
     for unit in profile.units:
         buckets = bucketise(zip(tensors[unit.name], levels.get(unit.name, ()), strict=True), profile.mesh)

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hzplan.core.order import MessageOrder, within
+from hzplan.core.order import within
+from hzplan.core.schedule import MessageOrder
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.paths import MS

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from hzplan.core.order import Ahead, CircularOrder, MessageOrder, arranged, in_order, is_ahead
-from hzplan.core.schedule import Kind, Schedule
+from hzplan.core.order import CircularOrder, arranged, in_order, is_ahead
+from hzplan.core.schedule import Ahead, Kind, MessageOrder, Schedule
 from hzplan.cost.simulate import longest_paths
 from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.local import LEAST_GAIN
@@ -22,8 +22,8 @@ from hzplan.solver.relaxation import INFINITY
 MOST_KINDS = 8
 """Kinds of units that have numbers of their own, at most: those with the longest messages."""
 
-_Numbers = tuple[Ahead, ...]
-"""By kind of units."""
+_Numbers = tuple[tuple[Ahead, ...], int]
+"""By kind of units, and for updated parameters (``MessageOrder.sync``)."""
 
 
 def in_best_order(one: Evaluation, late: Callable[[], bool]) -> Evaluation:
@@ -59,12 +59,14 @@ class _Descent:
         """The same numbers for all, 0 on the fastest tier."""
         tiers = self.shared.tiers
         ahead = tuple(round(self.most * tier / max(tiers - 1, 1)) for tier in range(tiers))
-        return (ahead,) * len(self.kinds)
+        return (ahead,) * len(self.kinds), self.most
 
     def own(self) -> _Numbers:
         """Those of the plan's order."""
-        order = dict(self.one.schedule.order or ())
-        return tuple(order.get(units[0], (0,) * self.shared.tiers) for units in self.kinds)
+        order = self.one.schedule.order
+        assert order is not None
+        ahead, none = dict(order.ahead), (0,) * self.shared.tiers
+        return tuple(ahead.get(units[0], none) for units in self.kinds), order.sync
 
     def as_shared(self) -> _Numbers:
         """By kind the numbers that most of its units have where links are shared."""
@@ -86,7 +88,7 @@ class _Descent:
                 seen = sum((counts.get((unit, tier), Counter()) for unit in units), Counter[int]())
                 reached.append(max(reached[-1], seen.most_common(1)[0][0] if seen else 0))
             found.append(tuple(reached[1:]))
-        return tuple(found)
+        return tuple(found), self.most
 
     def best(self, start: _Numbers) -> tuple[_Numbers, float]:
         """Where the descent from ``start`` ends, and the period there, nanoseconds."""
@@ -103,32 +105,36 @@ class _Descent:
         return best, shortest
 
     def _neighbours(self, numbers: _Numbers) -> Iterator[_Numbers]:
-        values = sorted({*range(self.most + 1), *(value for ahead in numbers for value in ahead)})
+        aheads, sync = numbers
+        yield from ((aheads, value) for value in (*range(self.most + 1), 2 * self.most) if value != sync)
+        values = sorted({*range(self.most + 1), *(value for ahead in aheads for value in ahead)})
         places = range(len(self.kinds))
         for changed in [places, *([place] for place in places if len(places) > 1)]:
             for tier in range(self.shared.tiers):
                 for value in values:
-                    tried = list(numbers)
+                    tried = list(aheads)
                     for place in changed:
-                        tried[place] = (*numbers[place][:tier], value, *numbers[place][tier + 1 :])
-                    if tuple(tried) != numbers and all(is_ahead(a, self.shared.tiers) for a in tried):
-                        yield tuple(tried)
+                        tried[place] = (*aheads[place][:tier], value, *aheads[place][tier + 1 :])
+                    if tuple(tried) != aheads and all(is_ahead(a, self.shared.tiers) for a in tried):
+                        yield tuple(tried), sync
 
     def order(self, numbers: _Numbers) -> MessageOrder:
         """The order of these numbers."""
-        return tuple(
-            (unit, ahead) for units, ahead in zip(self.kinds, numbers, strict=True) for unit in units
-        )
+        aheads, sync = numbers
+        units = ((unit, ahead) for some, ahead in zip(self.kinds, aheads, strict=True) for unit in some)
+        return MessageOrder(tuple(units), sync)
 
     def length_ns(self, numbers: _Numbers) -> float:
         """The period in this order if gathers of results shared no link; infinite for a circle."""
         if numbers not in self._known:
             self._known[numbers] = INFINITY
             try:
-                sequence, _, after, previous = arranged(self.shared, self.order(numbers))
+                found = arranged(self.shared, self.order(numbers))
             except CircularOrder:
                 return INFINITY
-            self._known[numbers] = longest_paths(sequence, after, previous, self.durations)[2]
+            _, _, self._known[numbers] = longest_paths(
+                found.sequence, found.after, found.after_previous, self.durations
+            )
         return self._known[numbers]
 
     def evaluated(self, order: MessageOrder) -> Evaluation:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hzplan.core.hierarchy import Levels
-from hzplan.core.order import MessageOrder
+from hzplan.core.schedule import MessageOrder
 from hzplan.solver.evaluate import Evaluation, fastest_of, within
 from hzplan.solver.schemes import Row, slack_bytes
 

@@ -16,7 +16,7 @@ import numpy as np
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype
-from hzplan.core.order import MessageOrder
+from hzplan.core.schedule import MessageOrder
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost

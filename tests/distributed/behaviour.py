@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.schedule import Kind, Schedule, Task, Use
+from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, Use
 from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
 from hzplan.runtime.engine import Engine
 from tests.distributed.oracle import Case, batch, loss_of, reference, sharded, train, worst
@@ -280,7 +280,8 @@ def unscheduled(_: Any) -> dict[str, list[float]]:
     kinds = ["plain", "skip", "plain", "twice", "evaluate", "plain", "evaluate inside", "skip", "plain"]
     found: dict[str, list[float]] = {}
     mesh, world, rank = Mesh.parse("2|2"), dist.get_world_size(), dist.get_rank()
-    for levels in (Levels(2, 2, 2), Levels(1, 1, 2), Levels(0, 0, 0), Levels(2, 0, 2), Levels(0, 2, 2)):
+    places = (Levels(2, 2, 2), Levels(1, 1, 2), Levels(0, 0, 0), Levels(2, 0, 2), Levels(0, 2, 2))
+    for levels, ordered in [*((place, False) for place in places), *((place, True) for place in places[:2])]:
         torch.manual_seed(0)
         single = Branching().double()
         torch.manual_seed(0)
@@ -290,6 +291,9 @@ def unscheduled(_: Any) -> dict[str, list[float]]:
         clip = levels != Levels(1, 1, 2)
         offload = frozenset(use.unit for use in uses) if levels in (Levels(2, 2, 2), Levels(1, 1, 2)) else ()
         choice = Choice(mesh, names, tuple(uses), 1, 2, clip, offload=frozenset(offload))
+        if ordered:
+            ahead = tuple((unit, (0, 2)) for unit in dict.fromkeys(use.unit for use in uses))
+            choice = replace(choice, message_order=MessageOrder(ahead, 1))
         model, optimizer = apply(model, choice, torch.optim.SGD, lr=0.1, momentum=0.5)
         plain = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
         off, modes = [], []
@@ -314,8 +318,9 @@ def unscheduled(_: Any) -> dict[str, list[float]]:
             plain.step()
         weights = full_parameters(optimizer)
         off += [float((weights[name] - value).norm()) for name, value in single.named_parameters()]
-        found[f"{tuple(levels)}"] = off
-        found[f"{tuple(levels)} scheduled"] = [float(mode) for mode in modes]
+        name = f"{tuple(levels)}{' in order' * ordered}"
+        found[name] = off
+        found[f"{name} scheduled"] = [float(mode) for mode in modes]
         optimizer.engine.close()
     return found
 

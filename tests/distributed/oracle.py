@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.order import MessageOrder
-from hzplan.core.schedule import Use
+from hzplan.core.schedule import MessageOrder, Use
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.hooks import attach
 from hzplan.models.units import find_units, master_dtype_of
@@ -189,10 +188,11 @@ def order_of(case: Case) -> MessageOrder | None:
         return None
     uses, _ = lean_uses() if case.lean else (uses_of(case), {})
     tiers = Mesh.parse(case.mesh).tiers
-    return tuple(
+    ahead = (
         (unit, tuple(sorted(rng.randint(0, case.prefetch + 1) for _ in tiers)))
         for unit in dict.fromkeys(use.unit for use in uses)
     )
+    return MessageOrder(tuple(ahead), rng.randint(0, 2 * case.prefetch))
 
 
 @cache

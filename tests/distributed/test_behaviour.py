@@ -58,7 +58,7 @@ def test_mutants_are_caught(tmp_path: Path) -> None:
 
 def test_steps_outside_the_schedule_are_correct(tmp_path: Path) -> None:
     found = on_ranks(4, f"{MODULE}:unscheduled", None, tmp_path)
-    assert len(found) == 10
+    assert len(found) == 14
     for name, values in found.items():
         if name.endswith("scheduled"):
             #        plain skip plain twice evaluate plain inside skip plain

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from hzplan.core.order import MessageOrder, in_order
-from hzplan.core.schedule import Schedule, Use, build
+from hzplan.core.order import in_order
+from hzplan.core.schedule import MessageOrder, Schedule, Use, build
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def steps(
     order = None
     if ordered and draw(st.booleans()):
         some = [name for name in names if draw(st.integers(0, 3))]  # units without numbers have zeros
-        order = tuple((name, tuple(sorted(draw(numbers)))) for name in some)
+        ahead = tuple((name, tuple(sorted(draw(numbers)))) for name in some)
+        order = MessageOrder(ahead, draw(st.integers(0, 2 * prefetch)))
     return Step(
         tuple(uses),
         requires,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.schedule import Use
+from hzplan.core.schedule import MessageOrder, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import SMALL_ELEMENTS
 from hzplan.runtime.apply import Choice, apply, full_parameters
@@ -67,11 +67,16 @@ def fresh(width: int) -> Net:
     return Net(width).double()
 
 
-def choice_of(mesh: str, levels: tuple[int, int, int], *, clip: bool, accumulation: int) -> Choice:
+def choice_of(
+    mesh: str, levels: tuple[int, int, int], *, clip: bool, accumulation: int, ordered: bool = False
+) -> Choice:
     names = [f"blocks.{index}" for index in range(BLOCKS)]
     uses = [Use(name, "forward") for name in names] + [Use(name, "backward") for name in reversed(names)]
     tensors = {name: Levels(*levels) for name, _ in fresh(SMALL).named_parameters()}
-    return Choice(Mesh.parse(mesh), tensors, tuple(uses), 1, accumulation, clip, "float64")
+    ahead = (0,) * (len(Mesh.parse(mesh).tiers) - 1) + (2,)
+    order = MessageOrder(tuple((name, ahead) for name in names), 1) if ordered else None
+    parsed = Mesh.parse(mesh)
+    return Choice(parsed, tensors, tuple(uses), 1, accumulation, clip, "float64", message_order=order)
 
 
 Loop = Callable[[Net, torch.optim.Optimizer, Callable[[int], Tensor]], None]
@@ -183,15 +188,40 @@ def evaluated(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int
 def test_gradients_that_are_thrown_away_are_in_no_update(
     loop: Loop, place: tuple[str, tuple[int, int, int]], clip: bool, width: int
 ) -> None:
-    on_ranks(loop, choice_of(*place, clip=clip, accumulation=2), width)
+    on_ranks(loop, choice_of(*place, clip=clip, accumulation=2, ordered=width == SMALL), width)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_micro_batch_after_an_evaluation_is_scheduled(
-    place: tuple[str, tuple[int, int, int]], clip: bool
+    place: tuple[str, tuple[int, int, int]], clip: bool, ordered: bool
 ) -> None:
-    on_ranks(evaluated, choice_of(*place, clip=clip, accumulation=3), SMALL)
+    on_ranks(evaluated, choice_of(*place, clip=clip, accumulation=3, ordered=ordered), SMALL)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_an_evaluation_between_steps_sees_the_last_update(
+    place: tuple[str, tuple[int, int, int]], ordered: bool
+) -> None:
+    """Also where the next step would gather what it has updated; and so does what is read after it."""
+    seen: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            end_step(optimizer)
+            with torch.no_grad():
+                found = model(torch.ones(1, SMALL, dtype=torch.float64))
+            seen[isinstance(optimizer, ShardedOptimizer)].append(found)
+
+    choice = choice_of(*place, clip=True, accumulation=1, ordered=ordered)
+    on_ranks(loop, choice, SMALL)
+    exact = torch.cat(seen[False])
+    for one in exact:
+        near = sum(torch.allclose(one, other[0], rtol=1e-12, atol=1e-12) for other in seen[True])
+        assert near == choice.mesh.world
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

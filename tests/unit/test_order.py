@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hzplan.core.order import MessageOrder
+from hzplan.core.order import within
+from hzplan.core.schedule import MessageOrder
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.solver.evaluate import Evaluation, evaluate, replay
+from hzplan.solver.in_order import InOrder
 from hzplan.solver.message_order import in_best_order
-from tests.instances import random_profile
+from hzplan.solver.solve import Request, Solved, searches_of, solve
+from tests.instances import random_profile, try_everything
 from tests.unit.test_gap import golden
 
 
 def alike(one: Evaluation, *ahead: int) -> MessageOrder:
     """The same numbers for all units."""
-    return tuple((unit, ahead) for unit in one.levels)
+    return MessageOrder(tuple((unit, ahead) for unit in one.levels), 1)
 
 
 def in_order(one: Evaluation, order: MessageOrder) -> Evaluation:
@@ -74,15 +78,42 @@ def test_a_plan_keeps_its_order(tmp_path: Path) -> None:
     plan, one = golden("gpt3-175b-h100-64")
     path = tmp_path / "plan.json"
 
-    def saved(*ahead: int) -> Plan:
+    def saved(*ahead: int, sync: int | None = 3) -> Plan:
         units = tuple(unit.model_copy(update={"ahead": ahead}) for unit in plan.units)
-        plan.model_copy(update={"units": units}).save(path)
+        plan.model_copy(update={"units": units, "sync_ahead": sync}).save(path)
         return Plan.load(path)
 
-    assert dict(saved(0, 1).message_order or ()) == {unit.name: (0, 1) for unit in plan.units}
+    assert saved(0, 1).message_order == MessageOrder(tuple((unit.name, (0, 1)) for unit in plan.units), 3)
     assert replay(Plan.load(path), one.model.profile, path).schedule.order == Plan.load(path).message_order
     for wrong in ((0,), (1, 0), (0, 1, 1)):
         with pytest.raises(UserError, match="ahead: 2 numbers from 0 on needed"):
             saved(*wrong)
+    with pytest.raises(UserError, match="for a message order, sync_ahead is needed too"):
+        saved(0, 1, sync=None)
     with pytest.raises(UserError, match="units: ahead: the message order waits for parameters"):
         replay(saved(0, 99), one.model.profile, path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_in_an_order_is_below_its_bound(seed: int) -> None:
+    """By trying all choices under every pace, from before the first node on."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, micro_batches=(1,))
+    batch = 2 * profile.mesh.world
+    request = Request(1, batch, gap=1e-6, clip=rng.random() < 0.5, depths=(1, 2), recompute="none")
+    least = try_everything(profile, request).smallest_bytes
+    request = replace(request, memory_bytes=int(least * rng.choice((1.05, 1.3, 3.0))))
+    searches = searches_of(profile, request)
+    numbers = tuple(sorted(rng.randint(0, 3) for _ in profile.mesh.tiers))
+    units = [unit.name for unit in profile.units]
+    order = MessageOrder(tuple((unit, numbers) for unit in units if rng.random() < 0.8), rng.randint(0, 3))
+    truth = try_everything(profile, request, order)
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved) and truth.objective_ns is not None
+    best = solved.best
+    start = in_order(best, within(order, best.schedule.prefetch + 1))
+    inside = InOrder(start, searches, request)
+    for nodes in (1, 1, 60):
+        inside.explore(nodes, lambda: False)
+        assert inside.bound_ns <= truth.objective_ns * (1 + 1e-6)
+        assert inside.found.least_ns >= truth.objective_ns * (1 - 1e-6)

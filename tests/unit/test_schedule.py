@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.layout import TensorSpec
 from hzplan.core.order import CircularOrder, in_order, is_ahead
-from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task, Use, build
+from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, MessageOrder, Schedule, Task, Use, build
 from tests.unit.hazards import Detector, edges, implied, in_lanes, other_tenants, reduced_units, without
 from tests.unit.steps import Step, chain, steps
 
@@ -58,8 +58,10 @@ def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
                 assert task.stream == f"{'unshard' if step.order is None else 'link'}.{task.tier}"
             case Kind.REDUCE | Kind.FINAL_REDUCE:
                 assert task.stream == f"{'reduce' if step.order is None else 'link'}.{task.tier}"
-            case Kind.GRAD_GATHER | Kind.PARAM_GATHER:
+            case Kind.GRAD_GATHER:
                 assert task.stream == f"gather.{task.tier}"
+            case Kind.PARAM_GATHER:
+                assert task.stream == f"{'gather' if step.order is None else 'link'}.{task.tier}"
 
 
 @given(steps(ordered=True))
@@ -67,15 +69,24 @@ def test_an_order_says_which_message_of_a_tier_goes_first(step: Step) -> None:
     """By all of them in pairs; and nothing else differs from the same step without an order."""
     schedule, plain = step.build(), replace(step, order=None).build()
     assert Counter(map(str, schedule.tasks)) == Counter(map(str, plain.tasks))
-    text = [str(task) for task in schedule.tasks]
-    needed = {str(task): {text[index] for index in task.needs} for task in schedule.tasks}
-    assert needed == {str(task): {str(plain.tasks[u]) for u in task.needs} for task in plain.tasks}
     if step.order is None:
+        assert schedule.tasks == plain.tasks
         return
-    numbers, zeros = dict(step.order), (0,) * step.tiers
+    assert _needed(schedule) == {
+        (before, after, later != (before.startswith("param_gather") != after.startswith("param_gather")))
+        for before, after, later in _needed(plain)
+        if before != "step" or not after.startswith("param_gather")
+    } | {("begin", str(task), False) for task in _gathered_first(schedule)}
+    numbers, zeros = dict(step.order.ahead), (0,) * step.tiers
     for tier in range(step.tiers):
-        sent = [task for task in schedule.tasks if task.stream == f"link.{tier}"]
+        lane = [task for task in schedule.tasks if task.stream == f"link.{tier}"]
+        sent = [task for task in lane if task.kind is not Kind.PARAM_GATHER]
         reduces = [task for task in sent if task.kind is not Kind.UNSHARD]
+        for place, gather in enumerate(lane):
+            if gather.kind is Kind.PARAM_GATHER:
+                needed = min(runs(step, unit)[0] for unit in gather.units) - step.order.sync
+                unshards = [(at, task) for at, task in enumerate(lane) if task.kind is Kind.UNSHARD]
+                assert all((task.position < needed) == (at < place) for at, task in unshards)
         ahead = {task: max(numbers.get(unit, zeros)[tier] for unit in task.units) for task in reduces}
 
         def reached(task: Task, reduces: list[Task] = reduces, ahead: dict[Task, int] = ahead) -> int:
@@ -90,12 +101,25 @@ def test_an_order_says_which_message_of_a_tier_goes_first(step: Step) -> None:
                 assert first.position <= second.position
 
 
+def _needed(schedule: Schedule) -> set[tuple[str, str, bool]]:
+    """Data dependencies: who needs whom, and whether of the step before."""
+    text = [str(task) for task in schedule.tasks]
+    now = {(text[u], str(task), False) for task in schedule.tasks for u in task.needs}
+    return now | {(text[u], str(task), True) for task in schedule.tasks for u in task.needs_previous}
+
+
+def _gathered_first(schedule: Schedule) -> list[Task]:
+    """The gathers of updated parameters on the slowest tier, which the step's begin launches."""
+    gathers = (task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER)
+    return [task for task in gathers if task.tier == schedule.tiers - 1]
+
+
 def test_an_order_that_waits_for_itself_is_refused() -> None:
     """u6's gradients would wait for parameters that are launched when u5's are reduced, after them."""
     step = replace(chain(8, tiers=1, prefetch=1), gradient_buffers=1)
-    assert in_order(step.build(), (("u6", (2,)),)).order is not None
+    assert in_order(step.build(), MessageOrder((("u6", (2,)),), 1)).order is not None
     with pytest.raises(CircularOrder, match="gathered after the gradients"):
-        in_order(step.build(), (("u6", (9,)),))
+        in_order(step.build(), MessageOrder((("u6", (9,)),), 1))
     assert is_ahead((0, 2, 2), 3)
     for wrong in ((1,), (2, 1), (-1, 0), (0, 1, 1)):
         assert not is_ahead(wrong, 2)
@@ -267,8 +291,10 @@ class Machine:
             self.synced = set()
             for task in self.schedule.tasks:
                 self.task(task, number)
+            # In an order the next step gathers what this one has updated.
+            gathered = number + (self.step.order is None)
             for unit in self.step.requires:
-                assert self.param[unit] == (number + 1 if unit in self.trained else 0)
+                assert self.param[unit] == (gathered if unit in self.trained else 0)
 
     def task(self, task: Task, number: int) -> None:
         if task.kind is Kind.COMPUTE:
@@ -452,6 +478,28 @@ def test_an_edge_less_is_a_hazard_in_any_step(step: Step) -> None:
             continue
         if not implied(in_lanes(schedule), edge):
             assert detector.racy(without(in_lanes(schedule), edge)), f"{after} without {before}"
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_in_order_a_gather_less_awaited_is_a_hazard(clip: bool) -> None:
+    """Gathers of updated parameters wait for the updates of the step before, and unshards for them."""
+    ahead = tuple((f"u{unit}", (0, 2)) for unit in range(8))
+    step = replace(MUTATED["clipped" if clip else "plain"], order=MessageOrder(ahead, 1))
+    schedule = step.build()
+    detector = Detector(schedule, step.trainable)
+    assert not detector.racy()
+    rules = {
+        (Kind.PARAM_GATHER, Kind.UPDATE, True),
+        (Kind.PARAM_GATHER, Kind.PARAM_GATHER, False),
+        (Kind.UNSHARD, Kind.PARAM_GATHER, False),
+    }
+    dropped = set()
+    for edge in edges(in_lanes(schedule)):
+        rule = (schedule.tasks[edge[1]].kind, schedule.tasks[edge[0]].kind, edge[2])
+        if rule in rules:
+            dropped.add(rule)
+            assert detector.racy(without(in_lanes(schedule), edge)), rule
+    assert dropped == rules
 
 
 def test_the_detector_knows_every_kind_of_edge() -> None:
