@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from hzplan.cost.interference import Interference
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.solver.evaluate import Evaluation, replay
+from hzplan.solver.evaluate import Evaluation, evaluate, replay
 from hzplan.solver.gap import described, parts
 from tests.cli.command import ROOT
 
@@ -32,10 +31,15 @@ def test_parts_add_up_to_the_gap(name: str) -> None:
 def test_without_interference_and_wake_ups_sharing_and_the_search_are_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And in a message order nothing is shared: the replay is the objective."""
     _, one = golden("llama3-70b-h100-16")
     monkeypatch.setitem(one.model.__dict__, "interference", Interference.none(one.schedule.tiers))
-    fresh = replace(one)  # with nothing computed yet
-    shares = {part.cause: part.share for part in parts(fresh, fresh.objective_ns)}
-    assert shares.pop("messages that share a link") > 0.01
-    assert shares == pytest.approx(dict.fromkeys(shares, 0.0), abs=1e-9)
-    assert described(parts(fresh, fresh.predicted.period_ns * 0 + fresh.objective_ns)).count("%") == 1
+    assert one.schedule.shared is not None
+    for schedule in (one.schedule, one.schedule.shared):
+        fresh = evaluate(one.model, one.levels, schedule, one.micro_batch, modes=one.modes)
+        found = parts(fresh, fresh.in_order_ns)
+        shares = {part.cause: part.share for part in found}
+        sharing = shares.pop("messages that share a link")
+        assert (sharing > 0.01) if schedule.order is None else (abs(sharing) < 1e-9)
+        assert shares == pytest.approx(dict.fromkeys(shares, 0.0), abs=1e-9)
+        assert described(found).count("%") == (schedule.order is None)
