@@ -2,13 +2,14 @@
 
 Without it a tier's all-gathers and reduce-scatters are streams that share its link, so that all end later
 than the first of them had to. In order, the link is one stream: all of its rate goes to the message that
-compute will wait for first. All-gathers of gradients to replicas (``gather.<t>``) stay a stream of their own.
+compute will wait for first.
 
 An order is one number per unit and tier: before a unit's gradients are reduced on that tier, the parameters
 of so many later uses are unsharded on it. 0 sends gradients as soon as they are there; prefetch + 1 is the
 order of launches. All-gathers go from the slowest tier to the fastest, reduce-scatters the other way, so a
 slower tier's number is no smaller: else gradients would wait on the fast tier for parameters that wait on the
-slow one for these gradients.
+slow one for these gradients. Reduced gradients are gathered back to replicas where they are reduced on the
+slowest tier.
 
 The parameters that a step has updated are gathered as the next one begins, among its first messages: each
 unit's before the parameters are unsharded that are used a number of uses before it (``sync``).
@@ -27,8 +28,14 @@ from hzplan.core.schedule import Ahead, Kind, MessageOrder, Schedule
 LINK_STREAM = "link"
 """First word of the name of a tier's only stream of all-gathers and reduce-scatters, ``link.<t>``."""
 
-_PLACES = {Kind.PARAM_GATHER: 0, Kind.UNSHARD: 1, Kind.REDUCE: 2, Kind.FINAL_REDUCE: 2}
-"""The kinds that are in the order, and which goes first at one place."""
+_PLACES = {
+    Kind.PARAM_GATHER: 0,
+    Kind.UNSHARD: 1,
+    Kind.REDUCE: 2,
+    Kind.FINAL_REDUCE: 2,
+    Kind.GRAD_GATHER: 3,
+}
+"""The kinds of messages, and which goes first at one place."""
 
 
 class CircularOrder(ValueError):
@@ -146,6 +153,8 @@ def _places(schedule: Schedule, order: MessageOrder) -> dict[int, tuple[int, int
                 first.setdefault(unit, task.position)
         elif task.kind is Kind.PARAM_GATHER:
             places[task.index] = min(first[unit] for unit in task.units) - order.sync
+        elif task.kind is Kind.GRAD_GATHER:
+            places[task.index] = reached[-1]
         elif task.kind in _PLACES:
             number = max(ahead.get(unit, none)[task.tier] for unit in task.units)
             reached[task.tier] = max(reached[task.tier], task.position + number)

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
 
 MAX_COMPUTE_LOSS = 0.95
 """Upper limit of the share of compute throughput that communication on one tier may take."""
+
+MOST_TIERS = 3
+"""Tiers whose interference is bounded together: the modes of more are too many to enumerate."""
+SAME = 1e-9
+"""Differences of weights that are rounding."""
+
+
+class Energy(NamedTuple):
+    """A step takes at least ``compute`` times its compute plus ``loads`` times the tiers' loads."""
+
+    compute: float
+    loads: tuple[float, ...]
+
+    def at(self, compute: float, loads: Sequence[float]) -> float:
+        """The bound for a step's compute and loads, in their unit."""
+        return self.compute * compute + sum(a * b for a, b in zip(self.loads, loads, strict=True))
 
 
 @dataclass(frozen=True)
@@ -31,15 +53,50 @@ class Interference:
         return cls((0.0,) * tiers, (1.0,) * tiers, (1.0,) * tiers, wakeup_ns)
 
     @cached_property
-    def compute_loss_bound(self) -> tuple[float, ...]:
-        """By tier a lower bound on the share of throughput that compute loses to it, whatever other tiers do.
+    def energies(self) -> tuple[Energy, ...]:
+        """Lower bounds on the time of any mixture of compute and communication.
 
-        For every set S of tiers the bounds sum to at most 1 − Π_S (1 − compute_loss), the loss to S. Proof:
-        sort tiers by falling loss; each bound is the tier's share of the throughput that the tiers before it
-        leave. With S alone no less would be left for any tier of S, and the sum over S telescopes.
+        At every moment some set S of tiers is at work, and compute is or is not. In such a mode compute
+        advances by Π_S (1 − compute_loss), and a tier by 1 / communication_slowdown beside compute, by 1
+        without. Where weights u of compute and v of the tiers add up to at most 1 in every mode,
+
+            u · advance of compute + Σ v · advance of tier ≤ 1,
+
+        the time is at least u · compute + Σ v · load (weak duality of the linear program that chooses the
+        time spent in each mode). The best weights are the vertices of that polytope: they are enumerated for
+        up to ``MOST_TIERS`` tiers at once. Where ranks compute at different times the bound holds for their
+        mean: the left side is convex in the share of ranks that compute, so it is largest at 0 or 1.
         """
-        left, found = 1.0, [0.0] * len(self.compute_loss)
-        for tier in sorted(range(len(self.compute_loss)), key=lambda tier: -self.compute_loss[tier]):
-            found[tier] = left * self.compute_loss[tier]
-            left *= 1.0 - self.compute_loss[tier]
+        tiers = range(len(self.compute_loss))
+        found = dict[Energy, None]()
+        for some in itertools.combinations(tiers, min(len(tiers), MOST_TIERS)):
+            for compute, *loads in self._vertices(some):
+                shares = dict(zip(some, loads, strict=True))
+                found[Energy(compute, tuple(shares.get(tier, 0.0) for tier in tiers))] = None
         return tuple(found)
+
+    def _vertices(self, tiers: Sequence[int]) -> list[tuple[float, ...]]:
+        """The vertices that no other is above, with weights of compute and of ``tiers``."""
+        rows = []
+        for computing, *at_work in itertools.product((0.0, 1.0), repeat=len(tiers) + 1):
+            beside = [tier for tier, busy in zip(tiers, at_work, strict=True) if busy]
+            speed = prod((1.0 - self.compute_loss[tier] for tier in beside), start=computing)
+            rates = (1 / self.communication_slowdown[tier] if computing else 1.0 for tier in tiers)
+            rows.append([speed, *(busy * rate for busy, rate in zip(at_work, rates, strict=True))])
+        size = len(tiers) + 1
+        matrix = np.array([*rows[1:], *(-np.eye(size))])  # the first mode is idle
+        limits = np.array([1.0] * (len(rows) - 1) + [0.0] * size)
+        points = set()
+        for chosen in itertools.combinations(range(len(matrix)), size):
+            part = matrix[list(chosen)]
+            if abs(np.linalg.det(part)) > SAME:
+                point = np.linalg.solve(part, limits[list(chosen)])
+                if (matrix @ point <= limits + SAME).all():
+                    points.add(tuple(float(weight) for weight in np.maximum(point, 0.0).round(9)))
+        return sorted(
+            one
+            for one in points
+            if not any(
+                other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in points
+            )
+        )

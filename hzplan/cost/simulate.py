@@ -110,10 +110,8 @@ def objective_ns(
     """A lower bound on a step's time for these durations, and what the ILP minimises.
 
     The largest of three: the period if every task had the whole of its link; the whole load of a tier, which
-    cannot carry its bytes faster, whatever the sharing; and compute, plus of every tier's load the share that
-    it surely takes of compute's speed. The last holds because compute, while tiers are at work, either waits,
-    which lengthens the period by more, or loses at least the sum of those shares of its speed; and a tier is
-    at work no shorter than its load.
+    cannot carry its bytes faster, whatever the sharing; and what compute and all loads take together as they
+    slow each other (``Interference.energies``).
     """
     return max(replay(schedule, durations_ns).period_ns, floor_ns(schedule, durations_ns, interference))
 
@@ -121,12 +119,11 @@ def objective_ns(
 def floor_ns(
     schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
 ) -> float:
-    """The part of ``objective_ns`` that needs no replay: the largest of tier loads and processors' load."""
+    """The part of ``objective_ns`` that needs no replay: the largest of tier loads and energies."""
     loads = tier_loads_ns(schedule, durations_ns)
-    lost = interference.compute_loss_bound if interference else (0.0,) * schedule.tiers
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
-    processors = compute + sum(share * load for share, load in zip(lost, loads, strict=True))
-    return max(processors, *loads)
+    energies = interference.energies if interference else ()
+    return max(compute, *loads, *(energy.at(compute, loads) for energy in energies))
 
 
 def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:

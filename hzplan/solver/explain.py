@@ -72,7 +72,7 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     labels += ["all that is fetched from the host", "all that is stored there"] * bool(
         found.schedule.offload_slots
     )
-    labels.append("compute, and the speed that communication takes from it")
+    labels += ["compute and communication, as they slow each other"] * len(network.energies)
     longest = int(np.argmax(loads))
     seconds = cut.at(durations)
     binding = (

@@ -7,8 +7,9 @@ prefetch + 1, beyond which gradients could wait for themselves.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzplan.core.order import within
@@ -17,6 +18,9 @@ from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.paths import MS
 from hzplan.solver.search import Request, Search
+
+ILP_S = 5.0
+"""Seconds that the ILP of one pace takes at most."""
 
 
 @dataclass
@@ -63,17 +67,29 @@ class InOrder:
             _pace_of(pace.any_order) == _pace(one) and pace.order == one.schedule.order for pace in self.paces
         )
 
-    def explore(self, nodes: int, late: Callable[[], bool]) -> None:
+    def explore(self, nodes: int, deadline: float) -> None:
         """Branch where the bound is the lowest, at most so many times, until all is within the gap."""
         for _ in range(nodes):
-            goal = self.found.least_ms / (1 + self.request.gap)
-            pace = min(self.paces, key=lambda one: one.bound_ms)
-            if late() or pace.bound_ms >= goal or not pace.is_open:
+            left = [pace for pace in self._left() if pace.is_open]
+            if not left or time.monotonic() > deadline:
                 return
+            pace = min(left, key=lambda one: one.bound_ms)
             if pace.ordered is None:
                 pace.ordered = pace.any_order.in_order(pace.order)
-            else:
-                pace.ordered.branch(self.found, self._useful)
+            pace.ordered.branch(self.found, self._useful)
+
+    def solve_ilps(self, deadline: float) -> None:
+        """An ILP where no node is left to branch on, for an equal share of the time, at most ``ILP_S``."""
+        left = sorted(self._left(), key=lambda one: one.bound_ms)
+        for number, pace in enumerate(left):
+            seconds = min(ILP_S, (deadline - time.monotonic()) / (len(left) - number))
+            if pace.ordered is not None and seconds > 0 and pace.ordered.may_improve(self.found):
+                pace.ordered.run(self.found, seconds)
+
+    def _left(self) -> list[_Pace]:
+        """The paces that may have a plan better by more than the gap."""
+        goal = self.found.least_ms / (1 + self.request.gap)
+        return [pace for pace in self.paces if pace.bound_ms < goal]
 
 
 def _pace(one: Evaluation) -> tuple[int, int, int]:

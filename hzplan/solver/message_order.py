@@ -27,10 +27,7 @@ _Numbers = tuple[tuple[Ahead, ...], int]
 
 
 def in_best_order(one: Evaluation, late: Callable[[], bool]) -> Evaluation:
-    """The plan in the order found, where its predicted step is then shorter; itself where it is not.
-
-    A plan that has an order already begins with that.
-    """
+    """The plan in the order found; itself where there is no time, or the order that it has is no worse."""
     descent = _Descent(one, late)
     starts = [descent.alike(), descent.as_shared()] if one.schedule.order is None else [descent.own()]
     lengths = {}
@@ -41,7 +38,11 @@ def in_best_order(one: Evaluation, late: Callable[[], bool]) -> Evaluation:
     if lengths[order] == INFINITY or order == one.schedule.order:
         return one
     found = descent.evaluated(order)
-    return found if found.predicted.period_ns < one.predicted.period_ns * (1 - LEAST_GAIN) else one
+    return one if one.schedule.order is not None and _is_no_longer(one, found) else found
+
+
+def _is_no_longer(one: Evaluation, other: Evaluation) -> bool:
+    return one.predicted.period_ns * (1 - LEAST_GAIN) <= other.predicted.period_ns
 
 
 class _Descent:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hzplan.core.schedule import Kind, Schedule, Task
+from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Task
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
 from hzplan.solver.patterns import RECOMPUTE_KEY, duration_keys
@@ -194,26 +194,39 @@ class Network:
             found[self.rows[binary], self.columns[RECOMPUTE_KEY]] = float(units[unit].recompute)
         return found
 
-    @cached_property
+    @property
     def capacities(self) -> list[LazyConstraint]:
-        """The whole load of every tier; of copies from the host's memory, and to it, where there are such; of
-        the processors with the share of speed that tiers take."""
-        tiers = range(self.whole.tiers)
-        loads = [np.zeros(self.shape) for _ in tiers]
-        copies = {kind: np.zeros(self.shape) for kind in (Kind.FETCH, Kind.STORE) if self.whole.offload_slots}
-        compute, work = 0.0, np.zeros(self.shape)
-        for task in self.whole.tasks:
-            constant, terms = self._part([task], 1)
-            compute += constant
-            if task.kind is Kind.COMPUTE or task.tier >= 0 or task.kind in copies:
-                load = copies[task.kind] if task.kind in copies else loads[task.tier]
-                load = work if task.kind is Kind.COMPUTE else load
-                for at, many in terms:
-                    load.flat[at] += many
-        cuts = [LazyConstraint(0.0, load) for load in [*loads, *copies.values()]]
-        for share, load in zip(self.model.interference.compute_loss_bound, loads, strict=True):
-            work += share * load
-        return [*cuts, LazyConstraint(compute, work)]
+        """Rows of whole steps, which hold in any order of messages."""
+        return [*self.loads, *self.energies]
+
+    @cached_property
+    def loads(self) -> list[LazyConstraint]:
+        """The whole load of every tier; of copies from the host's memory, and to it, where there are such."""
+        kinds = (Kind.FETCH, Kind.STORE) if self.whole.offload_slots else ()
+        tiers = [[task for task in self.whole.tasks if task.tier == tier] for tier in range(self.whole.tiers)]
+        copies = [[task for task in self.whole.tasks if task.kind is kind] for kind in kinds]
+        return [self._sum(tasks) for tasks in [*tiers, *copies]]
+
+    @cached_property
+    def energies(self) -> list[LazyConstraint]:
+        """What compute and all loads take together as they slow each other (``Interference.energies``)."""
+        compute = self._sum(task for task in self.whole.tasks if task.stream == COMPUTE_STREAM)
+        return [
+            LazyConstraint(
+                energy.compute * compute.constant,
+                energy.compute * compute.weights
+                + sum(share * load.weights for share, load in zip(energy.loads, self.loads, strict=False)),
+            )
+            for energy in self.model.interference.energies
+        ]
+
+    def _sum(self, tasks: Iterable[Task]) -> LazyConstraint:
+        """The summed duration of some tasks."""
+        constant, terms = self._part(tasks, 1)
+        weights = np.zeros(self.shape)
+        for at, many in terms:
+            weights.flat[at] += many
+        return LazyConstraint(constant, weights)
 
 
 def _middles(model: CostModel, short: Schedule) -> dict[int, tuple[int, list[Task]]]:

@@ -1,8 +1,8 @@
 """The order of preference among plans.
 
 First the predicted step. Steps within the tie of the fastest count as equal; of those the plan with the least
-memory, then with the fewest distinct triples, then without a message order, then the nearest to a plan that
-the user names. Memory is left free, never filled for nothing.
+memory, then with the fewest distinct triples, then the nearest to a plan that the user names. Memory is left
+free, never filled for nothing.
 
 A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
 plan would gain is less than the model can tell. Any other plan has to be ahead of every row by more than the
@@ -60,9 +60,8 @@ def preferred(some: Sequence[Evaluation], ceiling: float, like: Evaluation | Non
     )
 
 
-def plainness(one: Evaluation) -> tuple[int, int, bool]:
-    """How many distinct triples a plan has, how many sets of them its units have, whether it has a message
-    order; fewer, and none, are plainer."""
+def plainness(one: Evaluation) -> tuple[int, int]:
+    """How many distinct triples a plan has, and how many sets of them its units have; fewer are plainer."""
     trained = [
         frozenset(
             triple
@@ -73,7 +72,7 @@ def plainness(one: Evaluation) -> tuple[int, int, bool]:
         if unit.name in one.levels
     ]
     distinct, sets = frozenset[Levels]().union(*trained), {of for of in trained if of}
-    return len(distinct), len(sets), one.schedule.order is not None
+    return len(distinct), len(sets)
 
 
 def distance(one: Evaluation, other: Evaluation) -> int:

@@ -12,6 +12,7 @@ from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, with
 from hzplan.solver.in_order import InOrder
 from hzplan.solver.local import LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
 from hzplan.solver.message_order import in_best_order
+from hzplan.solver.paths import MS
 from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
@@ -27,9 +28,12 @@ NODES_IN_ORDER = 12
 def improved(
     found: Candidates, searches: Sequence[Search], request: Request, deadline: float
 ) -> tuple[list[Evaluation], InOrder | None]:
-    """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``; then
-    these and the one with the least objective in their best message orders. Where the fastest has an order,
-    what a search in that order finds follows, and that search is returned with the plans."""
+    """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``.
+
+    Where that is not within the gap of the bound, searches in message orders follow: in those that suit the
+    fastest plan and the one with the least objective. The better of the two searches is returned with the
+    plans.
+    """
     around, fits = _surroundings(found, searches, request)
     plain = [one for one in found.all if plainness(one)[0] == 1]
     starts = {id(one): one for one in [fastest_of(some) for some in (found.all, plain) if some]}
@@ -38,24 +42,38 @@ def improved(
         return time.monotonic() > deadline
 
     changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
-    least = min(found.all, key=lambda one: one.objective_ns)
-    tried = {id(one): one for one in (fastest_of(changed), least)}
-    ordered = [in_best_order(one, late) for one in tried.values()]
-    fastest = fastest_of([*changed, *ordered])
-    if fastest.schedule.order is None:
+    fastest, least = fastest_of(changed), min(found.all, key=lambda one: one.objective_ns)
+    bound = min(found.least_ns, *(search.bound_ms / MS for search in searches))
+    if within(fastest, bound * (1 + request.gap)):
         return changed, None
+    searched = []
+    for one in {id(one): one for one in (fastest, least)}.values():
+        inside = _in_its_order(one, searches, request, deadline)
+        if inside is not None:
+            searched.append(inside)
+    if not searched:  # no time
+        return changed, None
+    inside = min(searched, key=lambda one: fastest_of(one.found.all).predicted.period_ns)
+    inside.explore(MAX_NODES, deadline)
+    inside.solve_ilps(deadline)
+    best = fastest_of(inside.found.all)
+    last = improve(best, _replays(best, searches)[:1], around, fits, late)
+    return [*changed, *(one for some in searched for one in some.found.all), last], inside
+
+
+def _in_its_order(
+    one: Evaluation, searches: Sequence[Search], request: Request, deadline: float
+) -> InOrder | None:
+    """Search in the order that suits a plan, then in the one that suits what was found; None: no time."""
+    inside = None
     for _ in range(MOST_ORDERS):
-        inside = InOrder(fastest, searches, request)
-        inside.explore(NODES_IN_ORDER, late)
-        after = fastest_of(inside.found.all)
-        fastest = in_best_order(after, late)
-        ordered += [*inside.found.all, fastest]
-        if fastest is after:
+        start = in_best_order(one, lambda: time.monotonic() > deadline)
+        if start is one:
             break
-    inside.explore(MAX_NODES, late)
-    fastest = fastest_of([fastest, *inside.found.all])
-    last = improve(fastest, _replays(fastest, searches)[:1], around, fits, late)
-    return [*changed, *ordered, *inside.found.all, last], inside
+        inside = InOrder(start, searches, request)
+        inside.explore(NODES_IN_ORDER, deadline)
+        one = fastest_of(inside.found.all)
+    return inside
 
 
 def _pace(schedule: Schedule) -> tuple[int, int]:

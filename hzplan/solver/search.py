@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -325,7 +326,7 @@ class Search:
         """The first columns by unit: the best patterns at ``PRICES`` of memory, and those of other
         searches."""
         network = self.question.network
-        load = sum((cut.weights for cut in network.capacities[:-1]), np.zeros(network.shape))
+        load = sum((cut.weights for cut in network.loads), np.zeros(network.shape))
         found: dict[int, list[int]] = {}
         for unit, pool in self.pools.items():
             if id(pool) not in found:
@@ -398,12 +399,13 @@ class Search:
     def floors_of(self, plain: Uniform, recompute_choices: Iterable[frozenset[str]]) -> list[Bounded]:
         """The settings of a triple, one per choice of recomputed units, whether they fit or not."""
         q, none = self.question, self.base_memory(plain)
-        *loads, processors = (cut.at(plain.durations) / MS for cut in q.network.capacities)
-        recompute_ns = self._recompute_ns
+        loads = [cut.at(plain.durations) / MS for cut in q.network.loads]
+        energies = [cut.at(plain.durations) / MS for cut in q.network.energies]
         found = []
         for recompute in recompute_choices:
             peak = none.with_activations(q.model.activation_peak_bytes(q.micro_batch, recompute), q.schedule)
-            floor = max(processors + sum(recompute_ns.get(unit, 0.0) for unit in recompute), *loads)
+            more = [sum(added.get(unit, 0.0) for unit in recompute) for added in self._recompute_ns]
+            floor = max(*loads, *map(add, energies, more))
             found.append(Bounded(plain, recompute, self, peak.peak, sum(loads), floor))
         return found
 
@@ -415,11 +417,15 @@ class Search:
         return plain.base_memory[id(self)]
 
     @cached_property
-    def _recompute_ns(self) -> dict[str, float]:
-        """By unit, the nanoseconds that recomputation adds to a step's compute."""
-        q = self.question
-        column, weights = q.network.columns[RECOMPUTE_KEY], q.network.capacities[-1].weights
-        return {unit: float(weights[q.network.rows[name], column]) / MS for unit, name in q.binaries.items()}
+    def _recompute_ns(self) -> list[dict[str, float]]:
+        """By energy and unit, the nanoseconds that recomputation adds to it."""
+        network = self.question.network
+        column = network.columns[RECOMPUTE_KEY]
+        rows = {unit: network.rows[name] for unit, name in self.question.binaries.items()}
+        return [
+            {unit: float(energy.weights[row, column]) / MS for unit, row in rows.items()}
+            for energy in network.energies
+        ]
 
     def run(self, found: Candidates, seconds: float) -> None:
         """Solve ILPs: add better plans to ``found`` and raise the bound, for at most ``seconds``."""

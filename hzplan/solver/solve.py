@@ -23,6 +23,7 @@ from hzplan.solver.evaluate import (
     uniform,
     within_objective,
 )
+from hzplan.solver.in_order import InOrder
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import ColumnPool, enumerate_patterns, recompute_names, recompute_pool
 from hzplan.solver.pins import Pins
@@ -73,8 +74,8 @@ class Solved:
         return (self.best.objective_ns - self.bound_ns) / max(self.bound_ns, 1.0)
 
 
-LOCAL_S, LOCAL_SHARE = 6.0, 0.1
-"""Time kept for the local search in the simulator: seconds, and at most this share of the time limit."""
+KEPT_SHARE = 0.5
+"""Share of the time limit that is kept for the local search in the simulator and the search in an order."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def solve(
     started = time.monotonic()
     deadline = started + request.time_limit_s
     searches = searches_of(profile, request)
-    found, rows, inside = Candidates(), list[Row](), None
+    found, rows = Candidates(), list[Row]()
+    inside: InOrder | None = None
     feasible: Sequence[Search] = searches
     settings = Settings(searches, request)
 
@@ -163,22 +165,36 @@ def solve(
         if like is not None:
             like = _replayed(like, request)
             found.all += [like] if _answers(like, profile, request) else []
-        kept = min(LOCAL_S, LOCAL_SHARE * request.time_limit_s) if request.gap > 0 else 0.0
-        feasible = _explored(searches, found, request, deadline - kept, tell)
+        kept = KEPT_SHARE * request.time_limit_s if request.gap > 0 else 0.0
+        tie = tie_of(request.gap, request.tie)
+
+        def refine(until: float) -> None:
+            """Add what is faster in the simulator than what was found."""
+            nonlocal inside
+            if request.gap == 0 or within_tie(bound_ns(), own, tie):  # no plan is faster by more
+                return
+            tell("improving in the simulator")
+            more, searched = improved(found, searches, request, until)
+            found.all += more
+            inside = searched or inside
+
+        _relaxed(searches, found, deadline - kept, tell)
+        if found.all:
+            refine(deadline - kept / 2)
+        before = found.all and fastest_of(found.all)
+        if not _is_proven(inside, found, request):
+            feasible = _with_ilps(searches, found, deadline, tell)
         if not found.all and not all(search.certainly_too_large for search in feasible):
             reason = "no plan was found in the time, and none was proven impossible; raise --time-limit"
             return Failed(reason, time.monotonic() - started)
         if not found.all:
             smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)
             return Infeasible(smallest, time.monotonic() - started)
-        tie = tie_of(request.gap, request.tie)
         if not within_tie(bound_ns(), own, tie):  # else no plan is faster than a scheme by more
             tell("one triple for all")
             _add_plain(settings, found, bound_ns() * (1 + tie), profile, request)
-            if request.gap > 0:
-                tell("improving in the simulator")
-                more, inside = improved(found, searches, request, deadline)
-                found.all += more
+        if fastest_of(found.all) is not before:
+            refine(deadline)
     except KeyboardInterrupt:
         if not interruptible or not found.all:
             raise
@@ -187,10 +203,11 @@ def solve(
     best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like)
     tell("done")
     bound = bound_ns()
-    least = min(found.least_ns, best.objective_ns)
-    proven = least <= bound * (1 + request.gap + TOLERANCE)  # floating point of the solver
-    status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
     in_order = inside.bound_ns if inside is not None and inside.covers(best) else bound
+    goal = 1 + request.gap + TOLERANCE  # floating point of the solver
+    least = min(found.least_ns, best.objective_ns)
+    proven = least <= bound * goal or best.in_order_ns <= in_order * goal
+    status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
     return Solved(status, best, bound, max(bound, in_order), time.monotonic() - started, tuple(rows))
 
 
@@ -298,15 +315,10 @@ def _decided(
     return best, list(rows)
 
 
-def _explored(
-    searches: Sequence[Search],
-    found: Candidates,
-    request: Request,
-    deadline: float,
-    tell: Callable[[str], None],
-) -> Sequence[Search]:
-    """Run relaxations, then ILPs, adding plans to ``found``; returns the searches that have a feasible
-    plan."""
+def _relaxed(
+    searches: Sequence[Search], found: Candidates, deadline: float, tell: Callable[[str], None]
+) -> None:
+    """Run relaxations, the one with the lowest bound first, adding plans rounded from them to ``found``."""
     useful: dict[int, set[int]] = defaultdict(set)
     while time.monotonic() < deadline:
         unproven = [search for search in searches if search.has_open_nodes and search.may_improve(found)]
@@ -314,6 +326,19 @@ def _explored(
             break
         tell("relaxations")
         min(unproven, key=lambda search: search.bound_ms).branch(found, useful)
+
+
+def _is_proven(inside: InOrder | None, found: Candidates, request: Request) -> bool:
+    """Whether the fastest plan is in an order, within the gap of what was proven there."""
+    if inside is None or not found.all or not inside.covers(fastest := fastest_of(found.all)):
+        return False
+    return fastest.predicted.period_ns <= inside.bound_ns * (1 + request.gap)
+
+
+def _with_ilps(
+    searches: Sequence[Search], found: Candidates, deadline: float, tell: Callable[[str], None]
+) -> Sequence[Search]:
+    """Run ILPs, adding plans to ``found``; returns the searches that have a feasible plan."""
     feasible = searches
     if not found.all:  # perhaps only an exact choice fits, perhaps none does
         found.all += [s.smallest for s in searches if s.fits(s.smallest)]

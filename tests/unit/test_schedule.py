@@ -58,9 +58,7 @@ def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
                 assert task.stream == f"{'unshard' if step.order is None else 'link'}.{task.tier}"
             case Kind.REDUCE | Kind.FINAL_REDUCE:
                 assert task.stream == f"{'reduce' if step.order is None else 'link'}.{task.tier}"
-            case Kind.GRAD_GATHER:
-                assert task.stream == f"gather.{task.tier}"
-            case Kind.PARAM_GATHER:
+            case Kind.GRAD_GATHER | Kind.PARAM_GATHER:
                 assert task.stream == f"{'gather' if step.order is None else 'link'}.{task.tier}"
 
 
@@ -80,7 +78,9 @@ def test_an_order_says_which_message_of_a_tier_goes_first(step: Step) -> None:
     numbers, zeros = dict(step.order.ahead), (0,) * step.tiers
     for tier in range(step.tiers):
         lane = [task for task in schedule.tasks if task.stream == f"link.{tier}"]
-        sent = [task for task in lane if task.kind is not Kind.PARAM_GATHER]
+        sent = [task for task in lane if task.kind not in (Kind.PARAM_GATHER, Kind.GRAD_GATHER)]
+        gathered = [task.position for task in lane if task.kind is Kind.GRAD_GATHER]
+        assert gathered == sorted(gathered)
         reduces = [task for task in sent if task.kind is not Kind.UNSHARD]
         for place, gather in enumerate(lane):
             if gather.kind is Kind.PARAM_GATHER:

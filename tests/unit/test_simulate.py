@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -268,10 +269,46 @@ def test_compute_and_communication_slow_each_other() -> None:
     cost = Interference((0.5,), (1.2,), (1.0,))
     # Of 5 the link takes 6 beside compute, which gets 3 done meanwhile, and needs 7 more.
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 6 + 7 + 5)
-    assert objective_ns(schedule, lengths, cost) == max(45, 40 + 0.5 * 10)
+    assert objective_ns(schedule, lengths, cost) == pytest.approx(max(45, 40 + 0.5 * 1.2 * 10))
     cost = Interference((0.8,), (1.0,), (1.0,))
-    assert objective_ns(schedule, lengths, cost) == 40 + 0.8 * 10
+    assert objective_ns(schedule, lengths, cost) == pytest.approx(40 + 0.8 * 10)
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 5 + 9 + 5)
+
+
+def time_in_modes(cost: Interference, compute: float, loads: list[float]) -> float:
+    """The least time in which compute and loads are done, by a linear program over the modes."""
+    problem, spent = pulp.LpProblem(), []
+    for computing, *at_work in itertools.product((0, 1), repeat=len(loads) + 1):
+        speed = float(computing)
+        for lost, busy in zip(cost.compute_loss, at_work, strict=True):
+            speed *= 1 - lost * busy
+        slow = cost.communication_slowdown
+        rates = [busy / (s if computing else 1) for busy, s in zip(at_work, slow, strict=True)]
+        spent.append((pulp.LpVariable(f"t{len(spent)}", lowBound=0), speed, rates))
+    problem += pulp.lpSum(time for time, _, _ in spent)
+    problem += pulp.lpSum(time * speed for time, speed, _ in spent) >= compute
+    for tier, load in enumerate(loads):
+        problem += pulp.lpSum(time * rates[tier] for time, _, rates in spent) >= load
+    problem.solve(pulp.HiGHS(msg=False))
+    return float(pulp.value(problem.objective))
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_energies_are_the_least_time_of_all_mixtures(tiers: int, seed: int) -> None:
+    rng = random.Random(seed)
+    losses = tuple(rng.choice([0.0, rng.uniform(0, 0.95)]) for _ in range(tiers))
+    slow = tuple(rng.choice([1.0, rng.uniform(1, 3)]) for _ in range(tiers))
+    cost = Interference(losses, slow, (1.0,) * tiers)
+    for _ in range(6):
+        compute, loads = rng.uniform(0, 10), [rng.uniform(0, 10) for _ in range(tiers)]
+        bound, least = (
+            max(one.at(compute, loads) for one in cost.energies),
+            time_in_modes(cost, compute, loads),
+        )
+        assert bound <= least * (1 + 1e-6)
+        if tiers <= 3:
+            assert bound == pytest.approx(least, rel=1e-6)
 
 
 def test_what_waited_for_another_stream_begins_when_it_has_heard_of_it() -> None:
