@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hzplan.solver.explain import Alternative, Chain
     from hzplan.solver.sweep import Point
 
+SHOWN_SHARE = 1e-4
+"""Share of a step below which a part of it is not worth words."""
 SHOWN = 8
 """Rows of the table of alternatives."""
 MORE_BYTES = 2**30
@@ -259,11 +261,14 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
             f"These are {console.duration(chain.seconds)} in all; {chain.binding.what} is longer: "
             f"{console.duration(chain.binding.seconds)}."
         )
-    wakeups = ", and streams wake each other up" if found.model.interference.wakeup_ns else ""
-    out.print(
-        f"predicted {console.duration(found.step_s)}, of which {console.duration(sharing_s(found))} because "
-        f"links and processors are shared{wakeups}"
-    )
+    said = f"predicted {console.duration(found.step_s)}"
+    if sharing_s(found) > SHOWN_SHARE * found.step_s:
+        wakeups = ", and streams wake each other up" if found.model.interference.wakeup_ns else ""
+        shared = "links and processors are" if found.schedule.order is None else "processors are"
+        said += f", of which {console.duration(sharing_s(found))} because {shared} shared{wakeups}"
+    if found.schedule.order is not None:
+        said += "; each tier carries one message at a time"
+    out.print(said)
     busy = zip(plan.cluster.tier_names, tier_shares(found), strict=True)
     out.print("busy: " + ", ".join(f"{name} {share:.0%} of the step" for name, share in busy))
 

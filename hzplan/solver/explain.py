@@ -140,5 +140,6 @@ def tier_shares(found: Evaluation) -> list[float]:
 
 
 def sharing_s(found: Evaluation) -> float:
-    """Seconds that sharing links and processors, and wake-up latency, add to the objective."""
-    return (found.predicted.period_ns - found.objective_ns) / 1e9
+    """Seconds that sharing links and processors, and wake-up latency, add to the objective in the plan's
+    order."""
+    return (found.predicted.period_ns - found.in_order_ns) / 1e9
