@@ -9,6 +9,7 @@ numbers of all units on one tier, or of one kind of units.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -46,7 +47,8 @@ def _is_no_longer(one: Evaluation, other: Evaluation) -> bool:
 
 
 class _Descent:
-    """The orders of one plan. ``kinds``: groups of units with the same numbers."""
+    """The orders of one plan. ``kinds``: groups of units with the same numbers; ``syncs``: numbers of uses
+    that updated parameters are gathered ahead, up to all of them first."""
 
     def __init__(self, one: Evaluation, late: Callable[[], bool]) -> None:
         self.one, self.late = one, late
@@ -54,6 +56,9 @@ class _Descent:
         self.durations = one.model.durations(self.shared, one.units, one.micro_batch)
         self.kinds = _kinds(self.shared, self.durations, one.model.like)
         self.most = self.shared.prefetch + 1
+        uses = len(self.shared.uses)
+        doubled = itertools.takewhile(lambda n: n < uses, (self.most << n for n in itertools.count(1)))
+        self.syncs = [*range(self.most + 1), *doubled, uses]
         self._known: dict[_Numbers, float] = {}
 
     def alike(self) -> _Numbers:
@@ -107,7 +112,7 @@ class _Descent:
 
     def _neighbours(self, numbers: _Numbers) -> Iterator[_Numbers]:
         aheads, sync = numbers
-        yield from ((aheads, value) for value in (*range(self.most + 1), 2 * self.most) if value != sync)
+        yield from ((aheads, value) for value in self.syncs if value != sync)
         values = sorted({*range(self.most + 1), *(value for ahead in aheads for value in ahead)})
         places = range(len(self.kinds))
         for changed in [places, *([place] for place in places if len(places) > 1)]:

@@ -1,6 +1,7 @@
 """The order of preference among plans.
 
-First the predicted step. Steps within the tie of the fastest count as equal; of those the plan with the least
+First the predicted step. Steps within the tie of the fastest count as equal; of those, first the ones in a
+message order for which a bound was proven, where a search in one was needed; then the plan with the least
 memory, then with the fewest distinct triples, then the nearest to a plan that the user names. Memory is left
 free, never filled for nothing.
 

@@ -57,7 +57,7 @@ def improved(
     inside.explore(MAX_NODES, deadline)
     inside.solve_ilps(deadline)
     best = fastest_of(inside.found.all)
-    last = improve(best, _replays(best, searches)[:1], around, fits, late)
+    last = improve(best, _replays(best, searches), around, fits, late)
     return [*changed, *(one for some in searched for one in some.found.all), last], inside
 
 
@@ -106,12 +106,15 @@ def simplified(
 
 
 def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
-    """Replays under every pace of the start's micro-batch size, the start's own first."""
+    """Replays under every pace of the start's micro-batch size, the start's own first; in a message order its
+    own alone."""
 
     def own(levels: LevelsByUnit, modes: Modes) -> Evaluation:
         return evaluate(start.model, levels, start.schedule, start.micro_batch, start.slots, modes)
 
-    pace = _pace(start.schedule) if start.schedule.order is None else None
+    if start.schedule.order is not None:  # what is proven is proven of this order
+        return [own]
+    pace = _pace(start.schedule)
     others = [
         search
         for search in searches

@@ -21,6 +21,7 @@ from hzplan.solver.evaluate import (
     evaluate,
     fastest_of,
     uniform,
+    within,
     within_objective,
 )
 from hzplan.solver.in_order import InOrder
@@ -200,7 +201,7 @@ def solve(
             raise
         deadline = time.monotonic()
     tell("choosing")
-    best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like)
+    best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like, inside)
     tell("done")
     bound = bound_ns()
     in_order = inside.bound_ns if inside is not None and inside.covers(best) else bound
@@ -291,6 +292,7 @@ def _decided(
     request: Request,
     deadline: float,
     like: Evaluation | None,
+    inside: InOrder | None,
 ) -> tuple[Evaluation, list[Row]]:
     """The plan, by the order of preference, and the rows beside it."""
     tie = tie_of(request.gap, request.tie)
@@ -307,7 +309,9 @@ def _decided(
     if tied:
         return preferred([row.found for row in rows if row.name in tied], limit, like), list(rows)
     ceiling = ceiling_ns(fastest, own, tie)
-    best = preferred(near, ceiling, like)
+    # Of plans that count as equal those come first of which more is proven.
+    proven_too = [one for one in near if inside is not None and inside.covers(one) and within(one, ceiling)]
+    best = preferred(proven_too or near, ceiling, like)
     if tie:
         proven = bound_ns * (1 + request.gap)  # what is proven stays so
         most = proven if within_objective(best, proven) else INFINITY
