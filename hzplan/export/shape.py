@@ -11,6 +11,7 @@ from hzplan.core.layout import TensorSpec
 from hzplan.formats.plan import Plan, PlanUnit
 
 GRADIENTS = "the gradients"
+MESSAGES = "messages"
 """``Lost.where`` of a loss that concerns all units."""
 
 ROOT = ""
@@ -87,6 +88,9 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
         ]
         if levels is not None or module == ROOT:
             found.append(WrappedModule(module, tuple(names), levels or finest, recompute))
+    if plan.message_order is not None:
+        what = "sent one at a time on each tier in the plan; those of the target share its links"
+        lost.append(Lost(MESSAGES, what))
     return found, lost
 
 

@@ -230,13 +230,13 @@ def test_a_profile_of_version_1_is_read_with_the_same_values(tmp_path: Path) -> 
 
 
 def test_a_plan_of_version_1_gets_the_gap_of_its_predicted_step(tmp_path: Path) -> None:
-    plan = Plan.load(GOLDEN / "gpt-small-2x2-500mbit.json")
+    plan = Plan.load(GOLDEN / "gpt-tiny-2x2.json")
     old: dict[str, Any] = json.loads(to_text(plan)) | {"version": 1}
     old["proof"]["gap"] = 0.0001  # of the objective, which every file of version 1 has
     (tmp_path / "old.json").write_text(json.dumps(old))
     read = Plan.load(tmp_path / "old.json")
     assert read.proof.gap == pytest.approx(plan.predicted.step_s / plan.proof.bound_s - 1, abs=1e-6)
-    assert read.proof.gap > 0.1
+    assert read.proof.gap > 0.01
     assert read == plan
     del old["predicted"]["step_s"]
     (tmp_path / "old.json").write_text(json.dumps(old))
