@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 
+from hzplan.core.schedule import MessageOrder
 from hzplan.cost.simulate import replay
 from hzplan.formats.profile import Profile
 from hzplan.solver.candidates import Candidates
@@ -61,6 +62,30 @@ def test_no_walk_is_longer_than_any_plans_step(seed: int, monkeypatch: pytest.Mo
         objective = search.evaluate(choice).objective_ns * MS
         at = search.question.durations_of(choice)
         assert all(cut.at(at) <= objective * (1 + 1e-9) for cut in cuts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_walk_in_an_order_is_longer_than_any_plans_step_in_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where micro-batches are left out: what goes on a tier in their time is the same, moved."""
+    monkeypatch.setattr("hzplan.solver.search.MAX_POSITIONS", 1)
+    plain, rng = _search(seed, 5), random.Random(seed)
+    profile, prefetch = plain.question.model.profile, plain.question.schedule.prefetch
+    ahead = [
+        (unit.name, tuple(sorted(rng.randint(0, prefetch + 1) for _ in profile.mesh.tiers)))
+        for unit in profile.units
+    ]
+    search = plain.in_order(MessageOrder(tuple(ahead), rng.randint(0, 4)))
+    network = search.question.network
+    choices = [_choice(search, rng) for _ in range(6)]
+    mixed = sum(search.question.durations_of(choice) for choice in choices) / len(choices)
+    cuts = [*network.critical_cycles(mixed), *network.capacities]
+    for choice in choices:
+        cuts += network.critical_cycles(search.question.durations_of(choice))
+    for choice in choices:
+        found, at = search.evaluate(choice), search.question.durations_of(choice)
+        assert all(cut.at(at) <= found.in_order_ns * MS * (1 + 1e-9) for cut in cuts)
 
 
 @pytest.mark.parametrize("seed", range(40))
