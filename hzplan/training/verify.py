@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh
+from hzplan.core.order import within
+from hzplan.core.schedule import MessageOrder
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.scaled_down import scale_down
@@ -158,7 +160,18 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
         },
         recompute=frozenset(filter(None, map(renamed, choice.recompute))),
         offload=frozenset(filter(None, map(renamed, choice.offload))),
+        message_order=_thinned_order(choice, renamed),
     )
+
+
+def _thinned_order(choice: Choice, renamed: Callable[[str], str | None]) -> MessageOrder | None:
+    """The order of the layers that are left. Fewer of them send fewer messages for gradients to wait for: up
+    to prefetch + 1 there are always enough."""
+    if choice.message_order is None:
+        return None
+    ahead, sync = choice.message_order
+    left = tuple((new, of) for unit, of in ahead if (new := renamed(unit)) is not None)
+    return within(MessageOrder(left, sync), choice.prefetch + 1)
 
 
 def _check_names(model: nn.Module, plan: Plan, name: str) -> None:
