@@ -12,7 +12,6 @@ from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, with
 from hzplan.solver.in_order import InOrder
 from hzplan.solver.local import LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
 from hzplan.solver.message_order import in_best_order
-from hzplan.solver.paths import MS
 from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
@@ -26,7 +25,7 @@ NODES_IN_ORDER = 12
 
 
 def improved(
-    found: Candidates, searches: Sequence[Search], request: Request, deadline: float
+    found: Candidates, searches: Sequence[Search], request: Request, deadline: float, bound_ns: float
 ) -> tuple[list[Evaluation], InOrder | None]:
     """The plan predicted fastest, and the fastest with a single triple, each after ``local.improve``.
 
@@ -43,8 +42,7 @@ def improved(
 
     changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
     fastest, least = fastest_of(changed), min(found.all, key=lambda one: one.objective_ns)
-    bound = min(found.least_ns, *(search.bound_ms / MS for search in searches))
-    if within(fastest, bound * (1 + request.gap)):
+    if within(fastest, bound_ns * (1 + request.gap)):
         return changed, None
     searched = []
     for one in {id(one): one for one in (fastest, least)}.values():

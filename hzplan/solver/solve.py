@@ -175,7 +175,7 @@ def solve(
             if request.gap == 0 or within_tie(bound_ns(), own, tie):  # no plan is faster by more
                 return
             tell("improving in the simulator")
-            more, searched = improved(found, searches, request, until)
+            more, searched = improved(found, searches, request, until, bound_ns())
             found.all += more
             inside = searched or inside
 

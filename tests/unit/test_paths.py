@@ -11,7 +11,7 @@ from hzplan.core.schedule import MessageOrder
 from hzplan.cost.simulate import replay
 from hzplan.formats.profile import Profile
 from hzplan.solver.candidates import Candidates
-from hzplan.solver.paths import MS
+from hzplan.solver.paths import MS, LazyConstraint
 from hzplan.solver.relaxation import Relaxation
 from hzplan.solver.rounding import rounded
 from hzplan.solver.search import Request, Search
@@ -47,17 +47,21 @@ def test_the_longest_walk_is_the_period(seed: int) -> None:
         assert capacities == pytest.approx(found.floor_ns * MS, rel=1e-9)
 
 
+def _cuts(search: Search, choices: list[dict[str, int]]) -> list[LazyConstraint]:
+    """The rows that some choices, and their mean, violate most."""
+    network = search.question.network
+    durations = [search.question.durations_of(choice) for choice in choices]
+    mixed = sum(durations) / len(choices)
+    return [*network.capacities, *(cut for at in [mixed, *durations] for cut in network.critical_cycles(at))]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_walk_is_longer_than_any_plans_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Walks found for one choice hold for all others, also where micro-batches are left out."""
     monkeypatch.setattr("hzplan.solver.search.MAX_POSITIONS", 1)
     search, rng = _search(seed, 5), random.Random(seed)
-    network = search.question.network
     choices = [_choice(search, rng) for _ in range(6)]
-    mixed = sum(search.question.durations_of(choice) for choice in choices) / len(choices)
-    cuts = [*network.critical_cycles(mixed), *network.capacities]
-    for choice in choices:
-        cuts += network.critical_cycles(search.question.durations_of(choice))
+    cuts = _cuts(search, choices)
     for choice in choices:
         objective = search.evaluate(choice).objective_ns * MS
         at = search.question.durations_of(choice)
@@ -77,12 +81,8 @@ def test_no_walk_in_an_order_is_longer_than_any_plans_step_in_it(
         for unit in profile.units
     ]
     search = plain.in_order(MessageOrder(tuple(ahead), rng.randint(0, 4)))
-    network = search.question.network
     choices = [_choice(search, rng) for _ in range(6)]
-    mixed = sum(search.question.durations_of(choice) for choice in choices) / len(choices)
-    cuts = [*network.critical_cycles(mixed), *network.capacities]
-    for choice in choices:
-        cuts += network.critical_cycles(search.question.durations_of(choice))
+    cuts = _cuts(search, choices)
     for choice in choices:
         found, at = search.evaluate(choice), search.question.durations_of(choice)
         assert all(cut.at(at) <= found.in_order_ns * MS * (1 + 1e-9) for cut in cuts)
