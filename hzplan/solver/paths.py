@@ -41,10 +41,15 @@ Weights = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class LazyConstraint:
-    """A cycle's row: period in ms ≥ ``constant`` + Σ ``weights``·durations [units, keys]."""
+    """A cycle's row: period in ms ≥ ``constant`` + Σ ``weights``·durations [units, keys].
+
+    ``walk``: the cycle from node to predecessor, an index below 0 for a predecessor in the step before
+    (its own less the number of nodes). None for a row of a whole step.
+    """
 
     constant: float
     weights: Weights
+    walk: tuple[int, ...] | None = None
 
     def at(self, durations: Weights) -> float:
         """The right-hand side for durations in milliseconds [units, keys]."""
@@ -143,7 +148,7 @@ class Network:
         for tail in self.tails:
             cycle = _closed(before, tail)
             if cycle is not None:
-                cut = self._cut(*cycle)
+                cut = self._cut(cycle)
                 found.setdefault(cut.weights.tobytes(), cut)
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
 
@@ -178,11 +183,24 @@ class Network:
                 break
         return found
 
-    def _cut(self, cycle: Sequence[int], steps: int) -> LazyConstraint:
-        counts = np.bincount(np.array(cycle), minlength=len(self.constants)) / steps
+    def _cut(self, walk: Sequence[int]) -> LazyConstraint:
+        """The row of a cycle: what its nodes last, over the number of steps that it takes."""
+        nodes = len(self.constants)
+        counts = np.bincount(np.array(walk) % nodes, minlength=nodes) / sum(node < 0 for node in walk)
         weights = np.zeros(self.shape)
         np.add.at(weights.reshape(-1), self.term_at, self.term_times * counts[self.term_node])
-        return LazyConstraint(float(counts @ self.constants), weights)
+        return LazyConstraint(float(counts @ self.constants), weights, tuple(walk))
+
+    def checked(self, walk: Sequence[int]) -> LazyConstraint:
+        """The row of a cycle from outside; ValueError where it is none of the event graph."""
+        nodes = len(self.constants)
+        if not walk or not all(-nodes <= node < nodes for node in walk) or min(walk) >= 0:
+            raise ValueError("it is no cycle of this event graph")
+        for node, before in zip(walk, (*walk[1:], walk[0]), strict=True):
+            edges = self.after[node % nodes] if before >= 0 else self.wraps.get(node % nodes, ())
+            if before % nodes not in edges:
+                raise ValueError(f"node {node % nodes} does not wait for node {before % nodes}")
+        return self._cut(walk)
 
     def durations(self, units: Mapping[str, UnitCost]) -> Weights:
         """Milliseconds [units, keys] of some costs."""
@@ -193,6 +211,11 @@ class Network:
         for unit, binary in self.binaries.items():
             found[self.rows[binary], self.columns[RECOMPUTE_KEY]] = float(units[unit].recompute)
         return found
+
+    @cached_property
+    def compute(self) -> LazyConstraint:
+        """The row of all compute of a step."""
+        return self._sum(task for task in self.whole.tasks if task.stream == COMPUTE_STREAM)
 
     @property
     def capacities(self) -> list[LazyConstraint]:
@@ -210,11 +233,10 @@ class Network:
     @cached_property
     def energies(self) -> list[LazyConstraint]:
         """What compute and all loads take together as they slow each other (``Interference.energies``)."""
-        compute = self._sum(task for task in self.whole.tasks if task.stream == COMPUTE_STREAM)
         return [
             LazyConstraint(
-                energy.compute * compute.constant,
-                energy.compute * compute.weights
+                energy.compute * self.compute.constant,
+                energy.compute * self.compute.weights
                 + sum(share * load.weights for share, load in zip(energy.loads, self.loads, strict=False)),
             )
             for energy in self.model.interference.energies
@@ -265,29 +287,25 @@ def _repeats(begins: Sequence[float]) -> bool:
     )
 
 
-def _closed(before: Sequence[Sequence[int]], node: int) -> tuple[list[int], int] | None:
-    """The cycle that is reached from a node of the last step along binding predecessors: nodes, and steps.
+def _closed(before: Sequence[Sequence[int]], node: int) -> list[int] | None:
+    """The cycle that is reached from a node of the last step along binding predecessors, as a ``walk``.
 
     None where the first step is reached before a cycle closes.
     """
     nodes = len(before[0])
     step = len(before) - 1
-    cycle: list[int] = []
-    passed: dict[
-        int, tuple[int, int]
-    ] = {}  # where steps were entered -> how long the cycle was, and the step
+    cycle: list[int] = [node]
+    passed: dict[int, int] = {}  # where steps were entered -> how long the cycle was
     while True:
-        cycle.append(node)
         binding = before[step][node]
         if binding == node:
             return None
-        if binding >= 0:
-            node = binding
-            continue
-        if node in passed:
-            length, since = passed[node]
-            return cycle[length:], since - step
-        passed[node] = len(cycle), step
-        step, node = step - 1, binding + nodes
+        if binding < 0:
+            if node in passed:
+                return cycle[passed[node] :]
+            passed[node] = len(cycle)
+            step -= 1
+        cycle.append(binding)
+        node = binding % nodes
         if step < 0:
             return None

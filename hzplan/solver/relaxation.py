@@ -24,14 +24,12 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from hzplan.formats.certificate import Multipliers
 from hzplan.solver.paths import LazyConstraint
 from hzplan.solver.problem import MemoryUse, Question
+from hzplan.solver.tree import Limits
 
 Coefficients = NDArray[np.floating[Any]]
-Limits = Mapping[int, tuple[float, float]]
-"""A node of the branch and bound: lower and upper limit by index. Indices of shared buffers come first
-(limits in MiB), then those of the groups of like units (limits of how many are recomputed)."""
-
 TOLERANCE = 1e-7
 PENALTY_MS, MAX_PENALTY_MS = 1e3, 1e9
 """Penalty of a violation of the memory budget, milliseconds per MiB: the first and the largest one tried."""
@@ -76,10 +74,12 @@ class Relaxation:
             for column, buffer in zip(self.buffers, self.use.shared, strict=True)
         ]
         self.recompute_counts = []  # columns: the number of recomputed units of each group of like units
+        self._count_rows = []
         for binaries in question.alike:
             count = self._column(0.0, 0.0, INFINITY)
             self.recompute_counts.append(count)
             row = self._row(0.0, 0.0, {count: 1.0})
+            self._count_rows.append(row)
             for binary in binaries:
                 counted.append((binary, row))
         self.allowed = {unit: np.ones(len(f.levels), dtype=bool) for unit, f in question.pools.items()}
@@ -93,11 +93,12 @@ class Relaxation:
         for binary, row in counted:
             on = question.pools[binary].recompute.astype(float)
             self._bytes[binary].append((row, on))
+        self._host_row = None
         if self.use.host:
-            row = self._row(-question.host_budget_mib, INFINITY, {self.violation: 1.0})
+            self._host_row = self._row(-question.host_budget_mib, INFINITY, {self.violation: 1.0})
             for unit, sizes in self.use.host.items():
-                self._bytes[unit].append((row, sizes))
-        self._events: list[set[int]] = [set() for _ in self.buffers]  # events that have a row, by buffer
+                self._bytes[unit].append((self._host_row, sizes))
+        self._events: list[dict[int, int]] = [{} for _ in self.buffers]  # the row of an event, by buffer
         for number, buffer in enumerate(self.use.shared):
             if len(buffer.events.base):
                 self._add_event_row(number, int(np.argmax(buffer.events.base)))
@@ -112,7 +113,7 @@ class Relaxation:
         row = self._row(float(events.base[event]), INFINITY, entries)
         for unit, of in events.added.items():
             self._bytes[unit].append((row, of[:, event]))
-        self._events[number].add(event)
+        self._events[number][event] = row
 
     def add_event_rows(self) -> bool:
         """Add, for every buffer, the row of the event that the solution violates most; True if any was."""
@@ -280,6 +281,29 @@ class Relaxation:
             reduced = reduced - self.duals[self.assignment_row[unit]] + self.memory_ms(unit)
             found[unit] = np.where(self.allowed[unit], reduced, INFINITY)
         return found
+
+    def multipliers(self) -> Multipliers:
+        """The last solution's duals, by what their rows say."""
+        of = self.duals.tolist()
+        known = len(of)  # a row added since has no dual yet
+        return Multipliers(
+            rows=tuple((n, of[at]) for n, (at, _) in enumerate(self.cycles, 1) if at < known and of[at] > 0),
+            memory=max(0.0, of[self.memory_row]),
+            host=max(0.0, of[self._host_row]) if self._host_row is not None else 0.0,
+            buffers=tuple(
+                (number, unit, of[row])
+                for number, rows in enumerate(self.buffer_rows)
+                for unit, row in rows.items()
+                if of[row] > 0
+            ),
+            events=tuple(
+                (number, event, of[row])
+                for number, rows in enumerate(self._events)
+                for event, row in sorted(rows.items())
+                if row < known and of[row] > 0
+            ),
+            counts=tuple((group, of[row]) for group, row in enumerate(self._count_rows) if of[row]),
+        )
 
     def bound(self, reduced: Mapping[str, Coefficients]) -> tuple[float, dict[str, Coefficients]]:
         """A lower bound on every plan, ms, and every pattern's margin over it, ms; see the module."""

@@ -27,8 +27,9 @@ from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_co
 from hzplan.solver.paths import MS, Network
 from hzplan.solver.patterns import RECOMPUTE_KEY, ColumnPool
 from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
-from hzplan.solver.relaxation import INFINITY, TOLERANCE, Limits, Relaxation
+from hzplan.solver.relaxation import INFINITY, TOLERANCE, Relaxation
 from hzplan.solver.rounding import rounded
+from hzplan.solver.tree import Limits, Split, Tree, halves
 
 PREFETCH_DEPTHS = (1, 2, 3)
 FIRST_OFFER = 24  # patterns per unit in the first ILP
@@ -126,12 +127,13 @@ margin)."""
 
 class OpenNode(NamedTuple):
     """An open node of the branch and bound: the plans within ``limits``, with a lower bound in ms on all of
-    them (``bound``) and by pattern (``costs``). ``number``: the order of creation."""
+    them (``bound``) and by pattern (``costs``). ``number``: the order of creation; ``tree``: its proof."""
 
     bound: float
     number: int
     limits: Limits
     costs: Costs
+    tree: Tree
 
 
 class Search:
@@ -177,7 +179,8 @@ class Search:
         self.lp = Relaxation(self.question)
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
-        self.open_nodes = [OpenNode(computes_ms, 0, {}, {})]
+        self.tree = Tree()
+        self.open_nodes = [OpenNode(computes_ms, 0, {}, {}, self.tree)]
         self.expanded = self.numbered = 0  # nodes expanded, nodes made
         self.fathomed_ms = INFINITY  # the smallest bound of a fathomed node
         self.fathomed: Costs = {}  # likewise, by pattern
@@ -243,51 +246,50 @@ class Search:
         makes it larger; likewise for a fractional number of recomputed like units. ``known``: patterns that
         other searches had in their solutions, by the pool's id.
         """
-        bound, _, limits, costs = self.open_nodes[0]  # stays in the heap until its children replace it
+        bound, _, limits, costs, tree = self.open_nodes[0]  # in the heap until its children replace it
         if not self.expanded:
             self.lp.add_cycles(self.question.network.capacities)
             for unit, patterns in self._beginning(known).items():
                 self.lp.offer(unit, patterns)
-        parts: list[Limits] = []
+        parts: list[tuple[Limits, Tree]] = []
         if self.lp.restrict(limits):
-            reached, converged, costs = self._rounds(found, costs)
+            reached, converged, costs = self._rounds(found, costs, tree)
             converged |= reached - bound < TAIL * self.request.gap * bound
             bound = max(bound, reached)
-            parts = self._children(bound, limits, found, converged=converged)
+            parts = self._children(bound, limits, found, tree, converged=converged)
             if not parts:
                 self.fathomed = _least([self.fathomed, costs] if self.fathomed else [costs])
                 self.fathomed_ms = min(self.fathomed_ms, bound)
         open_nodes = list(self.open_nodes)
         heapq.heappop(open_nodes)
         self.expanded += 1
-        for part in parts:
+        for part, its_tree in parts:
             self.numbered += 1
-            heapq.heappush(open_nodes, OpenNode(bound, self.numbered, part, costs))
+            heapq.heappush(open_nodes, OpenNode(bound, self.numbered, part, costs, its_tree))
         self.open_nodes = open_nodes
         if self.lp.solved:
             for unit, pool in self.pools.items():
                 known[id(pool)].update(self.lp.shares(unit))
 
-    def _children(self, bound: float, limits: Limits, found: Candidates, *, converged: bool) -> list[Limits]:
-        """The limits of a node's children: the same again, two that cover every plan, or none (fathomed)."""
+    def _children(
+        self, bound: float, limits: Limits, found: Candidates, tree: Tree, *, converged: bool
+    ) -> list[tuple[Limits, Tree]]:
+        """A node's children: the same again, two that cover every plan, or none (fathomed)."""
         if not self.lp.solved or not self._may_improve(bound, found):
             return []
         if not converged:
-            return [limits]
+            return [(limits, tree)]
         if self.lp.memory_violation_mib > TOLERANCE:  # the penalty is too low, or nothing fits
-            return [limits] if self.lp.raise_penalty() else []
+            return [(limits, tree)] if self.lp.raise_penalty() else []
+        split: Split | None
         if (undecided := self.lp.fractional_count()) is not None:
             group, number = undecided
-            low, high = limits.get(group, (0.0, INFINITY))
-            return [{**limits, group: (low, floor(number))}, {**limits, group: (ceil(number), high)}]
-        fractional = self.lp.fractional_buffer()
-        if fractional is None:
-            return []
-        buffer, below, above = fractional
-        low, high = limits.get(buffer, (0.0, INFINITY))
-        return [{**limits, buffer: (low, below)}, {**limits, buffer: (above, high)}]
+            split = group, float(floor(number)), float(ceil(number))
+        else:
+            split = self.lp.fractional_buffer()
+        return [] if split is None else list(zip(halves(limits, split), tree.divide(split), strict=True))
 
-    def _rounds(self, found: Candidates, costs: Costs) -> tuple[float, bool, Costs]:
+    def _rounds(self, found: Candidates, costs: Costs, tree: Tree) -> tuple[float, bool, Costs]:
         """Generate columns and rows for some rounds: (lower bound in ms, whether none were missing at the
         end, bounds by pattern, which begin at ``costs``)."""
         lp, network, best = self.lp, self.question.network, 0.0
@@ -299,6 +301,7 @@ class Search:
             mine = {unit: bound + more for unit, more in margins.items()}
             costs = {unit: np.maximum(costs[unit], of) for unit, of in mine.items()} if costs else mine
             best = max(best, bound)
+            tree.see(bound, lp.multipliers())
             period = float(lp.values[lp.period]) * (1 + 1e-7)
             durations = lp.durations()
             cycles = network.critical_cycles(durations)
