@@ -1,7 +1,7 @@
 """The certificate beside a plan: what its bounds follow from, for anybody to multiply out again.
 
-A bound is the least over all paces. Under one pace the plans are split into leaves; in each leaf a sum of rows
-that hold for every plan, times multipliers, leaves a number that no step is below (weak duality).
+A bound is the least over all paces. Under one pace the plans are split into leaves; in each leaf a sum of
+rows that hold for every plan, times multipliers, leaves a number that no step is below (weak duality).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Certificate(Document):
     them by branching, which multiplications do not follow.
     """
 
-    format: Literal["hzplan-certificate"] = "hzplan-certificate"
+    format: Literal["hzplan.certificate"] = "hzplan.certificate"
     version: Literal[1] = 1
     profile_sha256: str
     bound_s: Seconds

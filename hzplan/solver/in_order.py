@@ -45,13 +45,10 @@ class InOrder:
     """The search in one message order, begun where ``start`` is; ``found``: the plans in it."""
 
     def __init__(self, start: Evaluation, searches: Sequence[Search], request: Request) -> None:
-        order, own = start.schedule.order, _pace(start)
+        order = start.schedule.order
         assert order is not None
         self.request = request
-        self.paces = [
-            _Pace(search, order if _pace_of(search) == own else _within_prefetch(order, search))
-            for search in searches
-        ]
+        self.paces = [_Pace(search, order_at(order, start, search)) for search in searches]
         self.found = Candidates(in_order=True)
         self.found.all.append(start)
         self._useful: dict[int, set[int]] = defaultdict(set)
@@ -64,7 +61,7 @@ class InOrder:
     def covers(self, one: Evaluation) -> bool:
         """Whether a plan's order is this one."""
         return any(
-            _pace_of(pace.any_order) == _pace(one) and pace.order == one.schedule.order for pace in self.paces
+            pace_of(pace.any_order) == _pace(one) and pace.order == one.schedule.order for pace in self.paces
         )
 
     def explore(self, nodes: int, deadline: float) -> None:
@@ -96,10 +93,13 @@ def _pace(one: Evaluation) -> tuple[int, int, int]:
     return one.micro_batch, one.schedule.prefetch, one.schedule.gradient_buffers
 
 
-def _pace_of(search: Search) -> tuple[int, int, int]:
+def pace_of(search: Search) -> tuple[int, int, int]:
+    """Micro-batch size, prefetch depth and number of gradient buffers."""
     schedule = search.question.schedule
     return search.question.micro_batch, schedule.prefetch, schedule.gradient_buffers
 
 
-def _within_prefetch(order: MessageOrder, search: Search) -> MessageOrder:
-    return within(order, search.question.schedule.prefetch + 1)
+def order_at(order: MessageOrder, of: Evaluation, search: Search) -> MessageOrder:
+    """A plan's order as another pace takes it: up to prefetch + 1, beyond which gradients could wait for
+    themselves."""
+    return order if pace_of(search) == _pace(of) else within(order, search.question.schedule.prefetch + 1)

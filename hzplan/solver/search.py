@@ -176,7 +176,6 @@ class Search:
             budget_bytes=request.memory_bytes,
             host_bytes=request.host_bytes,
         )
-        self.lp = Relaxation(self.question)
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
         self.tree = Tree()
@@ -186,6 +185,11 @@ class Search:
         self.fathomed: Costs = {}  # likewise, by pattern
         self.proven_ms = 0.0  # the largest bound that ILPs have proven
         self.rounded: Coefficients | None = None
+
+    @cached_property
+    def lp(self) -> Relaxation:
+        """The relaxation, made when it is first asked for."""
+        return Relaxation(self.question)
 
     def in_order(self, order: MessageOrder) -> Search:
         """The same search in a message order."""

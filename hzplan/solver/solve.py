@@ -55,6 +55,7 @@ class Solved:
     ``status``: "optimal" where the search found an objective within the gap that was asked for. The
     plan's own may be larger, where its predicted step is shorter.
     ``rows``: the schemes that users set by hand, and the user's own setting, each at its best.
+    ``searches``, ``inside``: what the bounds follow from (``certificate``).
     """
 
     status: Literal["optimal", "feasible"]
@@ -63,6 +64,8 @@ class Solved:
     in_order_bound_ns: float
     seconds: float
     rows: tuple[Row, ...] = ()
+    searches: Sequence[Search] = ()
+    inside: InOrder | None = None
 
     @property
     def gap(self) -> float:
@@ -209,7 +212,8 @@ def solve(
     least = min(found.least_ns, best.objective_ns)
     proven = least <= bound * goal or best.in_order_ns <= in_order * goal
     status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
-    return Solved(status, best, bound, max(bound, in_order), time.monotonic() - started, tuple(rows))
+    bounds = bound, max(bound, in_order)
+    return Solved(status, best, *bounds, time.monotonic() - started, tuple(rows), searches, inside)
 
 
 def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:

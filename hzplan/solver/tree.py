@@ -39,13 +39,24 @@ class Tree:
         self.parts = Tree(self.multipliers, self.value), Tree(self.multipliers, self.value)
         return self.parts
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node before its parts."""
+    @property
+    def bound_ms(self) -> float:
+        """The least of the leaves' values, ms."""
+        return min(leaf.value for leaf in self._within(float("inf")) if not leaf.split)
+
+    def nodes(self, enough_ms: float = float("inf")) -> Iterator[Node]:
+        """Every node before its parts; what has a value that is enough is not split."""
+        for one in self._within(enough_ms):
+            split = one.split if one.value < enough_ms else None
+            yield Node(split=split) if split else Node(multipliers=one.multipliers)
+
+    def _within(self, enough_ms: float) -> Iterator[Tree]:
         waiting = [self]
         while waiting:
             one = waiting.pop()
-            waiting += reversed(one.parts)
-            yield Node(split=one.split) if one.split else Node(multipliers=one.multipliers)
+            if one.value < enough_ms:
+                waiting += reversed(one.parts)
+            yield one
 
 
 def halves(limits: Limits, split: Split) -> tuple[Limits, Limits]:

@@ -1,0 +1,351 @@
+"""A plan's certificate: made of what the search kept, and multiplied out again without solving anything.
+
+With multipliers λ of rows T ≥ row, μ of the device's memory, η of the host's, β and ε of what units and
+events ask of shared buffers b, and γ of the counts n, every plan of a leaf has
+
+    T ≥ Σ λ·constant + Σ ε·base − μ·budget − η·host budget + Σ_b (μ − Σβ_b − Σε_b)·b − Σ γ·n
+        + Σ_u (Σ λ·weight·d + μ·resident + β·size + ε·added + γ·on + η·host)(pattern of u)
+
+where Σ λ ≤ 1, and μ is at least what each buffer asks of it. Its least value over b, n and each unit's
+patterns by itself is a bound (weak duality), whatever the multipliers are. So they may be rounded: what is
+written here cannot be wrong, only weak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hzplan.formats.base import fingerprint
+from hzplan.formats.certificate import Certificate, Multipliers, Node, PaceProof
+from hzplan.formats.profile import Profile
+from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.in_order import order_at, pace_of
+from hzplan.solver.paths import LazyConstraint
+from hzplan.solver.problem import Coefficients, Question
+from hzplan.solver.search import Search
+from hzplan.solver.solve import Solved
+from hzplan.solver.tree import Limits, Split, halves
+
+DIGITS = 9
+"""Significant digits that are kept of a multiplier."""
+ROUNDING = 1e-9
+"""By how much a stated bound may be above the multiplied one, as a share of it and in seconds: its digits."""
+INFINITY = float("inf")
+
+
+class Refused(ValueError):
+    """A certificate from which its bound does not follow; the message names the row, leaf or pace."""
+
+
+@dataclass(frozen=True)
+class Certified:
+    """What follows from a certificate: lower bounds on the step, s (``Certificate``)."""
+
+    bound_s: float
+    in_order_bound_s: float | None
+
+
+def certify(profile: Profile, solved: Solved) -> Certificate:
+    """The certificate of a solved plan: of every pace the leaves, as far as they are needed for its bound.
+
+    ILPs raise bounds by branching that nobody else can follow, so what is certified may be less than
+    ``Solved`` says.
+    """
+    bound_ms = min(search.tree.bound_ms for search in solved.searches)
+    inside = solved.inside if solved.inside is not None and solved.inside.covers(solved.best) else None
+    ordered = {} if inside is None else {pace_of(p.any_order): p.ordered for p in inside.paces if p.ordered}
+    trees = {pace_of(search): search.tree for search in solved.searches}
+    reached = {
+        pace: max(tree.bound_ms, ordered[pace].tree.bound_ms if pace in ordered else 0.0)
+        for pace, tree in trees.items()
+    }
+    in_order_ms = min(reached.values())
+    proofs = []
+    for search in solved.searches:
+        one = ordered.get(pace_of(search))
+        needs_order = one is not None and search.tree.bound_ms < in_order_ms
+        enough = bound_ms if inside is None or needs_order else in_order_ms
+        proofs.append(_pace_proof(search, enough, in_order=False))
+        if one is not None and needs_order:
+            proofs.append(_pace_proof(one, in_order_ms, in_order=True))
+    of_pace = _by_pace(proofs)
+    return Certificate(
+        profile_sha256=fingerprint(profile),
+        bound_s=min(any_order.bound_s for any_order, _ in of_pace.values()),
+        in_order_bound_s=None if inside is None else min(_both(*pair) for pair in of_pace.values()),
+        paces=tuple(proofs),
+    )
+
+
+def _pace_proof(search: Search, enough_ms: float, *, in_order: bool) -> PaceProof:
+    """The proof of one pace up to a bound that is enough, with the walks that it uses."""
+    nodes = [_rounded(node) for node in search.tree.nodes(enough_ms)]
+    network = search.question.network
+    fixed = len(network.capacities)
+    used = sorted({n for node in nodes if node.multipliers for n, _ in node.multipliers.rows if n > fixed})
+    places = {n: fixed + 1 + place for place, n in enumerate(used)}
+    walks = [search.lp.cycles[n - 1][1].walk for n in used]
+    assert all(walk is not None for walk in walks), "the rows behind the capacities are cycles"
+    micro_batch, prefetch, buffers = pace_of(search)
+    proof = PaceProof(
+        micro_batch=micro_batch,
+        prefetch=prefetch,
+        gradient_buffers=buffers,
+        in_order=in_order,
+        bound_s=0.0,
+        walks=tuple(walk for walk in walks if walk is not None),
+        nodes=tuple(_with_rows(node, places) for node in nodes),
+    )
+    return proof.model_copy(update={"bound_s": _down(Multiplication(search.question, proof).bound_s)})
+
+
+def _with_rows(node: Node, places: Mapping[int, int]) -> Node:
+    """A node that names its rows by other numbers."""
+    if node.multipliers is None:
+        return node
+    rows = tuple((places.get(number, number), value) for number, value in node.multipliers.rows)
+    return Node(multipliers=node.multipliers.model_copy(update={"rows": rows}))
+
+
+def _rounded(node: Node) -> Node:
+    if (m := node.multipliers) is None:
+        return node
+    return Node(
+        multipliers=Multipliers(
+            rows=tuple((n, value) for n, of in m.rows if (value := _digits(of))),
+            memory=_digits(m.memory),
+            host=_digits(m.host),
+            buffers=tuple((n, unit, value) for n, unit, of in m.buffers if (value := _digits(of))),
+            events=tuple((n, event, value) for n, event, of in m.events if (value := _digits(of))),
+            counts=tuple((n, value) for n, of in m.counts if (value := _digits(of))),
+        )
+    )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}") if abs(value) > 10.0**-DIGITS else 0.0
+
+
+def _down(seconds: float) -> float:
+    """Rounded to the places that a plan keeps, downwards."""
+    return max(0.0, np.floor(seconds * 1e9) / 1e9) if seconds < INFINITY else 1e12
+
+
+def multiplied(certificate: Certificate, plan: Evaluation, searches: Sequence[Search]) -> Certified:
+    """The bounds that follow from a certificate, for ``searches``: all paces of the plan's question.
+
+    Refused where a pace has no proof, or a row, a split or a bound does not follow.
+    """
+    proofs = _by_pace(certificate.paces)
+    known = {pace_of(search): search for search in searches}
+    order = plan.schedule.order if certificate.in_order_bound_s is not None else None
+    found: dict[tuple[int, int, int], tuple[float, float]] = {}
+    for pace, search in known.items():
+        if pace not in proofs:
+            raise Refused(f"no proof of {search}")
+        any_order, ordered = proofs[pace]
+        first = _followed(search, any_order)
+        second = first
+        if ordered is not None:
+            if order is None:
+                raise Refused(f"{search}: a proof in an order that the plan does not have")
+            second = max(first, _followed(search.in_order(order_at(order, plan, search)), ordered))
+        found[pace] = first, second
+    bounds = min(first for first, _ in found.values()), min(second for _, second in found.values())
+    for name, stated, follows in zip(
+        ("bound_s", "in_order_bound_s"),
+        (certificate.bound_s, certificate.in_order_bound_s),
+        bounds,
+        strict=True,
+    ):
+        if stated is not None and _exceeds(stated, follows):
+            raise Refused(f"field {name} is {stated:.9g}, its paces give {follows:.9g}")
+    return Certified(bounds[0], bounds[1] if certificate.in_order_bound_s is not None else None)
+
+
+def _followed(search: Search, proof: PaceProof) -> float:
+    """The bound of one pace, multiplied out, s."""
+    product = Multiplication(search.question, proof)
+    where = f"{search}{', in the order' if proof.in_order else ''}"
+    try:
+        follows = product.bound_s
+    except Refused as error:
+        raise Refused(f"{where}: {error}") from None
+    if _exceeds(proof.bound_s, follows):
+        raise Refused(
+            f"{where}: leaf {product.weakest} gives {follows:.9g} s, not {proof.bound_s:.9g} s; "
+            f"its largest row is {product.largest_row}"
+        )
+    return min(follows, proof.bound_s)
+
+
+def _exceeds(stated: float, follows: float) -> bool:
+    return stated > follows * (1 + ROUNDING) + ROUNDING
+
+
+def _both(any_order: PaceProof, ordered: PaceProof | None) -> float:
+    return any_order.bound_s if ordered is None else max(any_order.bound_s, ordered.bound_s)
+
+
+def _by_pace(
+    proofs: Iterable[PaceProof],
+) -> dict[tuple[int, int, int], tuple[PaceProof, PaceProof | None]]:
+    """By pace, the proof in any order, and that in the plan's."""
+    found = {}
+    listed = list(proofs)
+    ordered = {_named(proof): proof for proof in listed if proof.in_order}
+    for proof in listed:
+        if not proof.in_order:
+            found[_named(proof)] = proof, ordered.get(_named(proof))
+    return found
+
+
+def _named(proof: PaceProof) -> tuple[int, int, int]:
+    return proof.micro_batch, proof.prefetch, proof.gradient_buffers
+
+
+class Multiplication:
+    """The proof of one pace multiplied out for a question. ``weakest``: the leaf with the lowest bound, by
+    its number among the nodes."""
+
+    def __init__(self, question: Question, proof: PaceProof) -> None:
+        self.question, self.proof = question, proof
+        self.weakest = 0
+
+    @cached_property
+    def rows(self) -> list[LazyConstraint]:
+        """All compute, whole steps, and the walks; Refused where one is no cycle of the event graph."""
+        network = self.question.network
+        found = [network.compute, *network.capacities]
+        for walk in self.proof.walks:
+            try:
+                found.append(network.checked(walk))
+            except ValueError as error:
+                raise Refused(f"row {len(found)}: {error}") from None
+        return found
+
+    @cached_property
+    def bound_s(self) -> float:
+        """The least bound of all leaves, s; infinite where no plan is in any."""
+        least = INFINITY
+        for number, limits, multipliers in self._leaves():
+            try:
+                bound = self._leaf_ms(limits, multipliers)
+            except (IndexError, KeyError):
+                raise Refused(f"leaf {number}: multiplies a row that does not exist") from None
+            if bound < least:
+                least, self.weakest = bound, number
+        return max(0.0, least) / 1e3
+
+    @property
+    def largest_row(self) -> str:
+        """The row with the largest multiplier in the weakest leaf, in words."""
+        multipliers = self.proof.nodes[self.weakest].multipliers
+        if multipliers is None or not multipliers.rows:
+            return "none"
+        number, value = max(multipliers.rows, key=lambda row: row[1])
+        fixed = 1 + len(self.question.network.capacities)
+        if number == 0:
+            what = "all compute"
+        elif number < fixed:
+            what = "a whole step's"
+        else:
+            what = f"the cycle of {len(self.proof.walks[number - fixed])} tasks"
+        return f"{number} (× {value:.3g}), {what}"
+
+    def _leaves(self) -> Iterator[tuple[int, Limits, Multipliers]]:
+        """Number, limits and multipliers of every leaf; Refused where splits leave plans out."""
+        waiting: list[Limits] = [{}]
+        for number, node in enumerate(self.proof.nodes):
+            if not waiting:
+                raise Refused(f"node {number} is of no split")
+            limits = waiting.pop()
+            if node.split is not None:
+                self._check(number, node.split)
+                lower, upper = halves(limits, node.split)
+                waiting += [upper, lower]
+            else:
+                yield number, limits, node.multipliers or Multipliers(rows=())
+        if waiting:
+            raise Refused(f"{len(waiting)} parts of splits have no leaf")
+
+    def _check(self, number: int, split: Split) -> None:
+        """A split leaves no plan out: no pattern, and no count, is between its two values."""
+        index, below, above = split
+        shared = self.question.memory_use.shared
+        if index < len(shared):
+            sizes = shared[index].sizes.values()
+            ok = not any(((of > below) & (of < above)).any() for of in sizes)
+        else:
+            ok = index - len(shared) < len(self.question.alike) and above - below <= 1
+            ok &= below == int(below) and above == int(above)
+        if not ok:
+            raise Refused(f"the split at node {number} leaves plans out")
+
+    def _leaf_ms(self, limits: Limits, of: Multipliers) -> float:
+        """The bound of a leaf, ms; see the module."""
+        question = self.question
+        use, network = question.memory_use, question.network
+        scale = max(1.0, sum(value for _, value in of.rows))
+        bound, price = 0.0, np.zeros(network.shape)
+        for number, value in of.rows:
+            row = self.rows[number]
+            bound += value / scale * row.constant
+            price += value / scale * row.weights
+        asked = np.zeros(len(use.shared))
+        extra: dict[str, Coefficients] = {}
+
+        def add(unit: str, costs: Coefficients) -> None:
+            extra[unit] = extra[unit] + costs if unit in extra else costs
+
+        for number, unit, value in of.buffers:
+            asked[number] += value
+            add(unit, value * use.shared[number].sizes[unit])
+        for number, event, value in of.events:
+            asked[number] += value
+            events = use.shared[number].events
+            bound += value * float(events.base[event])
+            for unit, added in events.added.items():
+                add(unit, value * added[:, event])
+        for group, value in of.counts:
+            binaries = question.alike[group]
+            for binary in binaries:
+                add(binary, value * question.pools[binary].recompute.astype(float))
+            low, high = limits.get(len(use.shared) + group, (0.0, INFINITY))
+            bound -= value * (min(high, len(binaries)) if value > 0 else low)
+        memory = max(of.memory, float(asked.max(initial=0.0)))  # a buffer's size may be anything from low on
+        bound -= memory * question.budget_mib + of.host * question.host_budget_mib
+        for number in range(len(use.shared)):
+            low, _ = limits.get(number, (0.0, INFINITY))
+            bound += (memory - float(asked[number])) * low
+        least: dict[tuple[int, bytes], float] = {}  # like units without rows of their own cost the same
+        for unit, at in network.rows.items():
+            alike = id(question.pools[unit]), price[at].tobytes()
+            plain = unit not in extra and unit not in use.host and not self._limited(unit, limits)
+            if not (plain and alike in least):
+                costs = question.durations_ms[unit] @ price[at] + memory * use.resident[unit]
+                costs = costs + extra.get(unit, 0.0)
+                if unit in use.host:
+                    costs = costs + of.host * use.host[unit]
+                costs = np.where(self._allowed(unit, limits), costs, INFINITY)
+                least[alike] = float(costs.min())
+            bound += least[alike]
+        return bound
+
+    def _limited(self, unit: str, limits: Limits) -> bool:
+        """Whether limits may forbid patterns of a unit."""
+        shared = self.question.memory_use.shared
+        return any(number < len(shared) and unit in shared[number].sizes for number in limits)
+
+    def _allowed(self, unit: str, limits: Limits) -> Coefficients:
+        """Which patterns ask for no more of a buffer than its limits allow [patterns]."""
+        allowed = np.ones(len(self.question.pools[unit].levels), dtype=bool)
+        shared = self.question.memory_use.shared
+        for number, (_, high) in limits.items():
+            if number < len(shared) and unit in shared[number].sizes:
+                allowed &= shared[number].sizes[unit] <= high
+        return allowed
