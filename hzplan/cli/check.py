@@ -46,14 +46,16 @@ def command(
     """Solve every plan's question again from its profile; exit 1 when one got slower or larger.
 
     A figure may grow by 0.5 %, or by what the table tolerance in PLANS/check.toml says for a plan or as
-    default. No plan is written unless --update is given. Exit 2 when a plan or its profile cannot be read;
-    the others are checked all the same.
+    default. Where a proof lies beside a plan (.proof), it is multiplied out, and its bounds must follow. No
+    plan is written unless --update is given. Exit 2 when a plan or its profile cannot be read; the others
+    are checked all the same.
 
     Example: hzplan check plans/
     Example: hzplan check plans/ --junit report.xml --github
     """
     from hzplan.cli import check_report, console
     from hzplan.cli.paths import check_writable
+    from hzplan.formats.certificate import save
     from hzplan.solver.guard import tolerance_of
 
     if update and replay_only:
@@ -82,8 +84,8 @@ def command(
             )
     if update:
         for verdict in verdicts:
-            if verdict.fresh is not None and verdict.trains:
-                verdict.fresh.save(verdict.path)
+            if verdict.fresh is not None and verdict.certificate is not None and verdict.trains:
+                save(verdict.fresh, verdict.certificate, verdict.path)
     check_report.report(verdicts, as_json=as_json, junit=junit, summaries=summaries, github=github)
     _conclude(verdicts, f"hzplan check {plans}", update=update)
 

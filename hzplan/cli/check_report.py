@@ -94,7 +94,8 @@ def _row(verdict: Verdict) -> list[str]:
 def _word(verdict: Verdict) -> str:
     if verdict.unreadable is not None:
         return "UNREADABLE"
-    return "WORSE" if not verdict.ok else "changed" if verdict.changes else "ok"
+    changed = any(change.kind != "proof" for change in verdict.changes)
+    return "WORSE" if not verdict.ok else "changed" if changed else "ok"
 
 
 def _junit(verdicts: Sequence[Verdict]) -> str:

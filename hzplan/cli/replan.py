@@ -41,7 +41,9 @@ def solved(path: Path, world: int) -> Path:
     NoPlanFits when nothing fits.
     """
     from hzplan.cost.collectives import with_ranks
+    from hzplan.formats.certificate import save
     from hzplan.formats.source import profile_of
+    from hzplan.solver.certificate import certify
     from hzplan.solver.emit import emit
     from hzplan.solver.guard import request_of
     from hzplan.solver.solve import Infeasible, Solved, solve
@@ -62,5 +64,6 @@ def solved(path: Path, world: int) -> Path:
     target = path.with_name(f"{path.stem}.{world}-ranks.json")
     resized = path.with_name(f"{path.stem}.{world}-ranks.profile.json")
     profile.save(resized)
-    emit(profile, request, outcome, profile_path=resized, plan_path=target).save(target)
+    made = emit(profile, request, outcome, profile_path=resized, plan_path=target)
+    save(made, certify(profile, outcome), target)
     return target

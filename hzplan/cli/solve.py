@@ -108,8 +108,9 @@ def command(
     """Choose how each tensor is sharded, what is recomputed, how deep to prefetch, and the micro-batch size.
 
     Writes a plan, says what it gains over the schemes that are set by hand, from what, and how far from the
-    best possible it can be. Where a scheme is as fast, it is the plan. Where nothing fits the budget it exits
-    with 3 and names the smallest memory that would.
+    best possible it can be; OUTPUT with .proof in its name's end says why, for hzplan check to multiply out.
+    Where a scheme is as fast, it is the plan. Where nothing fits the budget it exits with 3 and names the
+    smallest memory that would.
 
     Example: hzplan solve profile.json --memory 72GiB --global-batch 512 -o plan.json
     """
@@ -278,12 +279,14 @@ def _nothing_fits(profile: Profile, request: Request, outcome: Infeasible, *, as
 
 def _write(asked: _Asked, solved: Solved, *, as_json: bool) -> None:
     from hzplan.cli import solve_report
+    from hzplan.formats.certificate import save
+    from hzplan.solver.certificate import certify
     from hzplan.solver.emit import emit
     from hzplan.solver.gain import gain
 
     profile, request, output = asked.profile, asked.request, asked.output
     plan = emit(profile, request, solved, profile_path=asked.profile_path, plan_path=output)
-    plan.save(output)
+    save(plan, certify(profile, solved), output)
     gained = gain(solved.best, solved.rows, request)
     reserved = (profile.cluster.memory_bytes, RESERVED) if asked.reserved else None
     report = solve_report.SolveReport(profile, request, solved, gained, plan, output, reserved)

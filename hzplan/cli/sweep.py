@@ -13,9 +13,11 @@ from hzplan.cli.quantities import parse_bytes
 from hzplan.cost.collectives import MOST_NODES, nodes_of, with_nodes
 from hzplan.cost.parallel import share
 from hzplan.errors import JobFailed, NoPlanFits, UserError
+from hzplan.formats.certificate import save
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
 from hzplan.show import front
+from hzplan.solver.certificate import certify
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.solve import Failed, Request, SearchState, Solved
@@ -160,7 +162,7 @@ def _written(point: Point, path: Path, output: Path, keep: Sequence[Path]) -> Pa
         point.profile.save(made)
         path = made
     plan = emit(point.profile, point.request, point.outcome, profile_path=path, plan_path=plan_path)
-    plan.save(plan_path)
+    save(plan, certify(point.profile, point.outcome), plan_path)
     return plan_path
 
 

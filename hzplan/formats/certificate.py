@@ -77,3 +77,10 @@ class Certificate(Document):
 def path_of(plan: Path) -> Path:
     """Where the certificate of a plan lies."""
     return plan.with_suffix(SUFFIX)
+
+
+def save(plan: Document, certificate: Certificate, path: Path) -> None:
+    """Write a plan, and its certificate beside it; only the plan where ``path`` is a device or pipe."""
+    if not path.exists() or path.is_file():
+        certificate.save(path_of(path))
+    plan.save(path)

@@ -324,17 +324,31 @@ class Multiplication:
             bound += (memory - float(asked[number])) * low
         least: dict[tuple[int, bytes], float] = {}  # like units without rows of their own cost the same
         for unit, at in network.rows.items():
-            alike = id(question.pools[unit]), price[at].tobytes()
-            plain = unit not in extra and unit not in use.host and not self._limited(unit, limits)
-            if not (plain and alike in least):
+            alike = self._kinds[unit], price[at].tobytes()
+            plain = unit not in extra and not self._limited(unit, limits)
+            if not plain or alike not in least:
                 costs = question.durations_ms[unit] @ price[at] + memory * use.resident[unit]
                 costs = costs + extra.get(unit, 0.0)
                 if unit in use.host:
                     costs = costs + of.host * use.host[unit]
-                costs = np.where(self._allowed(unit, limits), costs, INFINITY)
-                least[alike] = float(costs.min())
-            bound += least[alike]
+                lowest = float(np.where(self._allowed(unit, limits), costs, INFINITY).min())
+                if plain:
+                    least[alike] = lowest
+            else:
+                lowest = least[alike]
+            bound += lowest
         return bound
+
+    @cached_property
+    def _kinds(self) -> dict[str, int]:
+        """Units whose patterns last as long and hold as much share a number."""
+        use, pools, known = self.question.memory_use, self.question.pools, dict[object, int]()
+        return {
+            unit: known.setdefault(
+                (id(pools[unit]), use.resident[unit].tobytes(), unit in use.host), len(known)
+            )
+            for unit in pools
+        }
 
     def _limited(self, unit: str, limits: Limits) -> bool:
         """Whether limits may forbid patterns of a unit."""

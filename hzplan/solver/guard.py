@@ -9,13 +9,15 @@ from typing import Literal
 
 from hzplan.errors import UserError, printable
 from hzplan.formats.base import has_fingerprint, to_text
+from hzplan.formats.certificate import Certificate, path_of
 from hzplan.formats.plan import Plan
 from hzplan.formats.source import profile_of, profile_path
+from hzplan.solver.certificate import Refused, certify, multiplied
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, replay
 from hzplan.solver.pins import Pins
-from hzplan.solver.solve import Failed, Request, Solved, solve
+from hzplan.solver.solve import Failed, Request, Solved, searches_of, solve
 
 TOLERANCE = 0.005
 """Share by which a recorded figure may get worse, unless check.toml says otherwise."""
@@ -26,7 +28,10 @@ TIME_LIMIT_S = 300.0
 EXACT = 1e-9
 """Relative difference below which two figures count as equal."""
 
-Kind = Literal["cost data", "formula", "solver", "choice", "prediction", "text", "training"]
+NEARLY = 1e-6
+"""Share by which a plan's bound may be above its certificate's, whose multipliers are rounded."""
+
+Kind = Literal["cost data", "formula", "solver", "choice", "prediction", "proof", "text", "training"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Change:
 class Verdict:
     """The check of one plan: figures as (recorded, now), and all changes.
 
-    ``fresh``: the plan that solving again gives, None after a replay alone or where nothing fits.
+    ``fresh``: the plan that solving again gives, with its ``certificate``; None after a replay alone or where
+    nothing fits.
     ``unreadable``: the message where plan or profile cannot be read.
     """
 
@@ -54,6 +60,7 @@ class Verdict:
     objective_s: tuple[float, float] | None = None
     peak_memory_bytes: tuple[int, int] | None = None
     fresh: Plan | None = None
+    certificate: Certificate | None = None
     unreadable: str | None = None
 
     @property
@@ -86,7 +93,8 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
     now = replay(plan, profile, path)
     same_data = has_fingerprint(profile, plan.source.profile_sha256)
     changes = [*_replayed(plan, now, tolerance, same_data=same_data)]
-    fresh = None
+    changes += _proven(path, plan, now)
+    fresh = certificate = None
     if not replay_only:
         request = replace(request_of(plan), time_limit_s=TIME_LIMIT_S)
         outcome = solve(profile, request)
@@ -94,6 +102,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
             now = outcome.best
             source = profile_path(path, plan)
             fresh = emit(profile, request, outcome, profile_path=source, plan_path=path)
+            certificate = certify(profile, outcome)
             changes += _solved(plan, fresh, now, tolerance)
             changes += _text(path, plan, fresh, same_data=same_data)
         elif isinstance(outcome, Failed):
@@ -108,6 +117,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
         (plan.proof.objective_s, now.objective_ns / 1e9),
         (plan.predicted.peak_memory_bytes, now.memory.peak),
         fresh,
+        certificate,
     )
 
 
@@ -145,6 +155,29 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
         if abs(after - before) > EXACT * max(abs(before), abs(after)) and f"{before:.9g}" != f"{after:.9g}":
             what = f"replaying the recorded plan gives {name} {_compared(before, after, unit)}"
             yield Change(kind, what, after > before * (1 + tolerance))
+
+
+def _proven(path: Path, plan: Plan, now: Evaluation) -> Iterator[Change]:
+    """What the certificate beside a plan does not give; nothing where there is none."""
+    proof = path_of(path)
+    if not proof.exists():
+        return
+    certificate = Certificate.load(proof)
+    if certificate.profile_sha256 != plan.source.profile_sha256:
+        yield Change("proof", f"{proof.name} is of another profile", True)
+        return
+    try:
+        follows = multiplied(certificate, now, searches_of(now.model.profile, request_of(plan)))
+    except Refused as error:
+        yield Change("proof", f"{proof.name}: {error}", True)
+        return
+    stated = {"bound_s": (plan.proof.bound_s, follows.bound_s)}
+    if plan.proof.in_order_bound_s is not None:
+        stated["in_order_bound_s"] = plan.proof.in_order_bound_s, follows.in_order_bound_s or follows.bound_s
+    for name, (said, certified) in stated.items():
+        if said > certified * (1 + NEARLY):
+            what = f"{name} is {said:.6g} s, {proof.name} gives {certified:.6g} s; an ILP proved the rest"
+            yield Change("proof", what, False)
 
 
 def _solved(plan: Plan, fresh: Plan, now: Evaluation, tolerance: float) -> Iterator[Change]:
