@@ -178,7 +178,7 @@ class Search:
         )
         uses = range(len(model.profile.uses))
         computes_ms = accumulation * sum(model.compute_ns(use, micro_batch) for use in uses) * MS
-        self.tree = Tree()
+        self.tree = Tree(value=computes_ms)
         self.open_nodes = [OpenNode(computes_ms, 0, {}, {}, self.tree)]
         self.expanded = self.numbered = 0  # nodes expanded, nodes made
         self.fathomed_ms = INFINITY  # the smallest bound of a fathomed node

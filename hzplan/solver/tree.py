@@ -15,7 +15,7 @@ Split = tuple[int, float, float]
 """Index among the limits, the largest value of the lower part, the smallest of the upper part."""
 
 ONLY_COMPUTE = Multipliers(rows=((0, 1.0),))
-"""The bound of a search that was never begun: all compute."""
+"""The proof of what is known before a search begins: a step lasts at least as long as all compute."""
 
 
 @dataclass

@@ -40,7 +40,7 @@ def test_a_certificate_is_as_good_as_the_relaxation_and_below_every_plan(seed: i
     follows = multiplied(certificate, outcome.best, searches_of(profile, request))
     assert follows.bound_s == pytest.approx(certificate.bound_s, abs=2e-9)
     relaxed_ms = min(search.tree.bound_ms for search in outcome.searches)
-    assert certificate.bound_s * 1e3 == pytest.approx(relaxed_ms, rel=1e-6, abs=2e-6)
+    assert certificate.bound_s * 1e3 * NEARLY + 2e-6 >= relaxed_ms
     truth = try_everything(profile, request)
     assert truth.objective_ns is not None
     for proof in certificate.paces:
