@@ -387,8 +387,7 @@ class Search:
             if solved != "optimal":
                 return found, bound / MIB
             reach = problem.lp.objective.value() - bound + TOLERANCE
-            needed = sum(int((values <= reach).sum()) for values in margins.values())
-            if sum(map(len, offered.values())) >= needed:
+            if all(len(offered[unit]) >= (values <= reach).sum() for unit, values in margins.items()):
                 return found, found.memory.peak
             limit *= 8
 

@@ -50,7 +50,14 @@ def _instance(seed: int) -> tuple[object, Request]:
     return profile, replace(request, memory_bytes=int(least * rng.choice(BUDGETS)))
 
 
-@pytest.mark.parametrize("seed", shorter(range(INSTANCES), without=(4, 5, 16, 17, 53, *range(60, INSTANCES))))
+OFFERED = 553
+"""Where the smallest plan once had a pattern that no ILP was offered, as other units were offered more."""
+
+
+@pytest.mark.parametrize(
+    "seed",
+    shorter({*range(INSTANCES), OFFERED}, without={4, 5, 16, 17, 53, *range(60, INSTANCES)} - {OFFERED}),
+)
 def test_equals_trying_everything(seed: int) -> None:
     profile, request = _instance(seed)
     truth = try_everything(profile, request)
