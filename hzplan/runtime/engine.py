@@ -244,6 +244,7 @@ class Engine:
         if step.scheduled and unit.name in self._reduced_at.get(step.position, ()):
             unit.take_gradient(parameter, accumulate=step.micro_batch > 0)
             step.delivered.add(id(parameter))
+            step.used.add(id(parameter))
 
     def backward_end(self) -> None:
         """A micro-batch is over."""
@@ -296,6 +297,12 @@ class Engine:
         self._require_complete()
         self._require_clip("gradients are clipped")
         self._start_step_task()
+
+    @property
+    def unused_here(self) -> list[int]:
+        """Of the parameters without a gradient in this step, on this rank: places in ``updates.trained``."""
+        used = self.step_state.used
+        return [place for place, one in enumerate(self.updates.trained) if id(one) not in used]
 
     def step(self) -> None:
         """The user's optimizer.step(): launch updates and the gathering of parameters."""
@@ -416,7 +423,7 @@ class Engine:
             if name not in kept:
                 self.units[name].to_sharded()
         for name in self._reduced_at.get(position, ()):
-            self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+            step.used |= self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
             step.reduced.add(name)
         self.executor.end(self.schedule.compute[position])
 
@@ -477,7 +484,7 @@ class Engine:
         position = step.micro_batch * len(self.schedule.uses)
         left = [name for name in self._trainable if name not in step.reduced]
         for name in sorted(left, key=lambda name: not self.units[name].has_any(step.delivered)):
-            self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+            step.used |= self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
             self._run_on_tiers(kind, name, position)
             if final:
                 self._run_on_tiers(Kind.GRAD_GATHER, name, position)

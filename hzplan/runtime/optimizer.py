@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, engine: Engine) -> None:
         self.engine, self.updates = engine, engine.updates
         self._clipped = False
+        self._all_used: Tensor | None = None
+        self._warned = False  # of parameters without a gradient
         super().__init__(self.updates.param_groups, self.updates.defaults)
         self.param_groups = self.updates.param_groups  # the same list: updates see groups that are added
 
@@ -51,9 +53,33 @@ class ShardedOptimizer(Optimizer):
                 "finds no gradients to clip); without clipping solve with --no-clip, which is faster",
                 stacklevel=3,  # torch wraps step()
             )
+        if not self._clipped:
+            self._look_for_unused()
         self._clipped = False
         self.engine.step()
         return found
+
+    @torch.no_grad()
+    def _look_for_unused(self) -> None:
+        """Find the parameters without a gradient where no norm's all-reduce has found them.
+
+        Under a plan without clipping it is too late: their units were updated in backward.
+        """
+        if self.engine.schedule.clip:
+            self.engine.wait_gradients()
+            here = self.engine.unused_here
+            uses = self._uses(here).clone()
+            self.engine.all_reduce(uses, "comparing which parameters have gradients")
+            if here:
+                self._leave_alone(here, uses)
+        elif not self._warned and (here := self.engine.unused_here):
+            self._warned = True
+            warnings.warn(
+                f"{len(here)} parameters had no gradient on this rank; under a plan without clipping, whose "
+                "updates do not wait for other ranks, that counts as a gradient of zero (weight decay and "
+                "momentum apply); with --clip they are left alone where no rank has one",
+                stacklevel=4,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away the gradients of a step that was not taken: of whole micro-batches, and of a backward
@@ -85,6 +111,7 @@ class ShardedOptimizer(Optimizer):
         self.engine.wait_gradients()
         self._clipped = True
         updates, device = self.updates, self.engine.device
+        here, places = self.engine.unused_here, len(updates.splits)
         finest = [*itertools.chain.from_iterable(updates.finest_gradients.values())]
         squares = torch.stack(
             [
@@ -92,14 +119,38 @@ class ShardedOptimizer(Optimizer):
                 for groups in updates.splits
             ]
         )
+        sums = torch.cat([squares, self._uses(here)])
         with named("clipping: all-reduce of the norm", self.engine.route_to):
-            self.engine.world.all_reduce(squares)
+            self.engine.world.all_reduce(sums)
+            squares = sums[:places]
             for place, groups in enumerate(updates.splits):
                 for group in groups:
                     dist.all_reduce(squares[place], group=group)
+        if here:  # only then does the host wait for the sums
+            self._leave_alone(here, sums[places:])
         norm = squares.sum().sqrt() * updates.clip_scale  # as a call before this one leaves them
         updates.clip_scale = updates.clip_scale * clipping(norm, max_norm)
         return norm
+
+    def _uses(self, unused_here: Sequence[int]) -> Tensor:
+        """1 for each trainable parameter with a gradient on this rank, else 0 (float64, on the device)."""
+        if self._all_used is None:
+            count, device = len(self.updates.trained), self.engine.device
+            self._all_used = torch.ones(count, dtype=torch.float64, device=device)
+        if not unused_here:
+            return self._all_used
+        uses = self._all_used.clone()
+        uses[torch.tensor(unused_here, device=uses.device)] = 0.0
+        return uses
+
+    def _leave_alone(self, unused_here: Sequence[int], uses: Tensor) -> None:
+        """Have the updates leave parameters alone for which no rank has a gradient, as torch does.
+
+        ``uses``: the ranks that have one, by parameter. What has one here is surely used.
+        """
+        found = uses.tolist()
+        trained = self.updates.trained
+        self.updates.unused = frozenset(id(trained[place]) for place in unused_here if not found[place])
 
     def skip_step(self) -> None:
         """Instead of ``step``: leave parameters and optimizer state as they are; every rank calls it.

@@ -28,6 +28,8 @@ class StepState:
     """Whether compute has waited for all reduced gradients."""
     delivered: set[int] = field(default_factory=set)
     """Ids of the parameters whose gradient of this micro-batch is in its unit's gradient buffer."""
+    used: set[int] = field(default_factory=set)
+    """Ids of the parameters that had a gradient in any micro-batch of the step, on this rank."""
     reduced: set[str] = field(default_factory=set)
     """Units whose reduction of this micro-batch was launched."""
 

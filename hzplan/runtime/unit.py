@@ -83,12 +83,13 @@ class UnitState:
         deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
 
     @torch.no_grad()
-    def take_rest(self, delivered: Set[int], *, accumulate: bool) -> None:
-        """The turn is over: move the gradients not yet delivered into the buckets; a parameter without one,
-        which took no part in this micro-batch, has a gradient of zero.
+    def take_rest(self, delivered: Set[int], *, accumulate: bool) -> set[int]:
+        """The turn is over: move the gradients not yet delivered into the buckets. Returns the ids of their
+        parameters; one without a gradient, which took no part in this micro-batch, adds zero to the sum.
 
         All at once where that is possible: most parameters are small, and a model has many.
         """
+        taken: set[int] = set()
         for bucket in self.trainable_buckets:
             adds = accumulate and not bucket.grad_sharded
             gradients: list[Tensor] = []
@@ -98,11 +99,13 @@ class UnitState:
                     continue
                 gradient = take_gradient(parameter)
                 if gradient is not None:
+                    taken.add(id(parameter))
                     gradients.append(gradient)
                     targets.append(target)
                 elif not adds:
                     target.zero_()
             deliver_all(gradients, targets, self._scale, accumulate=adds)
+        return taken
 
     def drop_gradients(self) -> None:
         """Forget gradients that backward has left in ``parameter.grad``."""

@@ -58,7 +58,9 @@ class Updates:
 
     Offloaded optimizer state is on the device from ``fetch`` to ``store`` only. ``param_groups`` are the
     user's groups over this rank's pieces; the inner optimizers go by what ``take_over_options`` copied from
-    them. ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by.
+    them. ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by, and
+    ``unused``: ids of the parameters that they leave alone, because no rank had a gradient for them.
+    ``trained``: all trainable parameters, in one order on every rank.
     ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
     """
 
@@ -86,8 +88,9 @@ class Updates:
         self._gradients: dict[str, list[Tensor]] = {}  # by unit: those that this rank updates with
         self.finest_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's slices at the finest level
         self.split_of: dict[int, tuple[Any, ...]] = {}  # by id of those: the groups that have other parts
-        trained = (p for unit in units for b in unit.trainable_buckets for p in b.parameters)
-        self.splits = [*dict.fromkeys(map(split_over, trained))]  # the same on every rank
+        # Both the same on every rank:
+        self.trained = [p for unit in units for bucket in unit.trainable_buckets for p in bucket.parameters]
+        self.splits = [*dict.fromkeys(map(split_over, self.trained))]
         everything: list[list[nn.Parameter]] = [[] for _ in groups]
         for unit in units:
             of_unit: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -117,12 +120,11 @@ class Updates:
                 )
             for collected, params in zip(everything, of_unit, strict=True):
                 collected += params
-        self._pieces_of = {
-            unit.name: [piece for piece in self.pieces if piece.unit == unit.name]
-            for unit in units
-            if unit.offload and unit.name in self._inner
-        }
-        for name in self._pieces_of:  # some optimizers make their state at once
+        self._pieces_of: dict[str, list[Piece]] = {name: [] for name in self._inner}
+        for piece in self.pieces:
+            self._pieces_of[piece.unit].append(piece)
+        self._offloaded = [unit.name for unit in units if unit.offload and unit.name in self._inner]
+        for name in self._offloaded:  # some optimizers make their state at once
             self._move_state(name, lambda copies: copies.host)
         empty = nn.Parameter(torch.zeros(0))  # a rank may have no piece at all
         self.defaults = optimizer_class([dict(options[0], params=[empty])], **arguments).defaults
@@ -134,6 +136,7 @@ class Updates:
         self._options: list[ParamGroup] = []  # taken over for the updates of this step
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self.clip_scale = self._update_scale = self._one
+        self.unused = self._update_unused = frozenset[int]()
         self.steps = self._updating = 0
         self.first_nonfinite = {
             name: torch.full((), NEVER, dtype=torch.int64, device=device) for name in self.finest_gradients
@@ -194,6 +197,7 @@ class Updates:
         """
         self._updating = self.steps
         self._update_scale, self.clip_scale = self.clip_scale, self._one
+        self._update_unused, self.unused = self.unused, frozenset()
         self._options = [
             {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -220,8 +224,8 @@ class Updates:
                     )
 
     def drop_clipping(self) -> None:
-        """Forget the factor of a step whose gradients are left unused."""
-        self.clip_scale = self._one
+        """Forget the factor, and who had no gradient, of a step whose gradients are left unused."""
+        self.clip_scale, self.unused = self._one, frozenset()
 
     # The tasks of a schedule, on the streams' threads.
 
@@ -248,13 +252,23 @@ class Updates:
         if unit in self._inner:
             # A device that queues work is not waited for: small gradients are multiplied by 1 there.
             if self.clip and (self._update_scale.is_cuda or self._update_scale < 1.0):
-                gradients = self._gradients[unit]
-                torch._foreach_mul_(gradients, self._update_scale.to(gradients[0].dtype))
+                scaled = self._gradients[unit]
+                torch._foreach_mul_(scaled, self._update_scale.to(scaled[0].dtype))
+            without = [piece.param for piece in self._pieces_of[unit] if self._is_unused(piece)]
+            gradients = [param.grad for param in without]
+            for param in without:
+                param.grad = None  # torch's optimizers then leave it, and its state, alone
             self._inner[unit].step()
+            for param, gradient in zip(without, gradients, strict=True):
+                param.grad = gradient
             if self._units[unit].offload:
                 self._move_state(unit, lambda copies: copies.device)
         for bucket in self._units[unit].trainable_buckets:
             bucket.copy_master_to_model(self._host.master(bucket))
+
+    def _is_unused(self, piece: Piece) -> bool:
+        """Whether no rank had a gradient for a piece's parameter."""
+        return bool(self._update_unused) and id(piece.bucket.parameters[piece.index]) in self._update_unused
 
     def _move_state(self, unit: str, destination: Callable[[Offloaded], Tensor]) -> None:
         """Copy state that torch has just allocated by itself to one of its two copies, and refer to the
