@@ -33,7 +33,7 @@ from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import UnitState
-from hzplan.runtime.updates import Updates, as_groups, check_elementwise
+from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned
 from hzplan.runtime.world import ProcessWorld, World
 
 NOTE = "while allocating what lasts of unit "
@@ -65,6 +65,7 @@ class Choice:
     recompute: frozenset[str] = frozenset()
     offload: frozenset[str] = frozenset()
     tier_names: tuple[str, ...] = ()
+    optimizer: str | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -89,6 +90,7 @@ class Choice:
             recompute=plan.recomputed,
             offload=plan.offloaded,
             tier_names=plan.cluster.tier_names,
+            optimizer=plan.optimizer,
         )
 
 
@@ -125,6 +127,9 @@ def parallelize(
     a float32 buffer that meets activations inside a module should be cast there.
 
     Units that are compiled are compiled in place, ``layer.compile()``, before this is called.
+
+    A parameter for which no rank has a gradient in a step is left alone by the optimizer, as with DDP; under
+    a plan without clipping, whose updates do not wait for other ranks, its gradient counts as zero.
 
     Raises UserError when world, model or optimizer do not fit the plan, naming what differs.
     """
@@ -198,6 +203,9 @@ def apply(
             "start that many, or solve for this world"
         )
     waiting = stand_in(model)
+    if choice.optimizer is not None:
+        device = next(model.parameters()).device
+        check_planned(optimizer_class, arguments, choice.optimizer, device)
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
     recomputed = recomputed_modules(units, choice.recompute)
     tensors = {unit.name: unit.computed_in(choice.dtype) for unit in units}

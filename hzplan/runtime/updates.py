@@ -6,6 +6,7 @@ clipping's factor, right before a unit's update.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ NEVER = 2**62
 """Sentinel step number: no step with non-finite gradients has been seen."""
 
 ParamGroup = dict[str, Any]
+
+PLANNED = {"sgd": 0, "adam": 2, "adamw": 2}
+"""The optimizers that profiles measure, and how many tensors of a parameter's size each keeps as state."""
 
 ELEMENTWISE = (
     "SGD",
@@ -316,6 +320,28 @@ def check_elementwise(optimizer_class: Any) -> None:
             f"optimizer {name} is not known to work element by element and cannot be sharded; "
             f"use one of {', '.join(ELEMENTWISE)}"
         )
+
+
+def check_planned(
+    optimizer_class: Callable[..., Optimizer], arguments: ParamGroup, planned: str, device: torch.device
+) -> None:
+    """Compare an optimizer's state with what the plan counts for ``planned``, its name for one.
+
+    UserError where one that profiles measure keeps more tensors of a parameter's size than the plan counts; a
+    warning where another does, or where it keeps fewer.
+    """
+    if planned not in PLANNED:
+        return
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    kept = len(state_keys(lambda params: optimizer_class(params, **arguments), torch.float32, device))
+    counted = PLANNED[planned]
+    if kept == counted:
+        return
+    differs = f"{name} keeps {kept} tensors of state per parameter, the plan, for {planned}, counts {counted}"
+    if kept > counted and name.lower() != planned and PLANNED.get(name.lower()) == kept:
+        raise UserError(f"{differs}; profile with --optimizer {name.lower()} and solve again")
+    fit = "its memory may not suffice" if kept > counted else "it plans for more memory than that needs"
+    warnings.warn(f"{differs}: {fit}", stacklevel=4)
 
 
 def as_groups(params: Iterable[Any]) -> list[ParamGroup]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -309,3 +310,25 @@ def test_without_clipping_no_step_can_be_skipped() -> None:
     with pytest.raises(UserError, match="a step is skipped, but the plan was solved without clipping"):
         optimizer.skip_step()
     optimizer.engine.close()
+
+
+def test_the_optimizer_is_compared_with_the_plans() -> None:
+    nano = load("gpt:nano")
+    with pytest.raises(
+        UserError, match=r"AdamW keeps 2 tensors .* for sgd, counts 0; profile with --optimizer"
+    ):
+        parallelize(nano.build(), make_plan("gpt:nano", mesh="1", optimizer="sgd"), lr=1e-3)
+    for optimizer_class, arguments, said in (
+        (torch.optim.SGD, {}, "keeps 0 tensors .* more memory than that needs"),
+        (torch.optim.AdamW, {"amsgrad": True}, "keeps 3 tensors .* may not suffice"),
+        (torch.optim.Adagrad, {}, "Adagrad keeps 1 tensors"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            _, made = parallelize(
+                nano.build(), make_plan("gpt:nano", mesh="1"), optimizer_class, lr=1e-3, **arguments
+            )
+        made.engine.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, made = parallelize(nano.build(), make_plan("gpt:nano", mesh="1"), torch.optim.Adam, lr=1e-3)
+    made.engine.close()
