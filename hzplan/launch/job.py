@@ -14,25 +14,22 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, Preempted, UserError, one_line
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+from hzplan.launch.meeting import meet
 
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0
 """How long a rank waits for the others before it gives the job up."""
 
-POLL_S = 0.02
-"""How often ranks that meet look whether others have come."""
+MEETING = 0.9
+"""Share of it in which they have to meet, so that who is missing is named before all is given up."""
 
 LAUNCHED = "HZPLAN_LAUNCHED"
 """Set in ranks that ``hzplan.launch.local`` started: their failures are for the launcher to print."""
@@ -188,6 +185,7 @@ def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     end.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     if here.launched_here:
@@ -201,7 +199,7 @@ def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     timeout = timedelta(seconds=timeout_s)
     try:
         store, *_ = next(rendezvous("env://", here.rank, here.world, timeout=timeout))
-        store = _of_this_attempt(store, here, timeout_s)
+        store = PrefixStore(f"hzplan/{meet(store, here.rank, here.world, MEETING * timeout_s)}", store)
         dist.init_process_group(
             _backend(here), store=store, rank=here.rank, world_size=here.world, timeout=timeout
         )
@@ -233,45 +231,6 @@ def _backend(here: RankInfo) -> str:
         )
     torch.cuda.set_device(min(here.local_rank, count - 1))
     return "cuda:nccl,cpu:gloo"
-
-
-def _of_this_attempt(store: Store, here: RankInfo, timeout_s: float) -> Store:
-    """The part of a store that belongs to this start of the job.
-
-    torchrun keeps its store when it restarts a job, and in it the addresses of ranks that are gone, on which
-    gloo then waits in vain. How often agents have restarted differs between nodes, so ranks agree: the first
-    one draws a number and tells it to whoever is there now, known by a name that no earlier start has used.
-    JobFailed names ranks that do not come.
-    """
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    until = time.monotonic() + timeout_s
-    name = uuid.uuid4().hex
-    if here.rank == 0:
-        number = store.add("hzplan/number", 1)
-        missing = set(range(1, here.world))
-        while missing:
-            for rank in sorted(missing):
-                if store.check([f"hzplan/{number}/here/{rank}"]):
-                    missing.discard(rank)
-                elif store.check([f"hzplan/name/{rank}"]):
-                    asked = store.get(f"hzplan/name/{rank}").decode()
-                    store.set(f"hzplan/answer/{asked}", str(number))
-            if missing and time.monotonic() > until:
-                ranks = ", ".join(map(str, sorted(missing)))
-                raise JobFailed(
-                    f"rank{'s' * (len(missing) > 1)} {ranks} did not come within {timeout_s:.0f} s"
-                )
-            time.sleep(POLL_S if missing else 0.0)
-    else:
-        store.set(f"hzplan/name/{here.rank}", name)
-        while not store.check([f"hzplan/answer/{name}"]):
-            if time.monotonic() > until:
-                raise JobFailed(f"rank {here.rank} had no answer of rank 0 within {timeout_s:.0f} s")
-            time.sleep(POLL_S)
-        number = int(store.get(f"hzplan/answer/{name}"))
-        store.set(f"hzplan/{number}/here/{here.rank}", "")
-    return PrefixStore(f"hzplan/{number}", store)
 
 
 def _give_up(here: RankInfo, where: str, timeout_s: float) -> None:
