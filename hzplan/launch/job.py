@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, Preempted, UserError, one_line
 from hzplan.launch.meeting import meet
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -30,6 +33,10 @@ TIMEOUT_S = 300.0
 
 MEETING = 0.9
 """Share of it in which they have to meet, so that who is missing is named before all is given up."""
+
+LEAST_NCCL = (2, 26)
+MOST_FILES = 65536
+"""Open files, connections among them, that a process asks for where the system allows as many."""
 
 LAUNCHED = "HZPLAN_LAUNCHED"
 """Set in ranks that ``hzplan.launch.local`` started: their failures are for the launcher to print."""
@@ -200,8 +207,10 @@ def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     try:
         store, *_ = next(rendezvous("env://", here.rank, here.world, timeout=timeout))
         store = PrefixStore(f"hzplan/{meet(store, here.rank, here.world, MEETING * timeout_s)}", store)
+        backend, device = _backend(here)
+        _allow_connections()
         dist.init_process_group(
-            _backend(here), store=store, rank=here.rank, world_size=here.world, timeout=timeout
+            backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout, device_id=device
         )
     except (RuntimeError, ValueError) as error:
         raise JobFailed(
@@ -213,8 +222,35 @@ def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     dist.destroy_process_group()
 
 
-def _backend(here: RankInfo) -> str:
-    """NCCL for what is on GPUs, beside gloo for what is not. NOT RUN ON A GPU YET.
+def _allow_connections() -> None:
+    """gloo connects two ranks when they first have something to say to each other, and as many as the system
+    allows: a mesh of all ranks would be a connection for each pair, of every process group."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if sys.platform == "linux":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_nccl(version: tuple[int, ...]) -> None:
+    """JobFailed where NCCL does not order the kernels of several communicators as they were launched.
+
+    From 2.26 on it does, with ``NCCL_LAUNCH_ORDER_IMPLICIT``. Before, communicators that are used at once may
+    wait for each other for ever (NCCL's user guide, *Using multiple NCCL communicators concurrently*).
+    """
+    if version < LEAST_NCCL:
+        found, least = (".".join(map(str, one)) for one in (version, LEAST_NCCL))
+        raise JobFailed(
+            f"NCCL {found}: communicators of several tiers need {least} or later; install a newer torch, or "
+            "set HZPLAN_BACKEND=gloo to train on processors"
+        )
+
+
+def _backend(here: RankInfo) -> tuple[str, torch.device | None]:
+    """NCCL for what is on GPUs, beside gloo for what is not, and the rank's GPU. NOT RUN ON A GPU YET.
 
     Where a host has GPUs every rank has one: its own, or the only one that it sees. HZPLAN_BACKEND=gloo keeps
     to the processors.
@@ -223,14 +259,17 @@ def _backend(here: RankInfo) -> str:
 
     count = torch.cuda.device_count()
     if not count or os.environ.get("HZPLAN_BACKEND") == "gloo":
-        return "gloo"
+        return "gloo", None
     if 1 < count < here.local_world:
         raise JobFailed(
             f"rank {here.rank}: {here.local_world} ranks on a host that shows {count} GPUs; start one per "
             "GPU, or set HZPLAN_BACKEND=gloo to train on its processors"
         )
-    torch.cuda.set_device(min(here.local_rank, count - 1))
-    return "cuda:nccl,cpu:gloo"
+    check_nccl(tuple(torch.cuda.nccl.version()))
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    device = torch.device("cuda", min(here.local_rank, count - 1))
+    torch.cuda.set_device(device)
+    return "cuda:nccl,cpu:gloo", device  # whose communicators are then split from the world's
 
 
 def _give_up(here: RankInfo, where: str, timeout_s: float) -> None:

@@ -60,7 +60,7 @@ class ProcessWorld:
 
     def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> ProcessGroup:
         """See World."""
-        return on_device(process_group(mesh, kind, stage, self.rank, self._ranks), device)
+        return on_device(process_group(mesh, kind, stage, self.rank, self._ranks, device), device)
 
     def broadcast(self, tensor: Tensor) -> None:
         """See World."""

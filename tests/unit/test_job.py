@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -9,8 +10,17 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, Preempted, UserError
-from hzplan.launch.job import RankInfo, first_host, meeting_point, rank_info, record_failure, with_exit_code
+from hzplan.launch.job import (
+    RankInfo,
+    check_nccl,
+    first_host,
+    meeting_point,
+    rank_info,
+    record_failure,
+    with_exit_code,
+)
 from hzplan.launch.local import _explain, cluster_line
+from tests.cli.command import torchrun
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
 
@@ -97,3 +107,44 @@ def test_the_culprit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_users_mistake_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = _explain({0: failure(tmp_path, 0, 3, monkeypatch, "nothing fits")})
     assert (str(error), error.exit_code) == ("nothing fits", 3)
+
+
+def test_an_nccl_that_does_not_order_communicators_is_refused() -> None:
+    check_nccl((2, 26, 2))
+    check_nccl((3, 0))
+    with pytest.raises(JobFailed, match=r"NCCL 2\.25\.1: .* need 2\.26 or later; install a newer torch"):
+        check_nccl((2, 25, 1))
+
+
+CONNECTIONS = """
+import os, sys, torch, torch.distributed as dist
+from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.launch.job import join, rank_info
+from hzplan.runtime.world import ProcessWorld
+
+def connections():
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith("socket") for link in links)
+
+with join(rank_info()) as job:
+    mesh, world = Mesh.parse(sys.argv[1]), ProcessWorld()
+    for kind in ("unshard", "reduce", "gather"):
+        for stage in mesh.stages():
+            world.new_group(mesh, kind, stage, torch.device("cpu"))
+    job.agree(lambda: None)
+    world.all_reduce(torch.ones(100))
+    if job.info.rank == 1:  # the first rank has the store, and a connection of each rank
+        print("connections", connections(), flush=True)
+    dist.barrier()
+"""
+
+
+def test_connections_do_not_grow_with_the_world(tmp_path: Path) -> None:
+    """What a rank holds after groups were made for every stage, and ranks have compared notes."""
+    (tmp_path / "count.py").write_text(CONNECTIONS)
+    found = []
+    for world in (4, 16):
+        done = torchrun(world, "count.py", f"4|{world // 4}" if world > 4 else "4", cwd=tmp_path)
+        assert done.code == 0, done.stderr
+        found.append(int(re.search(r"connections (\d+)", done.stdout).group(1)))  # type: ignore[union-attr]
+    assert found[1] <= found[0] + 8, found

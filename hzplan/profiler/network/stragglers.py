@@ -96,7 +96,7 @@ def _arrivals(ranks: Ranks, mesh: Mesh, stage: Stage) -> dict[tuple[int, int], f
     """Median seconds until a message arrives, by its sender and this rank; all ranks send at once."""
     members = mesh.group(ranks.rank, stage)
     place, size = members.index(ranks.rank), len(members)
-    group = process_group(mesh, "unshard", stage, ranks.rank, range(ranks.size))
+    group = process_group(mesh, "unshard", stage, ranks.rank, range(ranks.size), ranks.device)
     message = torch.zeros(MESSAGE_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(message)
     found: dict[tuple[int, int], float] = {}

@@ -36,11 +36,14 @@ def on_device(handle: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
     return GlooGroup(handle) if gloo else NcclGroup(handle)
 
 
-def process_group(mesh: Mesh, kind: str, stage: Stage, rank: int, ranks: Sequence[int]) -> dist.ProcessGroup:
+def process_group(
+    mesh: Mesh, kind: str, stage: Stage, rank: int, ranks: Sequence[int], device: torch.device
+) -> dist.ProcessGroup:
     """The process group of a rank of a mesh in a stage; only its members take part in making it.
 
-    ``ranks``: the job's ranks at all places of the mesh. Groups last as long as the job's default group: a
-    second plan in the same process takes them over, and those of an earlier job are freed.
+    ``ranks``: the job's ranks at all places of the mesh; ``device``: where its tensors are. Groups last as
+    long as the job's default group: a second plan in the same process takes them over, and those of an
+    earlier job are freed.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -53,6 +56,7 @@ def process_group(mesh: Mesh, kind: str, stage: Stage, rank: int, ranks: Sequenc
             use_local_synchronization=True,
             sort_ranks=False,
             timeout=_timeout(mesh, kind, stage),
+            backend=str(world._get_backend(device).name()),  # one, where the job has one more for processors
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
         )
     return _made[world, kind, members]

@@ -23,9 +23,10 @@ class NcclGroup(NativeGroup):
         self.handle = handle
 
     def issue_all_gather(self, whole: Tensor, part: Tensor) -> Work | None:
-        """See NativeGroup."""
-        work: Work | None = _all_gather(whole, part, group=self.handle, async_op=True)
-        return work
+        """See NativeGroup. On the current stream, which is the launcher's and has priority: ``async_op=True``
+        would move it to a stream of torch's own, which has none."""
+        _all_gather(whole, part, group=self.handle)
+        return None
 
     def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """See NativeGroup."""
