@@ -46,12 +46,12 @@ def _narrow(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) 
     """In bfloat16, which holds the values of these buffers exactly: by exchange and by the backend's own."""
     size, wrong = len(order), []
     parts = [values(rank, 1, dtype) for rank in order]
-    whole = torch.full((size, LENGTH), -1, dtype=dtype)
-    whole[place].copy_(parts[place])
-    gather = group.all_gather([Buffers(whole.view(-1), whole[place], torch.bfloat16)])
-    gather.run()
-    if not torch.equal(whole, torch.stack(parts)):
-        wrong.append(f"all_gather {order} {dtype} in bfloat16")
+    for by in (group, NcclGroup(group.handle)):
+        whole = torch.full((size, LENGTH), -1, dtype=dtype)
+        whole[place].copy_(parts[place])
+        by.all_gather([Buffers(whole.view(-1), whole[place], torch.bfloat16)]).run()
+        if not torch.equal(whole, torch.stack(parts)):
+            wrong.append(f"{type(by).__name__} all_gather {order} {dtype} in bfloat16")
     total = sum(values(rank, size, dtype) for rank in order)
     assert isinstance(total, Tensor)
     expected = total.view(size, LENGTH)[place]

@@ -18,7 +18,8 @@ class NativeGroup(Group):
 
     @abstractmethod
     def issue_all_gather(self, whole: Tensor, part: Tensor) -> Work | None:
-        """Start an all-gather of ``part`` [n] into ``whole`` [group size × n]."""
+        """Start an all-gather of ``part`` [n] into ``whole`` [group size × n]. None: it is in the order of the
+        current device stream."""
 
     @abstractmethod
     def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
@@ -42,7 +43,8 @@ class _Gather(Gather):
         self._under_way = Transfer(self._group.issue_all_gather(self.whole, self.part))
 
     def finish(self) -> None:
-        wait([self._under_way])
+        if self._under_way.work is not None:  # else it is in order on the current stream
+            wait([self._under_way])
 
 
 class _Reduction(Reduction):
