@@ -52,6 +52,7 @@ class _Snapshot:
     position: Position
     extra: dict[str, Any]
     optimizer: str
+    buffers: frozenset[str]
 
 
 @dataclass
@@ -94,9 +95,13 @@ class Saver:
         optimizer.engine.synchronize()
         entries = [*parameters(optimizer.engine.units.values(), once=True), *state(optimizer.updates)]
         entries += random_state(self._rank, optimizer.engine.device)
-        entries += buffers(model) if self._rank == 0 else []
+        of_model = buffers(model) if self._rank == 0 else []
+        entries += of_model
         staged = [entry.staged() for entry in entries]
-        snapshot = _Snapshot(staged, aliases(model), position, said_extra, optimizer.updates.class_name)
+        snapshot = _Snapshot(
+            *(staged, aliases(model), position, said_extra, optimizer.updates.class_name),
+            buffers=frozenset(entry.name for entry in of_model),
+        )
         self._thread = threading.Thread(
             target=self._save, args=(snapshot,), name="hzplan checkpoint", daemon=True
         )
@@ -129,7 +134,7 @@ class Saver:
     def _write(self, snapshot: _Snapshot) -> None:
         """All ranks together; an error on one is an error on all."""
         step = snapshot.position.step
-        self._together(lambda: _check_finite(snapshot.entries))
+        self._together(lambda: _check_finite(snapshot))
         self._together(lambda: self._begin(step) if self._rank == 0 else None)
         path = folders.partial_of(self.folder, step)
         writer = Writer(path, snapshot.also)
@@ -220,10 +225,11 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _check_finite(entries: list[Entry]) -> None:
-    """UserError for values that no training goes on from."""
-    for entry in entries:
-        if entry.values.dtype in FINITE and not bool(entry.values.isfinite().all()):
+def _check_finite(snapshot: _Snapshot) -> None:
+    """UserError for values that no training goes on from. Buffers may hold any: masks are of infinities."""
+    for entry in snapshot.entries:
+        checked = entry.values.dtype in FINITE and entry.name not in snapshot.buffers
+        if checked and not bool(entry.values.isfinite().all()):
             raise UserError(f"{entry.name} is not finite")
 
 

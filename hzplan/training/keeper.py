@@ -30,6 +30,7 @@ class Keeper:
         )
         self._start = START
         self._failed: str | None = None  # why the newest save is none
+        self._saves, self._kept = 0, False  # saves that were begun; whether there is any to go on from
         self.asked_to_end = False
         """Whether SIGTERM has come to this rank."""
         if saving is not None and threading.current_thread() is threading.main_thread():
@@ -59,6 +60,7 @@ class Keeper:
             return START
         for line in loaded.passed_over:
             self._remark(f"passed over: {line}")
+        self._kept = True
         world = "" if loaded.same_world else " (of another world size: dropout and the like draw anew)"
         self._remark(f"going on from {loaded.path}{world}")
         return loaded.position
@@ -68,8 +70,18 @@ class Keeper:
         return self._saving is not None and (step == self._options.steps or step % self._saving.every == 0)
 
     def save(self, model: nn.Module, optimizer: ShardedOptimizer, step: int) -> None:
-        """Between two steps, after ``step`` of them; a failed save is a remark, training goes on."""
+        """Between two steps, after ``step`` of them; a failed save is a remark, and training goes on where
+        there is an earlier one. JobFailed where the first one has failed: a run would end with nothing."""
         if self._checkpoints is not None:
+            if self._saves and not self._kept:  # at the second one all ranks know of the first
+                self._checkpoints.settle()
+                self.report()
+                if not self._kept:
+                    raise JobFailed(
+                        f"the first checkpoint was not saved ({self._failed}), and there is no earlier one "
+                        "to go on from; mend that, or train without --checkpoint"
+                    )
+            self._saves += 1
             samples = self._start.samples + (step - self._start.step) * self._plan.batch.global_batch
             self._checkpoints.save(model, optimizer, step, samples=samples)
             self.report()
@@ -78,6 +90,7 @@ class Keeper:
         """Say what became of saves that have ended."""
         for outcome in self._checkpoints.outcomes() if self._checkpoints is not None else ():
             self._failed = outcome.problem
+            self._kept |= outcome.problem is None
             if outcome.problem is not None:
                 self._remark(
                     f"the checkpoint after step {outcome.step} was not saved ({outcome.problem}); older ones "

@@ -22,7 +22,7 @@ from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.folder import listed, newest_whole
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Use
-from hzplan.errors import Preempted, UserError
+from hzplan.errors import JobFailed, Preempted, UserError
 from hzplan.formats.base import fingerprint
 from hzplan.formats.checkpoint import FILE, Checkpoint
 from hzplan.models.workload import load
@@ -436,3 +436,41 @@ def test_tensors_of_any_shape_come_back(tmp_path: Path) -> None:
     assert torch.equal(first.waves, second.waves) and float(full_parameters(found[1])["scale"]) == 1.0
     for optimizer in found:
         optimizer.engine.close()
+
+
+def test_buffers_may_hold_infinities(tmp_path: Path) -> None:
+    def with_mask() -> tuple[nn.Module, ShardedOptimizer]:
+        torch.manual_seed(0)
+        model = load("gpt:nano").build()
+        model.register_buffer("mask", torch.tensor([0.0, float("-inf"), float("nan")]))
+        return parallelize(model, PLAN, lr=1e-2)
+
+    model, optimizer = with_mask()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 1)
+    checkpoints.wait()
+    optimizer.engine.close()
+    again, other = with_mask()
+    again.mask.zero_()  # type: ignore[operator,union-attr]
+    assert Checkpoints(tmp_path).load(again, other) is not None
+    assert str(again.mask.tolist()) == "[0.0, -inf, nan]"  # type: ignore[operator,union-attr]
+    other.engine.close()
+
+
+def test_a_run_whose_first_save_fails_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RunOptions(4, lr=1e-2, heldout_tokens=1024, saving=Saving(tmp_path, 1, 3, True))
+    check = "hzplan.checkpoint.save._check_finite"
+
+    def full(snapshot: object) -> None:
+        raise UserError("no space is left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(check, full)
+        with pytest.raises(JobFailed, match=r"the first checkpoint was not saved \(no space is left\)"):
+            train(PLAN, load("gpt:nano"), corpus(), options)
+    assert train(PLAN, load("gpt:nano"), corpus(), replace(options, steps=2)).resumed_from == 0
+    with monkeypatch.context() as broken:  # there is an earlier one: said, and it goes on
+        broken.setattr(check, full)
+        train(PLAN, load("gpt:nano"), corpus(), options)

@@ -18,8 +18,10 @@ class NativeGroup(Group):
 
     @abstractmethod
     def issue_all_gather(self, whole: Tensor, part: Tensor) -> Work | None:
-        """Start an all-gather of ``part`` [n] into ``whole`` [group size × n]. None: it is in the order of the
-        current device stream."""
+        """Start an all-gather of ``part`` [n] into ``whole`` [group size × n].
+
+        None where it is in the order of the current device stream, as later work on it is.
+        """
 
     @abstractmethod
     def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
