@@ -36,7 +36,8 @@ class Checkpoints:
     """Saves a sharded model and its optimizer beside training, and loads them under any plan and world.
 
     Every rank makes one, and calls its methods in the same order; ``folder`` must be one that all of them
-    see. The files are torch.distributed.checkpoint's, with the model's own names, shapes and dtypes::
+    see. Tensors have the model's own names, shapes and dtypes; ``hzplan.checkpoint.storage.Reader`` reads
+    them for torch.distributed.checkpoint::
 
         checkpoints = hzplan.Checkpoints("checkpoints")
         loaded = checkpoints.load(model, optimizer)
@@ -64,7 +65,7 @@ class Checkpoints:
         )
         if found is None:
             return None
-        same_world = restore(found, model, optimizer)
+        same_world = restore(found, model, optimizer, saver.together)
         steps = [step for step in map(step_of, listed(self.folder)) if step <= found.index.step]
         saver.known = [*steps]
         position = Position(found.index.step, found.index.samples)

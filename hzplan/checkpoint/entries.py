@@ -1,6 +1,5 @@
-"""What a rank holds of the model and its optimizer, and so which boxes of which tensors it saves and reads,
-under names that any other plan knows them by. Which stored pieces these boxes are read from:
-``planners.Loading``.
+"""What a rank holds of the model and its optimizer, and so which ranges of which tensors it saves and reads,
+under names that any other plan knows them by. In which files these ranges lie: ``formats.checkpoint``.
 
 ``model.<parameter>`` and ``model.<buffer>``, in the model's shapes; ``optimizer.state.<parameter>.<key>``, in
 the parameter's shape, or a single number for all of it; ``rng.<device>.<rank>``. These are the names under
@@ -11,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.layout import boxes
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL, RNG, STATE
 from hzplan.runtime.bucket import Bucket
@@ -26,34 +23,27 @@ from hzplan.runtime.updates import Updates
 
 @dataclass(frozen=True)
 class Entry:
-    """A box of a named tensor of ``shape``; ``values`` has the box's ``sizes`` and may be read or written."""
+    """Elements from ``start`` on of a named tensor of ``shape``, row-major.
+
+    ``values`` may be read or written; it is flat, or has the shape where it is all of the tensor. ``sliced``:
+    whether it lies in a slice of a bucket, or is a tensor that one rank has alone.
+    """
 
     name: str
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    start: int
     values: Tensor
+    sliced: bool = True
 
-    def staged(self) -> Entry:
-        """The same with a copy of the values in the host's memory."""
-        values = self.values.detach()
-        values = values.clone() if values.device.type == "cpu" else values.cpu()
-        return Entry(self.name, self.shape, self.offsets, self.sizes, values)
-
-
-def flat(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Entry]:
-    """Elements from ``start`` on of a tensor, given as a flat view, box by box."""
-    at = 0
-    for offsets, sizes in boxes(shape, start, start + values.numel()):
-        end = at + prod(sizes)
-        yield Entry(name, shape, offsets, sizes, values[at:end].view(sizes))
-        at = end
+    @property
+    def end(self) -> int:
+        """The first element of the tensor behind it."""
+        return self.start + self.values.numel()
 
 
 def whole(name: str, values: Tensor) -> Entry:
     """A tensor that is not sharded."""
-    shape = tuple(values.shape)
-    return Entry(name, shape, (0,) * len(shape), shape, values)
+    return Entry(name, tuple(values.shape), 0, values, sliced=False)
 
 
 def buffers(model: nn.Module) -> list[Entry]:
@@ -109,9 +99,7 @@ def parameters(units: Iterable[UnitState], *, once: bool) -> Iterator[Entry]:
             for index, low, high in bucket.layout.pieces(start, end):
                 tensor = bucket.layout.tensors[index]
                 part = held[low - start : high - start]
-                yield from flat(
-                    f"{MODEL}{tensor.name}", tensor.shape, low - bucket.layout.offsets[index], part
-                )
+                yield Entry(f"{MODEL}{tensor.name}", tensor.shape, low - bucket.layout.offsets[index], part)
 
 
 def _kept(bucket: Bucket) -> tuple[Tensor, int]:
@@ -145,7 +133,7 @@ def state(updates: Updates) -> Iterator[Entry]:
                 if low == origin:
                     yield whole(name, value)
             else:
-                yield from flat(name, tensor.shape, low - origin, value[low - piece.low : high - piece.low])
+                yield Entry(name, tensor.shape, low - origin, value[low - piece.low : high - piece.low])
 
 
 def state_to_fill(
@@ -165,5 +153,5 @@ def state_to_fill(
                 yield whole(name, made[key])
             else:
                 made[key] = updates.room_for(piece, key, dtype)
-                yield from flat(name, tensor.shape, piece.low - layout.offsets[piece.index], made[key])
+                yield Entry(name, tensor.shape, piece.low - layout.offsets[piece.index], made[key])
         updates.set_state_of(piece, made)

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from hzplan.errors import UserError
-from hzplan.formats.checkpoint import Checkpoint
+from hzplan.formats.checkpoint import Checkpoint, data_file
 
 NAME = re.compile(r"step-(\d{8,15})")
-PARTIAL = re.compile(r"\.step-(\d+)\.(partial|old)")
+REPLACED = re.compile(r"\.step-(\d{8,15})\.old")
+"""A checkpoint whose name is being given to another one of the same step."""
+PARTIAL = re.compile(r"\.step-(\d+)\.(partial|old|pruned)")
 
 Gather = Callable[[Any], list[Any]]
 """What every rank has to say, on every rank, in their order."""
@@ -45,22 +47,27 @@ def partial_of(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder, the inverse of ``place_of``."""
-    match = NAME.fullmatch(path.name)
+    """The step of one of the folders that ``listed`` gives."""
+    match = NAME.fullmatch(path.name) or REPLACED.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first; none where there is no such folder."""
+    """The checkpoints of a folder, the newest first; none where there is no such folder.
+
+    One that was being replaced when its run was killed, between two renames, is taken under its hidden name;
+    the next save gives its own back. Nothing is renamed here: another run may be at work.
+    """
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror})") from None
-    steps = [(int(match[1]), name) for name in names if (match := NAME.fullmatch(name))]
-    return [folder / name for _, name in sorted(steps, reverse=True)]
+    steps = {int(match[1]): name for name in names if (match := REPLACED.fullmatch(name))}
+    steps |= {int(match[1]): name for name in names if (match := NAME.fullmatch(name))}
+    return [folder / name for _, name in sorted(steps.items(), reverse=True)]
 
 
 def newest_whole(folder: Path, rank: int, world: int, gather: Gather) -> Found | None:
@@ -97,8 +104,10 @@ def _looked_at(path: Path, rank: int, world: int) -> tuple[Checkpoint | None, st
         index = Checkpoint.load(path)
     except UserError as error:
         return None, str(error)
-    for file in index.files[rank::world]:
-        problem = file.problem(path)
+    if NAME.fullmatch(path.name) and index.step != step_of(path):
+        return index, f"{path}: field step: {index.step}, which is not the folder's"
+    for number in range(rank, len(index.files), world):
+        problem = index.files[number].problem(path / data_file(number))
         if problem:
             return index, f"{path}: {problem}"
     return index, None
@@ -122,9 +131,9 @@ def publish(folder: Path, step: int) -> Path:
     """Give a checkpoint's folder, all of whose files are written, its name; from then on it counts."""
     source, target = partial_of(folder, step), place_of(folder, step)
     before = folder / f".step-{step:08d}.old"
+    _sync(source)  # the names of its files, before its own
     if target.exists():  # of an earlier run that went further than the checkpoint it was resumed from
         os.replace(target, before)
-    _sync(source)  # the names of its files, before its own
     os.replace(source, target)
     _sync(folder)
     shutil.rmtree(before, ignore_errors=True)
@@ -144,7 +153,7 @@ def prune(folder: Path, keep: int, steps: Sequence[int], *, spared: int) -> None
     What is removed loses its name first, so that no half of it is taken for a checkpoint.
     """
     for step in sorted(set(steps) - {spared}, reverse=True)[keep - 1 :]:
-        hidden = folder / f".step-{step:08d}.old"
+        hidden = folder / f".step-{step:08d}.pruned"
         try:
             os.replace(place_of(folder, step), hidden)
         except OSError:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import threading
 import time
-import warnings
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,15 +16,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from hzplan.checkpoint import folder as folders
+from hzplan.checkpoint.data import write
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, random_state, state
-from hzplan.checkpoint.planners import SavingPlanner
 from hzplan.checkpoint.position import Position
-from hzplan.checkpoint.storage import Writer, tensors_of
+from hzplan.checkpoint.slices import lay_out_file, ranges_of
+from hzplan.checkpoint.staging import Staging
+from hzplan.core.hierarchy import Mesh
+from hzplan.core.layout import BucketLayout
 from hzplan.errors import UserError, last_cause, one_line
-from hzplan.formats.checkpoint import Checkpoint, StoredFile
+from hzplan.formats.checkpoint import (
+    STATE,
+    Checkpoint,
+    StoredBucket,
+    StoredFile,
+    StoredTensor,
+    StoredValue,
+    data_file,
+    ends_of_slices,
+    sliced,
+)
 from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -45,14 +56,29 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What is saved: this rank's part, other names of tensors, where the run is; and what rank 0 notes."""
+    """What is saved: this rank's part, how buckets are laid out, where the run is; and what rank 0 notes.
+
+    ``rank``: in ``mesh``, and so in the names of files. ``buffers``: names of entries that are any values.
+    """
 
     entries: list[Entry]
+    layouts: tuple[BucketLayout, ...]
+    mesh: Mesh
+    rank: int
     also: dict[str, str]
     position: Position
     extra: dict[str, Any]
     optimizer: str
     buffers: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A rank's file, and the tensors in it that no bucket has."""
+
+    rank: int
+    file: StoredFile
+    values: dict[str, StoredValue]
 
 
 @dataclass
@@ -74,6 +100,7 @@ class Saver:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._rank, self._world = (0, 1) if self._alone else (dist.get_rank(), dist.get_world_size())
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=_patience())
+        self._staging = Staging()
         self._lock: folders.Lock | None = None  # rank 0's, from the first save on
         self._thread: threading.Thread | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -94,12 +121,19 @@ class Saver:
         self.wait()
         optimizer.engine.synchronize()
         entries = [*parameters(optimizer.engine.units.values(), once=True), *state(optimizer.updates)]
-        entries += random_state(self._rank, optimizer.engine.device)
-        of_model = buffers(model) if self._rank == 0 else []
+        engine, rank = optimizer.engine, optimizer.engine.world.rank
+        entries += random_state(rank, engine.device)
+        of_model = buffers(model) if rank == 0 else []
         entries += of_model
-        staged = [entry.staged() for entry in entries]
         snapshot = _Snapshot(
-            *(staged, aliases(model), position, said_extra, optimizer.updates.class_name),
+            entries=self._staging.copies(entries),
+            layouts=tuple(bucket.layout for unit in engine.units.values() for bucket in unit.buckets),
+            mesh=engine.mesh,
+            rank=rank,
+            also=aliases(model),
+            position=position,
+            extra=said_extra,
+            optimizer=optimizer.updates.class_name,
             buffers=frozenset(entry.name for entry in of_model),
         )
         self._thread = threading.Thread(
@@ -134,46 +168,51 @@ class Saver:
     def _write(self, snapshot: _Snapshot) -> None:
         """All ranks together; an error on one is an error on all."""
         step = snapshot.position.step
-        self._together(lambda: _check_finite(snapshot))
-        self._together(lambda: self._begin(step) if self._rank == 0 else None)
+        kept = self.together(lambda: _state_kept(snapshot))
+        buckets = lay_out_file(snapshot.layouts, snapshot.mesh, _union(kept))
+        self.together(lambda: self._begin(step) if self._rank == 0 else None)
         path = folders.partial_of(self.folder, step)
-        writer = Writer(path, snapshot.also)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(
-                {},
-                storage_writer=writer,
-                planner=SavingPlanner(snapshot.entries),
-                process_group=self._group,
-                no_dist=self._alone,
-            )
-        names = [f"__{self._rank}_0.distcp", *([".metadata"] if self._rank == 0 else [])]
-        of_ranks = self._together(lambda: [_stored(path, name) for name in names])
-        files = tuple(file for of_rank in of_ranks for file in of_rank if file is not None)
-        self._together(lambda: self._end(writer, files, snapshot) if self._rank == 0 else None)
+        mine, problem = _tried(lambda: _write_file(path, snapshot, buckets))
+        written = self._gather_to_first(mine)
 
-    def _end(self, writer: Writer, files: tuple[StoredFile, ...], snapshot: _Snapshot) -> None:
-        """On rank 0: everything is there; write what says so, and give it its name."""
-        assert writer.metadata is not None
-        path = folders.partial_of(self.folder, snapshot.position.step)
-        for file in files:
-            if not (path / file.name).exists():
+        def end() -> None:
+            if problem is not None:
+                raise UserError(problem)
+            if self._rank == 0 and None not in written:
+                self._end(buckets, written, snapshot)
+
+        self.together(end)
+
+    def _end(self, buckets: tuple[StoredBucket, ...], written: list[_Written], snapshot: _Snapshot) -> None:
+        """On rank 0: everything is there; write what says so, and give it its name.
+
+        UserError where this rank does not see all files, or could not read back what it has written: then
+        the checkpoint gets no name, and older ones stay.
+        """
+        step = snapshot.position.step
+        path = folders.partial_of(self.folder, step)
+        written = sorted(written, key=lambda of_rank: of_rank.rank)
+        for of_rank in written:
+            file = path / data_file(of_rank.rank)
+            if not file.exists() or file.stat().st_size != of_rank.file.nbytes:
                 raise UserError(
                     f"{self.folder}: rank 0 does not see {file.name} there; all ranks must share it"
                 )
         Checkpoint(
-            step=snapshot.position.step,
+            step=step,
             samples=snapshot.position.samples,
-            world=self._world,
+            mesh=str(snapshot.mesh),
             model=self.model_name,
             optimizer=snapshot.optimizer,
             torch=torch.__version__,
             extra=snapshot.extra,
-            files=files,
-            tensors=tensors_of(writer.metadata, files),
+            files=tuple(of_rank.file for of_rank in written),
+            buckets=buckets,
+            values={name: value for of_rank in written for name, value in of_rank.values.items()},
+            aliases=snapshot.also,
         ).save(path)
-        folders.publish(self.folder, snapshot.position.step)
-        step = snapshot.position.step
+        Checkpoint.load(path)
+        folders.publish(self.folder, step)
         self.known = [*(known for known in self.known if known != step), step]
         folders.prune(self.folder, self.keep, self.known, spared=step)
 
@@ -183,13 +222,9 @@ class Saver:
             self._lock = folders.Lock(self.folder)
         folders.begin(self.folder, step)
 
-    def _together(self, work: Any) -> list[Any]:
+    def together(self, work: Callable[[], Any]) -> list[Any]:
         """What ``work`` gives on every rank; UserError on all of them where it fails on one."""
-        try:
-            mine: tuple[Any, str | None] = (work(), None)
-        except Exception as error:
-            mine = (None, said(error))
-        everyone = self.gather(mine)
+        everyone = self.gather(_tried(work))
         for rank, (_, problem) in enumerate(everyone):
             if problem is not None:
                 raise UserError(f"rank {rank}: {problem}" if self._world > 1 else problem)
@@ -202,6 +237,22 @@ class Saver:
         found: list[Any] = [None] * self._world
         dist.all_gather_object(found, mine, group=self._group)
         return found
+
+    def _gather_to_first(self, mine: Any) -> list[Any]:
+        """What every rank has, on rank 0 alone: all of it would be much for every rank of a large world."""
+        if self._alone:
+            return [mine]
+        found: list[Any] = [None] * self._world if self._rank == 0 else []
+        dist.gather_object(mine, found if self._rank == 0 else None, dst=0, group=self._group)
+        return found
+
+
+def _tried(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What ``work`` gives, or why it gives nothing."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, said(error)
 
 
 SAVES = 4
@@ -225,6 +276,69 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
+def _state_kept(snapshot: _Snapshot) -> dict[tuple[str, str], bytes]:
+    """What this rank has of the optimizer's state: numbers of parameters, as in ``slices.State``, but packed,
+    because every rank is told of every rank's. UserError for values that are not finite."""
+    _check_finite(snapshot)
+    number_of = {
+        tensor.name: number
+        for number, tensor in enumerate(tensor for layout in snapshot.layouts for tensor in layout.tensors)
+    }
+    found: dict[tuple[str, str], array[int]] = {}
+    for entry in snapshot.entries:
+        if entry.sliced and entry.name.startswith(STATE):
+            owner, _, key = entry.name.removeprefix(STATE).rpartition(".")
+            found.setdefault((key, _name(entry.values.dtype)), array("I")).append(number_of[owner])
+    return {of: numbers.tobytes() for of, numbers in found.items()}
+
+
+def _union(kept: Iterable[Mapping[tuple[str, str], bytes]]) -> dict[str, dict[str, list[int]]]:
+    """What all ranks together have of the optimizer's state, as ``slices.State``."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for of_rank in kept:
+        for both, numbers in of_rank.items():
+            found.setdefault(both, set()).update(array("I", numbers))
+    state: dict[str, dict[str, list[int]]] = {}
+    for (key, dtype), tensors in found.items():
+        state.setdefault(key, {})[dtype] = sorted(tensors)
+    return state
+
+
+def _write_file(folder: Path, snapshot: _Snapshot, buckets: Sequence[StoredBucket]) -> _Written:
+    """Write this rank's file: its slices of buckets, and behind them what it has alone.
+
+    UserError where its values are not exactly those that its slices need: ranks then differ in the state
+    that their optimizers keep.
+    """
+    rank, tensors = snapshot.rank, sliced(buckets, snapshot.mesh)
+    end = ends_of_slices(buckets, snapshot.mesh.world)[rank]
+    missing = ranges_of(buckets, snapshot.mesh, rank)
+    placed, values = [], {}
+    for entry in snapshot.entries:
+        if entry.sliced:
+            missing.discard((entry.name, entry.start, entry.end))
+            placed.append((_first_byte(tensors[entry.name], entry, rank), entry.values))
+        else:
+            value = StoredValue(dtype=_name(entry.values.dtype), shape=entry.shape, rank=rank, first_byte=end)
+            values[entry.name], end = value, value.end
+            placed.append((value.first_byte, entry.values))
+    if missing:
+        raise UserError(
+            f"{min(missing)[0]}: other ranks keep it for their part of the parameter, this one not"
+        )
+    return _Written(rank, write(folder / data_file(rank), placed, end), values)
+
+
+def _first_byte(stored: StoredTensor, entry: Entry, rank: int) -> int:
+    (part,) = stored.parts(entry.start, entry.end)
+    assert part.rank == rank and stored.dtype == _name(entry.values.dtype)
+    return part.first_byte
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _check_finite(snapshot: _Snapshot) -> None:
     """UserError for values that no training goes on from. Buffers may hold any: masks are of infinities."""
     for entry in snapshot.entries:
@@ -236,25 +350,9 @@ def _check_finite(snapshot: _Snapshot) -> None:
 FINITE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _stored(folder: Path, name: str) -> StoredFile | None:
-    """A file's size and checksum; None where this rank had nothing to write."""
-    path = folder / name
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return StoredFile(name=name, nbytes=path.stat().st_size, sha256=digest)
-
-
 def said(error: BaseException) -> str:
-    """The reason of a failed save, without torch's account of every rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (first, _) = min(failures.items())
-        return f"rank {rank}: {said(first)}"
+    """The reason of a failed save, in a line."""
     cause = last_cause(error)
     if isinstance(cause, OSError) and cause.strerror:
         return f"{cause.filename or 'checkpoint'}: {cause.strerror}"
-    if "inline_container" in str(cause):  # torch's writer of zip files hides what the system said
-        return "a file could not be written whole: No space left on device, or it fails"
     return str(cause) if isinstance(cause, UserError) else one_line(cause)

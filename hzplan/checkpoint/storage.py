@@ -1,93 +1,94 @@
-"""torch.distributed.checkpoint's files, read by an index of our own, not by their pickle."""
+"""Checkpoints for torch.distributed.checkpoint: any program with DCP reads them, without hzplan's runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
-from hzplan.formats.checkpoint import Checkpoint, StoredFile, StoredTensor
+from hzplan.checkpoint.data import fill
+from hzplan.checkpoint.entries import Entry
+from hzplan.formats.checkpoint import Checkpoint
 
 
-class Writer(FileSystemWriter):
-    """Keeps what it wrote where, on the rank that coordinates.
+class Reader(StorageReader):
+    """Reads one checkpoint's folder, under any sharding that the state dict to be loaded has::
 
-    ``aliases``: names under which tensors are to be found too, with the name that they are written under.
+        state = {"model": model.state_dict()}
+        torch.distributed.checkpoint.load(state, storage_reader=Reader("checkpoints/step-00000100"))
+
+    To DCP every tensor is one chunk, so that what it knows does not grow with the ranks that saved. Checksums
+    of values are not compared; ``folder.whole_at`` does that. UserError when the index cannot be read.
     """
 
-    def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
-        super().__init__(path, sync_files=True)
-        self.metadata: dcp.Metadata | None = None
-        self._aliases = aliases
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._index = Checkpoint.load(self.path)
 
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """All ranks have written."""
-        tensors = metadata.state_dict_metadata
-        tensors.update({alias: tensors[name] for alias, name in self._aliases.items()})
-        by_name: dict[str, list[WriteResult]] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            by_name.setdefault(result.index.fqn, []).append(result)
-        again = [
-            replace(result, index=replace(result.index, fqn=alias))
-            for alias, name in self._aliases.items()
-            for result in by_name[name]
-        ]
-        super().finish(metadata, [*results, again])
-        self.metadata = metadata
-
-
-class Reader(FileSystemReader):
-    """Reads what a checked index says, and no pickle."""
-
-    def __init__(self, path: Path, index: Checkpoint) -> None:
-        super().__init__(path)
-        self._index = index
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another folder, where one is given."""
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+            self._index = Checkpoint.load(self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """The index, as torch wants it."""
-        return metadata_of(self._index)
+        """Every tensor, as one chunk."""
+        tensors: dict[str, Any] = {}
+        for name, stored in self._index.tensors.items():
+            size = torch.Size(stored.shape)
+            chunk = dcp.ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+            properties = dcp.TensorProperties(dtype=getattr(torch, stored.dtype))
+            tensors[name] = dcp.TensorStorageMetadata(properties, size, [chunk])
+        return dcp.Metadata(state_dict_metadata=tensors)
 
+    def set_up_storage_reader(
+        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the index is known."""
 
-def tensors_of(metadata: dcp.Metadata, files: Sequence[StoredFile]) -> dict[str, StoredTensor]:
-    """What an index says of the tensors that torch has written."""
-    number = {file.name: at for at, file in enumerate(files)}
-    found: dict[str, list[tuple[int, ...]]] = {}
-    assert isinstance(metadata.storage_data, Mapping)
-    for place, info in metadata.storage_data.items():
-        stored = metadata.state_dict_metadata[place.fqn]
-        assert isinstance(stored, dcp.TensorStorageMetadata)
-        assert place.index is not None
-        sizes = stored.chunks[place.index].sizes
-        chunk = (number[info.relative_path], info.offset, info.length, *place.offset, *sizes)
-        found.setdefault(place.fqn, []).append(chunk)
-    return {
-        name: StoredTensor(
-            dtype=str(stored.properties.dtype).removeprefix("torch."),
-            shape=tuple(stored.size),
-            chunks=tuple(sorted(found.get(name, ()))),
-        )
-        for name, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, dcp.TensorStorageMetadata)
-    }
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
 
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads for itself."""
+        return plans
 
-def metadata_of(index: Checkpoint) -> dcp.Metadata:
-    """The inverse."""
-    tensors: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for name, tensor in index.tensors.items():
-        dims, chunks = len(tensor.shape), []
-        for number, (file, first, nbytes, *box) in enumerate(tensor.chunks):
-            offsets, sizes = torch.Size(box[:dims]), torch.Size(box[dims:])
-            chunks.append(dcp.ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-            place = dcp.MetadataIndex(name, offsets, number)
-            places[place] = _StorageInfo(index.files[file].name, first, nbytes)
-        properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
-        tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    return dcp.Metadata(state_dict_metadata=tensors, storage_data=places)
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every box that the plan asks for."""
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.box(item).view(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def box(self, item: ReadItem) -> torch.Tensor:
+        """A box of a tensor: the whole rows that it touches are read, and cut."""
+        name = item.storage_index.fqn
+        stored = self._index.tensors[name]
+        dtype = getattr(torch, stored.dtype)
+        if not stored.shape:
+            rows = torch.empty((), dtype=dtype)
+            fill(self.path, self._index, [Entry(name, (), 0, rows)])
+            return rows
+        first, count = item.storage_offsets[0], item.lengths[0]
+        row = torch.Size(stored.shape[1:])
+        rows = torch.empty(count * row.numel(), dtype=dtype)
+        fill(self.path, self._index, [Entry(name, stored.shape, first * row.numel(), rows)])
+        box = rows.view(count, *row)
+        for dim in range(1, len(stored.shape)):
+            box = box.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+        return box
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a folder."""
+        return Path(checkpoint_id).is_dir()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, whole
-from hzplan.checkpoint.restore import fill
+from hzplan.core.layout import boxes
 from hzplan.errors import UserError, one_line
 from hzplan.formats.base import file_mode, read_json, write_text
 from hzplan.formats.checkpoint import MODEL, Checkpoint
@@ -74,14 +74,12 @@ def export(
 
 def _groups(index: Checkpoint, dtype: torch.dtype | None, most_bytes: int) -> Iterator[list[str]]:
     """The names of the tensors of each file."""
-    seen: set[tuple[tuple[int, ...], ...]] = set()
     group: list[str] = []
     size = 0
     for name, tensor in index.tensors.items():
-        if not name.startswith(MODEL) or (tensor.chunks and tensor.chunks in seen):
+        if not name.startswith(MODEL) or index.first_name(name) != name:
             continue
-        seen.add(tensor.chunks)
-        nbytes = prod(tensor.shape) * _cast(getattr(torch, tensor.dtype), dtype).itemsize
+        nbytes = tensor.numel * _cast(getattr(torch, tensor.dtype), dtype).itemsize
         if group and size + nbytes > most_bytes:
             yield group
             group, size = [], 0
@@ -100,7 +98,7 @@ def _read(path: Path, index: Checkpoint, names: list[str], dtype: torch.dtype | 
         for name in names
         for stored in [index.tensors[name]]
     }
-    fill(path, index, [whole(name, tensor) for name, tensor in tensors.items()], alone=True)
+    fill(path, index, [whole(name, tensor) for name, tensor in tensors.items()])
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
@@ -148,12 +146,17 @@ def _copy(opened: Any, file: Path, name: str, entry: Entry) -> None:
     shape = tuple(part.get_shape())
     if shape != entry.shape:
         raise UserError(f"{file}: {name} is {list(shape)}, and {list(entry.shape)} in this model")
-    box = tuple(slice(offset, offset + size) for offset, size in zip(entry.offsets, entry.sizes, strict=True))
-    values = part[box] if box else opened.get_tensor(name)
-    if values.is_floating_point() != entry.values.is_floating_point():
-        raise UserError(f"{file}: {name} is {values.dtype}, and {entry.values.dtype} in this model")
-    with torch.no_grad():
-        entry.values.copy_(values)
+    taken = 0
+    for offsets, sizes in boxes(shape, entry.start, entry.end):
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        values = part[box] if box else opened.get_tensor(name)
+        if values.is_floating_point() != entry.values.is_floating_point():
+            raise UserError(f"{file}: {name} is {values.dtype}, and {entry.values.dtype} in this model")
+        count = values.numel()
+        target = entry.values if count == entry.values.numel() else entry.values[taken : taken + count]
+        with torch.no_grad():
+            target.copy_(values.view(target.shape))
+        taken += count
 
 
 def _files(path: Path) -> Mapping[str, Path]:

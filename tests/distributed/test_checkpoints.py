@@ -18,11 +18,23 @@ from hzplan.checkpoint.folder import listed
 from hzplan.formats.plan import Plan
 from tests.cli.command import environment, hzplan, started
 from tests.distributed.pairs import contents, wrong_pairs
+from tests.distributed.ranks import on_ranks
 from tests.plans import make_plan
 
 
 def test_any_plan_loads_what_any_other_saved(tmp_path: Path) -> None:
     assert wrong_pairs([*range(10)], 4, tmp_path) == []
+
+
+def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    said = on_ranks(2, "tests.distributed.pairs:a_rank_that_fails", str(folder), tmp_path)
+    of_a_rank = [
+        "/step-00000002: not saved: rank 1: disk: Input/output error",
+        "rank 1: disk: Input/output error",
+    ]
+    assert said == 2 * of_a_rank
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
 RUN = ("--steps", 12, "--checkpoint-every", 3, "--lr", 1e-3, "--json", "--resume", "--seed", 5)

@@ -17,14 +17,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hzplan import Checkpoints, full_parameters, parallelize
+from hzplan.checkpoint.data import fill
+from hzplan.checkpoint.entries import whole
 from hzplan.checkpoint.folder import listed, newest_whole
+from hzplan.checkpoint.position import Position
+from hzplan.checkpoint.staging import Staging
+from hzplan.checkpoint.storage import Reader
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Use
 from hzplan.errors import JobFailed, Preempted, UserError
 from hzplan.formats.base import fingerprint
-from hzplan.formats.checkpoint import FILE, Checkpoint
+from hzplan.formats.checkpoint import FILE, Checkpoint, data_file
 from hzplan.models.workload import load
 from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.optimizer import ShardedOptimizer
@@ -57,7 +63,7 @@ def state_of(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
     return [
         v
         for piece in optimizer.updates.pieces
-        for v in optimizer.updates.state_of(piece).values()
+        for _, v in sorted(optimizer.updates.state_of(piece).items())
         if v is not None
     ]
 
@@ -95,7 +101,7 @@ def test_torch_reads_it_by_the_models_names(tmp_path: Path) -> None:
     checkpoints.wait()
     plain = load("gpt:nano").build()
     wanted = {"model": plain.state_dict()}
-    dcp.load(wanted, checkpoint_id=str(tmp_path / "step-00000002"), no_dist=True)
+    dcp.load(wanted, storage_reader=Reader(tmp_path / "step-00000002"), no_dist=True)
     expected = full_parameters(optimizer)
     assert all(torch.equal(wanted["model"][name], value) for name, value in expected.items())
     optimizer.engine.close()
@@ -148,7 +154,7 @@ def _values(path: Path) -> dict[str, torch.Tensor]:
         name: torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in index.tensors.items()
     }
-    dcp.load(room, checkpoint_id=str(path), no_dist=True)
+    fill(path, index, [whole(name, tensor) for name, tensor in room.items()])
     return room
 
 
@@ -198,7 +204,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     newest = folder / "step-00000004"
-    names = [file.name for file in Checkpoint.load(newest).files]
+    names = [data_file(0)]
     damage(newest / rng.choice([*names, FILE]), rng)
     index, passed_over = nothing(folder)
     assert index.step == 2
@@ -235,14 +241,30 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(saved:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        (("files", 0, "name"), "../../secret"),
-        (("files", 0, "name"), "/etc/passwd"),
-        (("tensors", "model.embed.weight", "chunks", 0, 0), 99),
-        (("tensors", "model.embed.weight", "chunks", 0, 2), 10**12),
-        (("tensors", "model.embed.weight", "chunks", 0, 3), 1),
-        (("tensors", "model.positions.weight", "chunks", 0, -1), 1),
-        (("tensors", "model.embed.weight", "shape", 0), 1 << 40),
-        (("tensors", "model.embed.weight", "dtype"), "Tensor"),
+        (("files", 0, "nbytes"), 1000),
+        (("mesh",), "8|2048"),
+        (("mesh",), "1x"),
+        (("buckets", 0, "slices"), 2),
+        (("buckets", 0, "slices"), 3),
+        (("buckets", 0, "numel"), 10**12),
+        (("buckets", 0, "numel"), 64),
+        (("buckets", 0, "tensors", 0, "shape", 0), 1 << 40),
+        (("buckets", 2, "tensors", 1, "offset"), 1),
+        (("buckets", 2, "tensors", 1, "name"), "embed.weight"),
+        (("buckets", 0, "arrays", 0, "dtype"), "Tensor"),
+        (("buckets", 0, "arrays", 0, "dtype"), "float64"),
+        (("buckets", 0, "arrays", 0, "tensors", 0), 99),
+        (("buckets", 1, "arrays", 0, "tensors"), [1, 1]),
+        (("buckets", 1, "arrays", 1, "first_byte"), 64),
+        (("buckets", 0, "arrays", 2, "first_byte"), 10**12),
+        (("buckets", 0, "arrays", 2, "key"), "exp_avg"),
+        (("values", "rng.cpu.0", "rank"), 1),
+        (("values", "rng.cpu.0", "first_byte"), 64),
+        (("values", "rng.cpu.0", "first_byte"), 10**12),
+        (("values", "rng.cpu.0", "shape"), [1 << 40]),
+        (("values", "rng.cpu.0", "dtype"), "object"),
+        (("aliases", "model.head.weight"), "model.nothing"),
+        (("aliases", "rng.cpu.0"), "model.embed.weight"),
         (("step",), -1),
     ],
 )
@@ -270,7 +292,7 @@ def test_a_failed_save_is_said_and_leaves_the_older_ones(
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device", "data")
 
-    monkeypatch.setattr("hzplan.checkpoint.save.save", full)
+    monkeypatch.setattr("hzplan.checkpoint.save.write", full)
     result, heard = run(folder, 6)
     assert result.unsaved is not None and "No space left on device" in result.unsaved
     assert any(
@@ -396,9 +418,125 @@ def test_a_checkpoint_that_lost_its_name_gets_it_back(saved: Path, tmp_path: Pat
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     (folder / "step-00000004").rename(folder / ".step-00000004.old")
-    run(folder, 5, every=9)
-    assert [int(path.name[-1]) for path in listed(folder)] == [5, 4, 2]
-    assert nothing(folder)[0].step == 5
+    assert nothing(folder) == (Checkpoint.load(folder / ".step-00000004.old"), ())
+    result, _ = run(folder, 5, every=9, keep=3)
+    assert result.resumed_from == 4  # and not 2, whose name nobody took
+    assert [path.name for path in listed(folder)] == [f"step-0000000{step}" for step in (5, 4, 2)]
+
+
+def test_a_kill_between_the_renames_of_a_checkpoint_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 3, samples=1)
+    checkpoints.wait()
+    replace_file = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if str(source).endswith(".partial"):
+            raise SystemExit
+        replace_file(source, target)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(os, "replace", killed)
+        checkpoints.save(model, optimizer, 3, samples=2)
+        checkpoints.settle()
+    assert [outcome.problem for outcome in checkpoints.outcomes()] == ["SystemExit"]
+    found = checkpoints.load(model, optimizer)
+    assert found is not None and found.position == Position(3, 1) and not found.passed_over
+    checkpoints.save(model, optimizer, 3, samples=3)
+    checkpoints.wait()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+    assert nothing(tmp_path)[0].samples == 3
+    optimizer.engine.close()
+
+
+def test_a_checkpoint_that_was_being_removed_does_not_come_back(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    half = folder / ".step-00000001.pruned"
+    half.mkdir()
+    shutil.copy(folder / "step-00000002" / data_file(0), half)
+    run(folder, 5, keep=3)
+    assert [entry.name for entry in sorted(folder.iterdir())] == [f"step-0000000{n}" for n in (2, 4, 5)]
+
+
+@pytest.mark.parametrize("way", ["too large", "cut short"])
+def test_what_could_not_be_read_back_is_not_published(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(model, optimizer, 1)
+    checkpoints.wait()
+    with monkeypatch.context() as broken:
+        if way == "too large":
+            broken.setattr("hzplan.formats.checkpoint.MAX_FILE_BYTES", 30_000)
+        else:
+            write_text = "hzplan.formats.checkpoint.write_text"
+            broken.setattr(write_text, lambda path, text: path.write_text(text[:3000]))
+        checkpoints.save(model, optimizer, 2, extra={"seen": "x" * 30_000})
+        with pytest.raises(UserError, match=r"would be 0 MiB, at most|checkpoint.json: not valid JSON"):
+            checkpoints.wait()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    assert nothing(tmp_path)[0].step == 1
+    optimizer.engine.close()
+
+
+def test_ranks_whose_optimizers_keep_other_state_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first update a rank keeps nothing, and another one is said to keep something."""
+    model, optimizer = made()
+    monkeypatch.setattr("hzplan.checkpoint.save._union", lambda kept: {"exp_avg": {"float32": [0]}})
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 1)
+    with pytest.raises(UserError, match=r"not saved: optimizer\.state\.embed\.weight\.exp_avg: other ranks"):
+        checkpoints.wait()
+    optimizer.engine.close()
+
+
+def test_torch_reads_any_box_of_a_tensor(saved: Path) -> None:
+    path = saved / "step-00000004"
+    reader = Reader(path)
+    values = _values(path)
+    for name, offsets, sizes in (
+        ("model.embed.weight", (3, 5), (40, 7)),
+        ("optimizer.state.embed.weight.exp_avg", (255, 0), (1, 32)),
+        ("model.layers.0.norm1.bias", (9,), (20,)),
+        ("optimizer.state.embed.weight.step", (), ()),
+    ):
+        box = dcp.metadata.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        stored = reader.read_metadata().state_dict_metadata[name]
+        assert isinstance(stored, dcp.metadata.TensorStorageMetadata)
+        (item,) = create_read_items_for_chunk_list(name, stored, [box])
+        cut = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(reader.box(item), values[name][cut])
+
+
+def test_what_a_device_has_is_copied_to_one_pinned_buffer_and_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made_bytes: list[int] = []
+    waits: list[None] = []
+
+    def pinned(nbytes: int) -> torch.Tensor:
+        made_bytes.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("hzplan.checkpoint.staging._on_device", lambda values: values.dtype != torch.uint8)
+    monkeypatch.setattr("hzplan.checkpoint.staging._pinned", pinned)
+    monkeypatch.setattr("hzplan.checkpoint.staging._wait", lambda: waits.append(None))
+    staging = Staging()
+    for turn in range(2):
+        values = [torch.full((3,), float(turn)), torch.arange(5, dtype=torch.bfloat16), torch.tensor(7.0)]
+        values += [torch.zeros(2, 4).t(), torch.get_rng_state()]
+        copies = staging.copies([whole(str(number), value) for number, value in enumerate(values)])
+        assert all(torch.equal(copy.values, value) for copy, value in zip(copies, values, strict=True))
+        memory = {copy.values.untyped_storage().data_ptr() for copy in copies}
+        assert len(memory) == 2 and not memory & {value.untyped_storage().data_ptr() for value in values}
+    assert made_bytes == [4 * 256] and len(waits) == 2
 
 
 class Odd(nn.Module):
@@ -474,3 +612,105 @@ def test_a_run_whose_first_save_fails_ends_with_an_error(
     with monkeypatch.context() as broken:  # there is an earlier one: said, and it goes on
         broken.setattr(check, full)
         train(PLAN, load("gpt:nano"), corpus(), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "missing"),
+    [
+        ("AdamW", {"amsgrad": True}, "max_exp_avg_sq"),
+        ("RMSprop", {"momentum": 0.9}, "momentum_buffer"),
+        ("RMSprop", {"centered": True}, "grad_avg"),
+    ],
+)
+def test_state_that_these_options_want_and_nobody_saved_is_refused(
+    name: str, options: dict[str, Any], missing: str, tmp_path: Path
+) -> None:
+    optimizer_class = getattr(torch.optim, name)
+    model, optimizer = made(optimizer_class)
+    steps(model, optimizer, range(1))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 1)
+    checkpoints.wait()
+    optimizer.engine.close()
+    again, other = parallelize(load("gpt:nano").build(), PLAN, optimizer_class, lr=1e-2, **options)
+    with pytest.raises(UserError, match=f"has no {missing} of "):
+        Checkpoints(tmp_path).load(again, other)
+    other.engine.close()
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the index of a checkpoint, with its own checksum."""
+    path = folder / FILE
+    content = json.loads(path.read_text())
+    change(content)
+    content["sha256"] = ""
+    path.write_text(json.dumps(content | {"sha256": fingerprint(Checkpoint.model_validate(content))}))
+
+
+def test_an_index_that_says_other_dtypes_or_another_step_is_refused(tmp_path: Path) -> None:
+    model, optimizer = made()
+    steps(model, optimizer, range(1))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 1)
+    checkpoints.wait()
+    folder = tmp_path / "step-00000001"
+    before = (folder / FILE).read_text()
+
+    def parameters_as(dtype: str, key: str) -> Callable[[dict[str, Any]], None]:
+        def change(content: dict[str, Any]) -> None:
+            for bucket in content["buckets"]:
+                for array in bucket["arrays"]:
+                    if array["key"] == key:
+                        array["dtype"] = dtype
+
+        return change
+
+    cases = [
+        (parameters_as("int32", ""), "int32, no dtype of a parameter"),
+        (parameters_as("int32", "exp_avg"), "exp_avg .*int32, no dtype"),
+        (lambda content: content.update(step=5), "field step: 5"),
+    ]
+    for change, said in cases:
+        (folder / FILE).write_text(before)
+        edited(folder, change)
+        with pytest.raises(UserError, match=said):
+            Checkpoints(tmp_path).load(model, optimizer)
+    optimizer.engine.close()
+
+
+def test_shapes_that_no_tensor_can_have_are_refused() -> None:
+    from hzplan.formats.checkpoint import StoredValue
+
+    for shape in [(0, 2**52, 2**52), (1,) * 65]:
+        with pytest.raises(ValueError, match="no tensor can have the shape"):
+            StoredValue(dtype="float32", shape=shape, rank=0, first_byte=0)
+
+
+def test_nothing_is_saved_past_gradients_that_end_the_run(tmp_path: Path) -> None:
+    """A norm is looked at a step later, and before a save."""
+    nano, calls = load("gpt:nano"), [0]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        found = nano.loss(model, batch)
+        calls[0] += torch.is_grad_enabled()
+        if calls[0] == 4 and torch.is_grad_enabled():
+            found = found + (model.head.weight.float() * 0).sum() * float("inf")  # type: ignore[union-attr,operator]
+        return found
+
+    options = RunOptions(8, heldout_tokens=64, saving=Saving(tmp_path, 4, 2, False))
+    with pytest.raises(UserError, match=r"step 3: gradients of .* are not finite"):
+        train(PLAN, replace(nano, loss=loss), corpus(), options, Heard())
+    assert listed(tmp_path) == []
+
+
+def test_a_step_that_was_skipped_says_nothing_of_the_next_one() -> None:
+    model, optimizer = made(torch.optim.RMSprop)
+    nano = load("gpt:nano")
+    (nano.loss(model, nano.batch(1, torch.Generator())) * float("nan")).backward()
+    assert optimizer.clip_grad_norm_(1.0, skip_nonfinite=True).isnan()
+    optimizer.skip_step()
+    before = full_parameters(optimizer)
+    steps(model, optimizer, range(1))
+    after = full_parameters(optimizer)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    optimizer.engine.close()
