@@ -30,7 +30,7 @@ from benchmarks.__main__ import about
 from hzplan.checkpoint.folder import PARTIAL, listed, newest_whole, place_of
 from hzplan.errors import UserError
 from hzplan.formats.base import write_text
-from hzplan.formats.checkpoint import FILE, Checkpoint
+from hzplan.formats.checkpoint import FILE, Checkpoint, data_file
 from tests.cli.command import environment, hzplan
 from tests.distributed.pairs import contents, wrong_pairs
 from tests.plans import make_plan
@@ -216,7 +216,7 @@ def damaged(scene: Scene, times: int) -> Result:
     for number in range(times):
         folder = scene.folder / "damaged"
         shutil.copytree(source, folder)
-        names = [FILE, *(file.name for file in Checkpoint.load(newest).files)]
+        names = [FILE, *map(data_file, range(Checkpoint.load(newest).world))]
         both = number % 4 == 3
         for victim in [newest, older] if both else [newest]:
             _damage(folder / victim.name / scene.rng.choice(names), scene.rng)

@@ -49,7 +49,6 @@ COLD = sys.platform != "linux" or os.environ.get("HZPLAN_TESTS_COLD", "") not in
 IMPORTED = (
     "torch.distributed.run",
     "torch._dynamo",
-    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
 )
 """What the server imports besides hzplan: what most commands and ranks need."""

@@ -182,7 +182,7 @@ def _links(profile: Profile | Links) -> Table:
         *("collective", "levels", "ranks", "shortest", "largest", "time", "GB/s"),
     )
     for curve in profile.collectives:
-        tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= curve.low < high)
+        tier = mesh.tier_of(curve.low)
         first, last = curve.points[0], curve.points[-1]
         table.add_row(
             curve.operation + (f", {names[tier]}" if len(names) > 1 else ""),

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from hzplan.solver.baseline import Baseline
     from hzplan.solver.solve import Infeasible, Request, Solved
 
-RESERVED = 0.05
-"""Share of a device's memory left free when no budget is given: for the CUDA context, NCCL's buffers and
-fragmentation of the allocator."""
-
 
 def command(
     profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What hzplan profile wrote.")],
@@ -29,7 +25,8 @@ def command(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Budget per rank, as in 72GiB or in bytes; by default what the driver reports, less 5%."
+            help="Budget per rank, as in 72GiB or in bytes; by default what the driver reports, less 5% or "
+            "what CUDA and NCCL take."
         ),
     ] = None,
     host_memory: Annotated[
@@ -118,6 +115,7 @@ def command(
     from hzplan.cli import sweep as sweeping
     from hzplan.cli.paths import check_writable
     from hzplan.cli.quantities import parse_bytes, parse_dtype, parse_share
+    from hzplan.cost.memory import budget_bytes
     from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
@@ -138,7 +136,7 @@ def command(
         loaded, profile = _derived(loaded, nodes, parallel, profile, output)
     check_writable(output, keep=[read, profile])
     request = Request(
-        parse_bytes(memory, "--memory") if memory else int(loaded.cluster.memory_bytes * (1 - RESERVED)),
+        parse_bytes(memory, "--memory") if memory else budget_bytes(loaded.cluster),
         global_batch,
         gap=gap,
         time_limit_s=time_limit,
@@ -158,6 +156,7 @@ def command(
             *(sweep, loaded, request, profile, output),
             keep=[read],
             parallel=parallel if at_each_point else None,
+            reserved=memory is None,
             plot=plot,
             as_json=as_json,
         )
@@ -288,6 +287,5 @@ def _write(asked: _Asked, solved: Solved, *, as_json: bool) -> None:
     plan = emit(profile, request, solved, profile_path=asked.profile_path, plan_path=output)
     save(plan, certify(profile, solved), output)
     gained = gain(solved.best, solved.rows, request)
-    reserved = (profile.cluster.memory_bytes, RESERVED) if asked.reserved else None
-    report = solve_report.SolveReport(profile, request, solved, gained, plan, output, reserved)
+    report = solve_report.SolveReport(profile, request, solved, gained, plan, output, asked.reserved)
     print(report.as_json()) if as_json else report.show()

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hzplan.cli import console
+from hzplan.cost.memory import reserve
 from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.formats.profile import Profile
@@ -25,13 +26,14 @@ from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
 
 OPTIMISTIC = (1.04, 1.49)
-"""Least and largest ratio of published NCCL runs' step times to predictions from modelled profiles."""
+"""Least and largest ratio of published NCCL runs' step times to predictions from modelled profiles without
+interference: where there is some, the least is not known."""
 
 
 @dataclass(frozen=True)
 class SolveReport:
-    """One result, two renderings. ``gained``: None where no scheme fits. ``reserved``: the device's memory in
-    bytes and the share of it that is left free, where that made the budget."""
+    """One result, two renderings. ``gained``: None where no scheme fits. ``reserved``: whether the
+    budget is the device's memory, less what is left free."""
 
     profile: Profile
     request: Request
@@ -39,7 +41,7 @@ class SolveReport:
     gained: Gain | None
     plan: Plan
     path: Path
-    reserved: tuple[int, float] | None = None
+    reserved: bool = False
 
     def as_json(self) -> str:
         """The keys of the command line's contract."""
@@ -145,13 +147,26 @@ class SolveReport:
         unit, scale = readable.unit_of(budget)
         free = f"{(budget - peak) / scale:.2f} {unit}"
         said = f"yes: {console.size(peak)} of a budget of {console.size(budget)}; headroom {free}"
-        if self.reserved is not None:
-            whole, share = self.reserved
-            kept = " for context, NCCL, fragments" if self.profile.cluster.device == "cuda" else ""
-            said += f" (budget: the device's {console.size(whole)} less {share:.0%}{kept})"
+        if self.reserved:
+            said += f" (budget: {self._reserve()})"
         if self.plan.offloaded:
             said += f"; of the host's {console.size(self.solved.best.memory.host)}"
         return said
+
+    def _reserve(self) -> str:
+        """What the budget leaves free, for what, and who says so."""
+        cluster = self.profile.cluster
+        kept = reserve(cluster)
+        said = f"the device's {console.size(cluster.memory_bytes)} less {console.size(kept.nbytes)}"
+        if not kept.communicators:
+            return said
+        own = reserve(cluster, ordered=self.plan.message_order is not None).communicators
+        fewer = f", of which this plan has {own}" if own < kept.communicators else ""
+        how = "measured" if kept.measured else "assumed"
+        return (
+            f"{said} for context, NCCL, fragments; {how}: a context of {console.size(kept.context)}, "
+            f"{kept.communicators} communicators of {console.size(kept.communicator)}{fewer}"
+        )
 
     def _gain(self) -> str:
         gained = self.gained
@@ -222,7 +237,8 @@ class SolveReport:
         line = cluster_line(
             ["run", str(self.path), *model], nodes=prod(sizes[inside:]), ranks_per_node=prod(sizes[:inside])
         )
-        yield f"  or, on each node of the cluster: {line}"
+        untried = " (hzplan's runtime has not yet run on GPUs)" if cluster.backend == "nccl" else ""
+        yield f"  or, on each node of the cluster{untried}: {line}"
 
     def _beside(self) -> str | None:
         """The effect of model parallelism beside the plan; None without any."""
@@ -254,11 +270,12 @@ class SolveReport:
                 "bytes and FLOPs are counted"
             )
             if self.profile.cluster.backend == "nccl":
-                low, high = OPTIMISTIC
-                expected = [console.duration(self.plan.predicted.step_s * times) for times in (low, high)]
+                (low, high), counted = OPTIMISTIC, bool(self.profile.interference)
+                such = "predictions that left out the SMs that NCCL takes" if counted else "such predictions"
+                expected = [self.plan.predicted.step_s * times for times in (1.0 if counted else low, high)]
+                least, most = map(console.duration, expected)
                 said += (
-                    f". Published runs were {low}–{high} times slower than such predictions: expect "
-                    f"{expected[0]} to {expected[1]}"
+                    f". Published runs were {low}–{high} times slower than {such}: expect {least} to {most}"
                 )
             return said
         backend = self.profile.cluster.backend

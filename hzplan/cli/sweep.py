@@ -11,6 +11,7 @@ from hzplan.cli import console
 from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.cost.collectives import MOST_NODES, nodes_of, with_nodes
+from hzplan.cost.memory import budget_bytes
 from hzplan.cost.parallel import share
 from hzplan.errors import JobFailed, NoPlanFits, UserError
 from hzplan.formats.certificate import save
@@ -35,17 +36,19 @@ def run(
     *,
     keep: Sequence[Path],
     parallel: ModelParallel | None,
+    reserved: bool,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Solve every point; plans of other budgets or numbers of nodes are written beside ``output``, one each,
     those of other nodes with their profiles, each of a rank's share under what is ``parallel``.
 
-    ``keep``: other files that are not to be written.
+    ``keep``: other files that are not to be written. ``reserved``: the budget is the device's memory, less
+    the reserve, which depends on the nodes.
     Plans for another network are shown only: no cluster has it. ``plot``: a figure of all.
     """
     check_plot(plot, [path, *keep])
-    points = solved_at(text, profile, request, parallel)
+    points = solved_at(text, profile, request, parallel, reserved=reserved)
     written = [_written(point, path, output, keep) for point in points]
     rows = [
         _row(point, best, plan) for point, best, plan in zip(points, on_front(points), written, strict=True)
@@ -69,10 +72,15 @@ def check_plot(plot: Path | None, keep: Sequence[Path]) -> None:
 
 
 def solved_at(
-    text: str, profile: Profile, request: Request, parallel: ModelParallel | None = None
+    text: str,
+    profile: Profile,
+    request: Request,
+    parallel: ModelParallel | None = None,
+    *,
+    reserved: bool = False,
 ) -> list[Point]:
     """Every point's answer; NoPlanFits or JobFailed where there is no plan at any."""
-    asked = _points(text, profile, request, parallel)
+    asked = _points(text, profile, request, parallel, reserved=reserved)
     with console.Bar("solve") as bar:
 
         def show(number: int, label: str, state: SearchState) -> None:
@@ -118,7 +126,7 @@ def _place(point: Point) -> tuple[float, float] | None:
 
 
 def _points(
-    text: str, profile: Profile, request: Request, parallel: ModelParallel | None
+    text: str, profile: Profile, request: Request, parallel: ModelParallel | None, *, reserved: bool
 ) -> list[tuple[str, Profile, Request]]:
     axis, _, given = text.partition("=")
     values = list(dict.fromkeys(value.strip() for value in given.split(",") if value.strip()))
@@ -128,7 +136,14 @@ def _points(
         moved = {value: with_nodes(profile, _count(value, text)) for value in values}
         if parallel is not None:
             moved = {value: share(one, parallel) for value, one in moved.items()}
-        return [(f"nodes={value}", one, request) for value, one in moved.items()]
+        return [
+            (
+                f"nodes={value}",
+                one,
+                replace(request, memory_bytes=budget_bytes(one.cluster)) if reserved else request,
+            )
+            for value, one in moved.items()
+        ]
     if axis == "memory":
         return [
             (f"memory={value}", profile, replace(request, memory_bytes=parse_bytes(value, "--sweep memory")))

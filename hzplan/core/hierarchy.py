@@ -122,6 +122,10 @@ class Mesh:
             low += len(tier)
         return tuple(bounds)
 
+    def tier_of(self, level: int) -> int:
+        """The tier of the dimension from ``level`` to the next, and so of a stage that begins there."""
+        return next(tier for tier, (low, high) in enumerate(self.tier_bounds) if low <= level < high)
+
     def level_of(self, shards: int) -> int:
         """The coarsest level with this many shards; ValueError when no level has it."""
         if shards not in self.shards:
@@ -157,6 +161,17 @@ class Mesh:
         for size, digit in zip(self.dims[:level], self.coordinates(rank)[:level], strict=True):
             index = index * size + digit
         return index
+
+    def holder(self, index: int, level: int) -> int:
+        """The lowest rank that holds a slice of a level; holders of a level are ranks 0 … S_level − 1."""
+        digits = []
+        for size in reversed(self.dims[:level]):
+            index, digit = divmod(index, size)
+            digits.append(digit)
+        rank = 0
+        for size, digit in zip(reversed(self.dims[:level]), digits, strict=True):
+            rank = rank * size + digit
+        return rank
 
     def slice_bounds(self, rank: int, level: int, numel: int) -> tuple[int, int]:
         """First and past-the-last element of the rank's slice of a buffer of ``numel`` elements.

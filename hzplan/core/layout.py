@@ -14,7 +14,14 @@ from typing import Literal
 from hzplan.core.hierarchy import Levels, Mesh
 
 ALIGNMENT_BYTES = 256
-"""Alignment of every tensor in a bucket, bytes."""
+"""Alignment of every tensor in a bucket, and of every bucket in its unit's buffers, bytes."""
+
+SLICE_ELEMENTS, LARGE_SLICE_ELEMENTS = 8, 128
+"""A slice has a multiple of so many elements: it begins at a multiple of 16 bytes in bfloat16, the narrowest
+dtype that travels, and a large one of 256. NCCL and fused optimizers read and write elements one by one
+otherwise."""
+
+LARGE_SLICE_BYTES = 1 << 16
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
@@ -100,6 +107,16 @@ class BucketLayout:
         return self.numel * ITEM_BYTES[self.master_dtype]
 
     @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the bucket in its unit's buffer of parameters, up to where the next one may begin."""
+        return -(-self.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    @property
+    def gradient_buffer_nbytes(self) -> int:
+        """Bytes of the bucket in its unit's buffer of gradients, up to where the next one may begin."""
+        return -(-self.master_nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    @property
     def keeps_master(self) -> bool:
         """Whether master weights are kept beside the parameters, rather than being the parameters."""
         return self.trainable and self.master_dtype != self.dtype
@@ -115,7 +132,8 @@ class BucketLayout:
 
 
 def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketLayout:
-    """Lay tensors one after the other, each aligned to 256 bytes, and pad to the finest level used.
+    """Lay tensors one after the other, each aligned to 256 bytes, and pad to the finest level used, whose
+    slices are aligned too.
 
     A trained bucket's gradients are reduced down to the finest level of the mesh, whatever its own levels
     (an all-reduce is a reduce-scatter down the hierarchy and an all-gather back up); a frozen one is only
@@ -127,7 +145,9 @@ def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> Bucket
         start = -(-end // align) * align
         offsets.append(start)
         end = start + tensor.numel
-    multiple = mesh.world if tensors[0].trainable else mesh.shards[levels.param]
+    slices = mesh.world if tensors[0].trainable else mesh.shards[levels.param]
+    is_large = -(-end // slices) * ITEM_BYTES[tensors[0].dtype] >= LARGE_SLICE_BYTES
+    multiple = slices * (LARGE_SLICE_ELEMENTS if is_large else SLICE_ELEMENTS)
     return BucketLayout(tuple(tensors), levels, tuple(offsets), max(1, -(-end // multiple)) * multiple)
 
 

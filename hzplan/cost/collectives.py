@@ -17,38 +17,51 @@ MOST_NODES = 1 << 20
 
 
 def collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
-    """Modelled curves of all stages as ring collectives, from the smallest message to ``largest_bytes``.
+    """Modelled curves of all stages, from the smallest message to ``largest_bytes`` at least.
 
-    n − 1 hops, (n − 1)/n of the bytes through each rank (Thakur, Rabenseifner, Gropp 2005, §4). The time is
-    linear in bytes, so a curve has two points.
+    Each message takes the faster of a tier's algorithms, each of which is linear in bytes: a curve has two
+    points, and one more where it goes over from PAT to the ring.
     """
     return tuple(
-        CollectiveCurve(
-            operation=operation,
-            low=stage.low,
-            high=stage.high,
-            points=tuple(
-                CollectivePoint(
-                    bytes=size,
-                    seconds=round(_ring_s(_tier_of(cluster, mesh, stage), mesh.group_size(stage), size), 9),
-                    spread=0.0,
-                )
-                for size in (LEAST_BYTES, max(largest_bytes, 2 * LEAST_BYTES))
-            ),
-        )
+        CollectiveCurve(operation=operation, low=stage.low, high=stage.high, points=points)
         for stage in mesh.stages()
+        for tier in [cluster.tiers[mesh.tier_of(stage.low)]]
+        for points in [_points(tier, mesh.group_size(stage), largest_bytes)]
         for operation in ("all_gather", "reduce_scatter")
     )
 
 
-def _tier_of(cluster: ClusterModel, mesh: Mesh, stage: Stage) -> TierModel:
-    bounds = enumerate(mesh.tier_bounds)
-    return cluster.tiers[next(tier for tier, (low, high) in bounds if low <= stage.low < high)]
+def _points(tier: TierModel, ranks: int, largest_bytes: int) -> tuple[CollectivePoint, ...]:
+    lines = _lines(tier, ranks)
+    (ring, ring_slope), (pat, pat_slope) = lines[0], lines[-1]
+    bend = LEAST_BYTES  # no bend
+    if pat < ring and pat_slope > ring_slope:
+        bend = max(bend, round((ring - pat) / (pat_slope - ring_slope)))
+    return tuple(
+        CollectivePoint(
+            bytes=size,
+            seconds=round(min(latency + size * slope for latency, slope in lines), 9),
+            spread=0.0,
+        )
+        for size in sorted({LEAST_BYTES, bend, max(largest_bytes, 2 * bend)})
+    )
 
 
-def _ring_s(tier: TierModel, ranks: int, nbytes: int) -> float:
-    rate = tier.bytes_per_s.value * tier.bytes_share.value
-    return (ranks - 1) * (tier.latency_s.value + nbytes / ranks / rate)
+def _lines(tier: TierModel, ranks: int) -> list[tuple[float, float]]:
+    """Latency in seconds, and seconds per byte of the whole buffer, of each algorithm: the ring, then PAT.
+
+    (n − 1)/n of the bytes go through each rank. A ring has n − 1 hops (Thakur, Rabenseifner, Gropp 2005, §4).
+    PAT has ⌈log₂ n⌉ rounds while its messages are small, and something for each rank: the form, and the share
+    of the ring's rate, are those by which NCCL chooses between the two.
+    """
+    per_byte = (ranks - 1) / ranks / (tier.bytes_per_s.value * tier.bytes_share.value)
+    found = [((ranks - 1) * tier.latency_s.value, per_byte)]
+    if (pat := tier.pat) is not None:
+        rounds = (ranks - 1).bit_length()
+        found.append(
+            (rounds * pat.latency_s.value + ranks * pat.rank_s.value, per_byte / pat.bytes_share.value)
+        )
+    return found
 
 
 def largest_gradient_bytes(units: tuple[UnitEntry, ...], dtype: Dtype) -> int:

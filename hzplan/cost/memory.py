@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from hzplan.core.buffers import Slots, slot_sizes
+from hzplan.core.hierarchy import Mesh
 from hzplan.core.schedule import Schedule
 from hzplan.cost.unit import UnitCost
+from hzplan.formats.profile import ClusterEntry
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,57 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
         peak=lasting + update,
     )
     return without.with_activations(activation_peak, schedule)
+
+
+RESERVED_SHARE, MOST_RESERVED_SHARE = 0.05, 0.5
+"""Share of a device's memory that a budget leaves free where nobody names one, at least and at most."""
+
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 512 << 20, 600 << 20
+"""What CUDA's context with its libraries takes, and one communicator of NCCL. Assumed, where nobody measured:
+544 to 688 MB a communicator on A100 with NCCL's defaults (github.com/NVIDIA/nccl, issue 964)."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """A device's memory that a budget leaves free: ``share`` of it, or what ``context`` and ``communicators``
+    of ``communicator`` bytes each take, where that is more, up to ``most``. ``measured``: whether
+    ``hzplan profile`` did."""
+
+    share: int
+    context: int
+    communicators: int
+    communicator: int
+    most: int
+    measured: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return min(self.most, max(self.share, self.context + self.communicators * self.communicator))
+
+
+def reserve(cluster: ClusterEntry, *, ordered: bool = False) -> Reserve:
+    """Bytes of a device's memory that no plan accounts for; nothing but a share where there is no NCCL.
+
+    On GPUs the context and as many communicators as a plan can have: the job's, and for each tier those of
+    unshards, of reductions and of gathers, or in a message order (``ordered``) one. They are made in the
+    first step, when buffers are there.
+    """
+    share, mesh = int(cluster.memory_bytes * RESERVED_SHARE), Mesh.parse(cluster.mesh)
+    most = int(cluster.memory_bytes * MOST_RESERVED_SHARE)
+    if cluster.device != "cuda" or mesh.world == 1:
+        return Reserve(share, 0, 0, 0, most, measured=False)
+    context, communicator = cluster.context_bytes, cluster.communicator_bytes
+    return Reserve(
+        share,
+        CONTEXT_BYTES if context is None else context,
+        1 + (1 if ordered else 3) * sum(prod(tier) > 1 for tier in mesh.tiers),
+        COMMUNICATOR_BYTES if communicator is None else communicator,
+        most,
+        measured=context is not None and communicator is not None,
+    )
+
+
+def budget_bytes(cluster: ClusterEntry) -> int:
+    """Bytes of a device's memory for plans where the user names none."""
+    return cluster.memory_bytes - reserve(cluster).nbytes

@@ -240,7 +240,7 @@ class CostModel:
         parameters = replace(
             UnitCost.zero(len(tiers)),
             param_bytes=bucket.nbytes // mesh.shards[levels.param],
-            unshard_bytes=bucket.nbytes if mesh.shards[levels.param] > 1 else 0,
+            unshard_bytes=bucket.buffer_nbytes if mesh.shards[levels.param] > 1 else 0,
         )
         if not bucket.trainable:
             return BucketCost(parameters, gathers)
@@ -264,7 +264,7 @@ class CostModel:
             master_bytes=master_bytes if bucket.keeps_master else 0,
             grad_bytes=bucket.master_nbytes // mesh.shards[levels.grad],
             optim_bytes=master_bytes * optimizer.state_per_element,
-            gradient_buffer_bytes=bucket.master_nbytes if mesh.shards[levels.grad] > 1 else 0,
+            gradient_buffer_bytes=bucket.gradient_buffer_nbytes if mesh.shards[levels.grad] > 1 else 0,
             scratch_bytes=tuple(
                 scratch_bytes(
                     max(

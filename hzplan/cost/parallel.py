@@ -34,7 +34,7 @@ from hzplan.formats.profile import (
 )
 
 MOST_EXCHANGED_BYTES = 1 << 30
-"""End of modelled curves, bytes; any value does, because they are linear."""
+"""Least end of modelled curves, bytes; any value does: what follows has the ring's slope."""
 
 MATRICES_OF_A_BLOCK = 3
 """Matrices from which on a unit counts as attention plus feed-forward, each with its own collectives."""

@@ -39,6 +39,12 @@ class ShareFigure(Figure):
     value: Annotated[float, Field(gt=0, le=1)]
 
 
+class CountFigure(Figure):
+    """A number of things."""
+
+    value: Annotated[int, Field(ge=1, le=1024)]
+
+
 class TimeFigure(Figure):
     """A time in seconds."""
 
@@ -51,7 +57,7 @@ class DeviceModel(Document):
     ``flops_per_s``: peak of dense matrix products by dtype, of which ``product_share`` is reached;
     ``bytes_per_s``: of its memory, of which ``bytes_share`` is reached; ``launch_s``: the least that an
     operation takes. ``host_bytes_per_s``: of the link to the host's memory, each way, of which
-    ``host_share`` is reached; None where that is not known.
+    ``host_share`` is reached; ``sms``: its streaming multiprocessors. None where that is not known.
     """
 
     format: Literal["hzplan.device"] = "hzplan.device"
@@ -65,6 +71,19 @@ class DeviceModel(Document):
     launch_s: TimeFigure
     host_bytes_per_s: RateFigure | None = None
     host_share: ShareFigure | None = None
+    sms: CountFigure | None = None
+
+
+class PatModel(Strict):
+    """NCCL's PAT (parallel aggregated trees, arXiv 2506.20252) for groups with one rank on each node.
+
+    ``latency_s``: of each of ⌈log₂ n⌉ rounds; ``rank_s``: what each of n ranks adds; ``bytes_share``: its
+    rate over the ring's.
+    """
+
+    latency_s: TimeFigure
+    rank_s: TimeFigure
+    bytes_share: ShareFigure
 
 
 class TierModel(Strict):
@@ -72,7 +91,9 @@ class TierModel(Strict):
 
     ``ranks``: how many groups of the tier inside it meets; of the outermost tier the number that is taken
     when the user does not say. ``bytes_per_s``: what each rank sends while all do, in each direction;
-    ``bytes_share``: how much of that large messages reach; ``latency_s``: of a message.
+    ``bytes_share``: how much of that large messages reach; ``latency_s``: of a ring's hop. ``pat``: None
+    where the library has rings only. ``ctas``: thread blocks of a collective's kernel, each of which keeps
+    compute from one SM; None where that is not known.
     """
 
     name: str = Field(min_length=1)
@@ -80,6 +101,8 @@ class TierModel(Strict):
     bytes_per_s: RateFigure
     bytes_share: ShareFigure
     latency_s: TimeFigure
+    pat: PatModel | None = None
+    ctas: CountFigure | None = None
 
 
 class ClusterModel(Document):

@@ -154,6 +154,7 @@ class Plan(Document):
     ``sync_ahead``: where messages are sent in an order (``ahead`` of the units), how many uses before a
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
+    ``ctas``: by tier, thread blocks of a collective's kernel at most; None: what the device has room for.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
@@ -168,6 +169,7 @@ class Plan(Document):
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
     sync_ahead: NonNegativeInt | None = None
+    ctas: tuple[PositiveInt, ...] | None = None
     replica_sync: Literal["every_step"] = "every_step"
     source: Source
     proof: Proof
@@ -184,6 +186,8 @@ class Plan(Document):
             raise ValueError(f"cluster.mesh: {error}") from None
         if len(self.cluster.tier_names) != len(mesh.tiers):
             raise ValueError(f"cluster.tier_names: {len(mesh.tiers)} names needed, one per tier")
+        if self.ctas is not None and len(self.ctas) != len(mesh.tiers):
+            raise ValueError(f"ctas: {len(mesh.tiers)} numbers needed, one per tier")
         allowed = REDUCE_DTYPES[self.model.dtype]
         if self.reduce_dtype not in allowed:
             raise ValueError(

@@ -119,16 +119,18 @@ class CollectiveCurve(Strict):
 
 
 class InterferenceEntry(Strict):
-    """Interference of one tier with compute while both run, measured on all ranks at once.
+    """Interference of one tier with compute while both run, measured on all ranks at once, or modelled.
 
     ``compute_loss``: the share of compute throughput lost; ``communication_slowdown``: time of a collective
     beside compute over its time alone; ``contention``: time of two collectives at once over their time one
-    after the other.
+    after the other. ``ctas``: thread blocks of a collective's kernel that this is for, which a run keeps to;
+    None: those that the library takes.
     """
 
     compute_loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
     communication_slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
     contention: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
+    ctas: PositiveInt | None = None
 
 
 class StragglerEntry(Strict):
@@ -200,7 +202,9 @@ class ModelEntry(Strict):
 class ClusterEntry(Strict):
     """The cluster of a profile. ``memory_bytes``: the memory of one rank, before any reserve;
     ``norm_seconds``: an all-reduce of one number over all ranks, which clipping waits for;
-    ``wakeup_seconds``: the wake-up latency of a stream's thread, None where streams are a device's."""
+    ``wakeup_seconds``: the wake-up latency of a stream's thread, None where streams are a device's.
+    ``context_bytes``, ``communicator_bytes``: memory of a device beside its tensors, of CUDA's context with
+    its libraries and of a communicator; None where nobody measured."""
 
     mesh: str
     tier_names: tuple[str, ...]
@@ -211,6 +215,8 @@ class ClusterEntry(Strict):
     reduce_scatter_by_exchange: bool
     norm_seconds: Measured | None = None
     wakeup_seconds: Measured | None = None
+    context_bytes: NonNegativeInt | None = None
+    communicator_bytes: NonNegativeInt | None = None
 
 
 class ProvenanceEntry(Strict):
@@ -329,6 +335,12 @@ class Profile(Document):
     def data_ranks(self) -> int:
         """How many ranks, or groups of context parallelism, have sequences of their own."""
         return data_ranks(self.mesh, self.parallel)
+
+    @property
+    def ctas(self) -> tuple[int, ...] | None:
+        """By tier, thread blocks of a collective's kernel; None where they are not known."""
+        known = tuple(entry.ctas for entry in self.interference if entry.ctas is not None)
+        return known if len(known) == len(self.mesh.tiers) else None
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

@@ -94,10 +94,12 @@ def _cast_inputs(
 class _Hooks:
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self.graph_task = -1  # autograd's number of the current backward
+        self.graph_task = -1  # autograd's number of the outermost backward under way
 
     def before_forward(self, unit: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: object) -> None:
+            if not backward_is_running():
+                self.graph_task = -1  # of a backward that raised
             self.listener.enter(unit, "forward")
 
         return hook
@@ -127,10 +129,15 @@ class _Hooks:
         return hook
 
     def enter_backward(self) -> None:
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task != self.graph_task:
-            self.graph_task = graph_task
-            Variable._execution_engine.queue_callback(self.listener.backward_end)
+        """A checkpoint with ``use_reentrant=True`` runs a backward inside of the backward, which is not one
+        more."""
+        if self.graph_task == -1:
+            self.graph_task = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        self.graph_task = -1
+        self.listener.backward_end()
 
     def gradient(self, parameter: Tensor) -> None:
         self.enter_backward()

@@ -16,6 +16,7 @@ from hzplan.formats.profile import (
     ClusterEntry,
     CopyPoint,
     HostEntry,
+    InterferenceEntry,
     ModelledEntry,
     OptimizerEntry,
     OptimizerPoint,
@@ -50,7 +51,7 @@ def analyse(
     """The profile of a model on a cluster that is not there. One process, no memory to speak of.
 
     ``mesh`` has the cluster's tiers. Seconds of operations are those of a roofline, of collectives those of
-    a ring: latency per hop, and bytes over the rate that every rank of a tier has while all send.
+    ``cost.collectives``: latency, and bytes over the rate that every rank of a tier has while all send.
 
     Raises UserError for a dtype that the device has no peak for, and for a model that cannot run so, as one
     whose forward looks at values.
@@ -81,6 +82,7 @@ def analyse(
         units=joined_units(shapes.units, uses),
         uses=uses,
         collectives=collectives(cluster, mesh, largest_gradient_bytes(shapes.units, dtype)),
+        interference=_interference(cluster, device),
         host=_host(device),
     )
 
@@ -116,6 +118,7 @@ def measure_for(
         provenance=provenance(),
         cluster=_cluster(cluster, mesh, rank_memory_bytes(ranks), peak),
         collectives=collectives(cluster, mesh, LAST_BYTES),
+        interference=_interference(cluster, device),
         host=_host(device),
     )
     profile = measure_with(
@@ -154,6 +157,20 @@ def _kind(cluster: ClusterModel) -> str:
     return "cuda" if cluster.backend == "nccl" else "cpu"
 
 
+def _interference(cluster: ClusterModel, device: DeviceModel) -> tuple[InterferenceEntry, ...]:
+    """A collective's CTAs keep their SMs from compute, and are not slowed by it; empty where numbers are
+    missing."""
+    ctas = [tier.ctas.value for tier in cluster.tiers if tier.ctas is not None]
+    if device.sms is None or len(ctas) < len(cluster.tiers):
+        return ()
+    return tuple(
+        InterferenceEntry(
+            compute_loss=round(min(1.0, count / device.sms.value), 4), communication_slowdown=1.0, ctas=count
+        )
+        for count in ctas
+    )
+
+
 def _host(device: DeviceModel) -> HostEntry | None:
     """Copies take a launch, and their bytes over the link's rate."""
     if device.host_bytes_per_s is None:
@@ -166,11 +183,12 @@ def _host(device: DeviceModel) -> HostEntry | None:
 
 
 def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> OptimizerEntry:
-    """A gradient is scaled in place, as clipping does; then a fused step: parameter, gradient and state are
-    read, parameter and state written, and masters cast. A norm reads gradients."""
+    """A fused step: parameter, gradient and state are read, parameter, state and the clipped gradient written
+    (without clipping gradients are read once more, to see whether they are finite), and masters cast. A norm
+    reads gradients."""
     state, temporary = footprint(name, getattr(torch, dtype), torch.device("cpu"))
     item = ITEM_BYTES[MASTER_DTYPE[dtype]]
-    per_element = (5 + 2 * state) * item
+    per_element = (4 + 2 * state) * item
     if MASTER_DTYPE[dtype] != dtype:
         per_element += item + ITEM_BYTES[dtype]
 

@@ -39,11 +39,11 @@ from hzplan.profiler.network.interference import measure_interference
 from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm
 from hzplan.profiler.network.stragglers import slow_compute, slow_links
 from hzplan.profiler.network.wakeup import measure_wakeup
-from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes
+from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes, untracked_bytes
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import PartialResults
-from hzplan.runtime.backends.groups import on_device
+from hzplan.runtime.backends.groups import on_device, release
 
 # About how many seconds each part takes at most, for the progress shown.
 PASS_S = 12.0  # without recomputation and with it
@@ -278,11 +278,16 @@ def _measure_links(
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, torch_dtype)
     parts.part("links", STAGE_S * len(mesh.stages()))
+    before = untracked_bytes(ranks)
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
+    context, communicator = _reserve(before, untracked_bytes(ranks), len(mesh.stages()))
+    release()
     parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))
     interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
     parts.part("the host's memory", HOST_S)
     apart = ranks.device.type != "cpu"  # else there is no memory but the host's
+    host, stragglers = measure_host(ranks, parts.at) if apart else None, slow_links(ranks, mesh)
+    release()
     return Links(
         provenance=provenance(),
         cluster=ClusterEntry(
@@ -295,12 +300,23 @@ def _measure_links(
             reduce_scatter_by_exchange=_by_exchange(ranks),
             norm_seconds=measure_norm(ranks),
             wakeup_seconds=None if apart else measure_wakeup(ranks),
+            context_bytes=context if apart else None,
+            communicator_bytes=communicator if apart else None,
         ),
         collectives=collectives,
         interference=interference,
-        host=measure_host(ranks, parts.at) if apart else None,
-        stragglers=slow_links(ranks, mesh),
+        host=host,
+        stragglers=stragglers,
     )
+
+
+def _reserve(before: int, after: int, communicators: int) -> tuple[int, int | None]:
+    """Bytes of CUDA's context, and of a communicator, from bytes beside tensors before and after the first
+    collectives of ``communicators``; before there was the job's own."""
+    if not communicators:
+        return before, None
+    each = max(0, after - before) // communicators
+    return max(0, before - each), each
 
 
 def _by_exchange(ranks: Ranks) -> bool:

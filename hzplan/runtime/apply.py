@@ -28,12 +28,13 @@ from hzplan.models.hooks import attach
 from hzplan.models.local import split_over
 from hzplan.models.recompute import recompute, recomputed_modules
 from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
+from hzplan.runtime import cuda, launcher
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import UnitState
-from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned
+from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned, fused_by_default
 from hzplan.runtime.world import ProcessWorld, World
 
 NOTE = "while allocating what lasts of unit "
@@ -140,7 +141,7 @@ def parallelize(
             "and shown, not trained: their order of passes is another"
         )
     check_model(model, plan)
-    world = None if mesh is None else ProcessWorld(_only_group(mesh))
+    world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas)
     return apply(
         *(model, Choice.of(plan), optimizer_class), params=params, streams=streams, world=world, **arguments
     )
@@ -192,9 +193,11 @@ def apply(
     params: Iterable[Any] | None = None,
     streams: Streams = Streams.TIERS,
     world: World | None = None,
+    queues: launcher.Device | None = None,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
-    """``parallelize`` from a bare choice of levels. ``world``: who trains, by default this job's ranks."""
+    """``parallelize`` from a bare choice of levels. ``world``: who trains, by default this job's ranks.
+    ``queues``: the device where it queues work, by default CUDA's where the model is on a GPU."""
     check_elementwise(optimizer_class)
     world = world or ProcessWorld()
     if world.size != choice.mesh.world:
@@ -230,15 +233,21 @@ def apply(
         group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
     del waiting  # and what its constructor was given
     device = next(model.parameters()).device
+    if queues is None and device.type == "cuda":
+        queues = cuda.Device(device)
+    if queues is not None:
+        arguments = fused_by_default(optimizer_class, groups, arguments)
     updates = Updates(
         *(states, optimizer_class, groups, arguments),
         offload_slots=schedule.offload_slots,
         device=device,
         clip=schedule.clip,
+        queued=queues is not None,
     )
     engine = Engine(
         *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
+        queues=queues,
     )
     undo = [attach(units, engine), *map(recompute, recomputed)]
     if any(bucket.sharded for state in states for bucket in state.buckets):
@@ -380,8 +389,13 @@ def _state(
         raise
 
 
-def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+def full_parameters(
+    optimizer: ShardedOptimizer, *, cpu_offload: bool = True, rank0_only: bool = False
+) -> dict[str, Tensor]:
     """A copy of every parameter, whole, by its name in the model; every rank calls it, between steps.
+
+    ``cpu_offload``: copies lie in the host's memory, so that the device holds one unit's at a time.
+    ``rank0_only``: other ranks than the first take part and get none; a node's ranks share its memory.
 
     Of a DTensor of tensor parallelism it is this rank's part.
 
@@ -392,5 +406,8 @@ def full_parameters(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
         with optimizer.engine.unsharded(name) as unit:
             for bucket in unit.buckets:
                 values = bucket.gathered(optimizer.engine.groups)
-                found |= {t.name: value for t, value in zip(bucket.layout.tensors, values, strict=True)}
+                if rank0_only and bucket.rank != 0:
+                    continue
+                for tensor, value in zip(bucket.layout.tensors, values, strict=True):
+                    found[tensor.name] = value.cpu() if cpu_offload else value
     return found

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of all elements' squares, a float64 number on the device; zero of none."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return nn.utils.get_total_norm(gradients, foreach=True).double().square_()
+def norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of each gradient [count], on the device."""
+    return torch.stack(torch._foreach_norm(list(gradients))) if gradients else torch.zeros(0, device=device)
+
+
+def square_sum(norms: Tensor) -> Tensor:
+    """The sum of the squares of all elements that have these norms, a float64 number; zero of none."""
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total.double().square_()
 
 
 def clipping(norm: Tensor, max_norm: float) -> Tensor:

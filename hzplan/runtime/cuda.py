@@ -25,6 +25,10 @@ class Event:
         """See ``launcher.Event``."""
         self._event.synchronize()
 
+    def is_reached(self) -> bool:
+        """See ``launcher.Event``."""
+        return bool(self._event.query())
+
     def after_s(self, earlier: launcher.Event) -> float:
         """See ``launcher.Event``."""
         assert isinstance(earlier, Event)
@@ -60,15 +64,25 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._compute: torch.cuda.Stream | None = None
 
     def here(self) -> Queue:
-        """See ``launcher.Device``. UserError where a CUDA graph is being captured."""
+        """See ``launcher.Device``. UserError where a CUDA graph is being captured, and on another stream than
+        at first: autograd delivers gradients on the one that was current when the model was parallelized."""
         if torch.cuda.is_current_stream_capturing():
             raise UserError(
                 "a plan's step is being captured into a CUDA graph, which would leave out what the host does "
                 "between units; capture what is inside of a unit only"
             )
-        return Queue(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        if self._compute is None:
+            self._compute = stream
+        if stream != self._compute:
+            raise UserError(
+                "the step runs on another CUDA stream than hzplan.parallelize was called on; call both under "
+                "the same torch.cuda.stream, or none"
+            )
+        return Queue(stream)
 
     def queue(self, name: str) -> Queue:
         """See ``launcher.Device``."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -15,15 +16,19 @@ from torch import Tensor, nn
 
 from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
-from hzplan.runtime.backends.base import Buffers, Gathers, Reductions
+from hzplan.runtime.backends.base import Buffers, Gathers, Group, Reductions
+from hzplan.runtime.backends.groups import job_timeout
+from hzplan.runtime.backends.nccl import registered
 from hzplan.runtime.bucket import GROUP_OF, Bucket
-from hzplan.runtime.cuda import Device
+from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
-from hzplan.runtime.launcher import Launcher
+from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
+from hzplan.runtime.launcher import Device, Launcher
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
@@ -55,20 +60,25 @@ class Engine:
         world: World,
         streams: Streams = Streams.TIERS,
         tier_names: tuple[str, ...] = (),
+        queues: Device | None = None,
     ) -> None:
+        """``queues``: the device where it queues work; else background tasks run on threads."""
         self.units = {unit.name: unit for unit in units}
         self.updates, self.schedule = updates, schedule
         self._streams = streams
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
-        wanted = sorted(_wanted(units, len(mesh.tiers)))  # in one order on all ranks
-        self.groups = {(kind, stage): world.new_group(mesh, kind, stage, device) for kind, stage in wanted}
+        made: dict[tuple[str, Stage], Group] = {}
+        self.groups: dict[tuple[str, Stage], Group] = {}
+        for kind, stage in sorted(_wanted(units, len(mesh.tiers))):  # in one order on all ranks
+            name = kind if schedule.order is None else LINK_STREAM
+            if (name, stage) not in made:
+                made[name, stage] = world.new_group(mesh, name, stage, device)
+            self.groups[kind, stage] = made[name, stage]
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
-        self.executor: Executor | Launcher
-        if device.type == "cuda":
-            self.executor = Launcher(schedule, self.run, self.idle, Device(device), streams, tier_names)
-        else:
-            self.executor = Executor(schedule, self.run, self.idle, streams, self._depth, tier_names)
+        self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
+        self.executor = self._new_executor(schedule)
+        self._evaluation: Evaluation | None = None  # made for the first forward without gradients
         self._unit_of = {
             id(parameter): unit for unit in units for b in unit.buckets for parameter in b.parameters
         }
@@ -77,7 +87,9 @@ class Engine:
         self._reduced_at = {task.position: task.units for task in reductions}
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
         self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
-        self.step_state = StepState()
+        self._new_step()
+        self._calls_outside = 0  # of modules, since the schedule was left; of those that take collectives
+        self._is_sharded = any(bucket.sharded for unit in units for bucket in unit.buckets)
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._warned = False  # of a step with fewer micro-batches than planned
@@ -92,6 +104,21 @@ class Engine:
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
+
+    def _new_executor(self, schedule: Schedule) -> Executor | Launcher:
+        if self._queues is not None:
+            return Launcher(
+                *(schedule, self.run, self.idle, self._queues, self._streams, self._tier_names, self._watch)
+            )
+        return Executor(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names)
+
+    def _hang_watch(self) -> HangWatch | None:
+        """A watch over the device's tasks, where the job has a timeout."""
+        if self.world.size == 1 or (timeout := job_timeout()) is None:
+            return None
+        watch = HangWatch(SHARE * timeout.total_seconds(), partial(end_process, route=self.route_to))
+        watch.start()
+        return watch
 
     def all_reduce(self, values: Tensor, purpose: str, operation: Any = SUM) -> None:
         """The sum, or what ``operation`` is, of all ranks' values on every rank, in place; errors say
@@ -110,10 +137,11 @@ class Engine:
                 for size in slot_sizes(assigned, {unit: sizes[unit] for unit in assigned})
             ]
 
-        unshard = buffers(unshard_of, {name: unit.unshard_bytes for name, unit in self.units.items()})
-        gradients = buffers(
-            gradient_of, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
-        )
+        with registered(self.groups.values(), device) as self._pool:
+            unshard = buffers(unshard_of, {name: unit.unshard_bytes for name, unit in self.units.items()})
+            gradients = buffers(
+                gradient_of, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
+            )
         for name, unit in self.units.items():
             unit.assign_buffers(
                 unshard[unshard_of[name]] if name in unshard_of else None,
@@ -252,6 +280,8 @@ class Engine:
         if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
             self._end_turn()
         else:
+            if step.scheduled:
+                self._call_outside(training=True)
             self._leave_schedule()
             self._reduce_unscheduled()
         for unit in self.units.values():
@@ -272,6 +302,7 @@ class Engine:
                 "the step's gradients cannot be dropped: under a plan without clipping backward has updated "
                 "units with them already; start again from a checkpoint, or solve with --clip"
             )
+        self.world.meet("throwing a step away, which every rank does or none")
         self._leave_schedule()
         self._unshard_only(())
         self.executor.skip_step()
@@ -331,7 +362,11 @@ class Engine:
 
     def _end_step(self) -> None:
         self.updates.drop_clipping()
+        self._new_step()
+
+    def _new_step(self) -> None:
         self.step_state = StepState()
+        self.updates.used_here = self.step_state.used
 
     def _require_clip(self, what: str) -> None:
         if not self.schedule.clip:
@@ -384,6 +419,9 @@ class Engine:
 
         Units that the schedule would have prefetched before this micro-batch are unsharded here.
         """
+        if self._calls_outside:
+            calls, self._calls_outside = self._calls_outside, 0
+            self.world.meet(f"going on with the schedule after {calls} calls of modules outside of it")
         self._unshard_only(())
         if position == 0:
             self.executor.begin_step()
@@ -446,7 +484,20 @@ class Engine:
                 self._run_on_tiers(Kind.PARAM_GATHER, name)
         self._parameters_are_old = False
 
+    def _call_outside(self, *, training: bool) -> None:
+        """A module is called outside of the schedule: on every rank or none where collectives follow.
+
+        Else a rank's collectives could meet other ones of the same size that other ranks' schedules launch.
+        """
+        if training or self._is_sharded:
+            if not self._calls_outside:
+                self.world.meet("leaving the schedule, which every rank does or none")
+            self._calls_outside += 1
+
     def _enter_unscheduled(self, unit: str, *, training: bool) -> None:
+        self._call_outside(training=training)
+        if not training and self._is_sharded and self._evaluates(unit):
+            return
         self._leave_schedule()
         if training and not self.step_state.open:
             self.executor.step += 1
@@ -461,7 +512,23 @@ class Engine:
                 )
         self._unshard_only(wanted)
 
+    def _evaluates(self, unit: str) -> bool:
+        """Whether a call without gradients is one of a recorded forward, which prefetches as a step does."""
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self.schedule, self.units, self._new_executor)
+        if self._evaluation.follows(unit):
+            self._evaluation.go_on()
+            return True
+        if not self._evaluation.begins_with(unit) or (self.step_state.open and self._updated_in_backward()):
+            return False
+        self._leave_schedule()
+        self._unshard_only(())
+        self._evaluation.begin()
+        return True
+
     def _unshard_only(self, names: Iterable[str]) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
         wanted = list(names)
         for name, unit in self.units.items():
             if name not in wanted:
@@ -526,6 +593,8 @@ class Engine:
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
         self.detach()
+        if self._evaluation is not None:
+            self._evaluation.executor.close()
         self.executor.close()
 
     @contextmanager
@@ -540,8 +609,9 @@ class Engine:
 def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
     """(Stream kind, stage) of the communicators that a plan uses.
 
-    Unshard, reduce and gather of one stage have a communicator each: collectives on one communicator are
-    ordered by their launch, and streams must not order each other.
+    Unshard, reduce and gather of one stage have a communicator each, for collectives on one communicator are
+    ordered by their launch, and streams must not order each other; in a message order, where a tier has one
+    stream, they share one.
     """
     return {
         (group, stage)

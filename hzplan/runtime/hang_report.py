@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -81,6 +82,34 @@ def _key(rank: int) -> str:
 
 MOST_ASKED = 256
 """Largest world whose ranks are asked for one by one."""
+
+
+def meet(what: str, place: int, size: int, timeout: timedelta) -> list[int]:
+    """Return when all ranks that train together have come here for ``what``, or those who have not in time.
+
+    In the job's store, not in a collective, which another one of a rank that does not come could be taken
+    for. ``place``: this rank's, of ``size``. The store keeps a number for each rank and ``what``, however
+    often they meet: nobody comes again before all have come.
+    """
+    store = distributed_c10d._get_default_store()
+    key = f"hzplan/meet/{what}"
+    arrived = store.add(key, 1)
+    times = -(-arrived // size)
+    store.set(f"{key}/{place}", str(times))
+    if arrived == times * size:
+        store.set(f"{key}/all/{times}", "")
+        if times > 1:
+            store.delete_key(f"{key}/all/{times - 1}")
+    try:
+        store.wait([f"{key}/all/{times}"], timeout)
+    except RuntimeError:  # torch's errors of a store are such
+
+        def has_come(rank: int) -> bool:
+            own = f"{key}/{rank}"
+            return bool(store.check([own])) and int(store.get(own)) >= times
+
+        return [rank for rank in range(size) if not has_come(rank)]
+    return []
 
 
 def absent(what: str) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Protocol
 from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
 from hzplan.runtime.executor import StepRecord, Streams, booking, launches, needs, span
 from hzplan.runtime.faults import named
+from hzplan.runtime.hang_watch import HangWatch
 
 
 class Event(Protocol):
@@ -25,6 +26,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Return when it is reached."""
+
+    def is_reached(self) -> bool:
+        """Whether it is; returns at once."""
 
     def after_s(self, earlier: Event) -> float:
         """Seconds from another event to this one; both must be reached."""
@@ -83,7 +87,10 @@ class Launcher:
         device: Device,
         streams: Streams = Streams.TIERS,
         tier_names: tuple[str, ...] = (),
+        watch: HangWatch | None = None,
     ) -> None:
+        """``watch``: told of every communication task."""
+        self._watch = watch
         self.schedule, self.tasks = schedule, schedule.tasks
         self._run, self._device, self._tier_names = run, device, tier_names
         left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
@@ -140,7 +147,8 @@ class Launcher:
         task = self.tasks[index]
         name = {Streams.TIERS: task.stream, Streams.ONE: "all", Streams.NONE: COMPUTE_STREAM}[self._streams]
         queue = self._queues[name] if name in self._queues else self._device.here()
-        with queue.current(), named(f"stream {task.stream}{self._tier(task)}, task {task}"), span(task):
+        label = f"stream {task.stream}{self._tier(task)}, task {task}"
+        with queue.current(), named(label), span(task):
             if name != COMPUTE_STREAM and name not in waited:  # once: later ones come after it in the queue
                 queue.wait(computed)
                 waited.add(name)
@@ -151,6 +159,8 @@ class Launcher:
             self._run(task, 0)
             ended = queue.record()
         self._ended[index] = name, ended
+        if self._watch is not None and task.tier >= 0:
+            self._watch.launched(name, f"{label} of step {self.step}", ended)
         self._step.ended.append((index, ended))
         self._step.record.launched.append(index)
         self._step.record.begun.setdefault(task.stream, []).append(index)
@@ -181,6 +191,8 @@ class Launcher:
     def close(self) -> None:
         """Wait for the device."""
         self.synchronize()
+        if self._watch is not None:
+            self._watch.close()
 
     def _read(self, launched: _Launched) -> StepRecord:
         """What the device did in a step, when it has done it."""

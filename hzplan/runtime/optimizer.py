@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
-from hzplan.runtime.clipping import clipping, square_sum
+from hzplan.runtime.clipping import clipping, norms, square_sum
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.faults import named
 from hzplan.runtime.updates import NEVER
@@ -24,14 +24,17 @@ class ShardedOptimizer(Optimizer):
     """What ``hzplan.parallelize`` returns beside the model; drives an engine's steps.
 
     ``param_groups`` are the user's groups over this rank's pieces. A learning-rate scheduler changes them,
-    and each step takes the values over. State lies in ``updates``, not in ``state``.
+    and each step takes the values over. State lies in ``updates``, not in ``state``. ``norms``: 2-norms of
+    this rank's gradients, one by one, at the last call of ``clip_grad_norm_``, for ``nonfinite_units``.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.updates = engine, engine.updates
-        self._clipped = False
+        self._clipped = self._skips = False
+        self.norms = torch.zeros(0)
+        self._finest = [*itertools.chain.from_iterable(self.updates.finest_gradients.values())]
+        self._places_of_split: list[Tensor] | None = None
         self._all_used: Tensor | None = None
-        self._warned = False  # of parameters without a gradient
         super().__init__(self.updates.param_groups, self.updates.defaults)
         self.param_groups = self.updates.param_groups  # the same list: updates see groups that are added
 
@@ -55,31 +58,24 @@ class ShardedOptimizer(Optimizer):
             )
         if not self._clipped:
             self._look_for_unused()
-        self._clipped = False
-        self.engine.step()
+        skips, self._clipped, self._skips = self._skips, False, False
+        self.engine.skip_step() if skips else self.engine.step()
         return found
 
     @torch.no_grad()
     def _look_for_unused(self) -> None:
         """Find the parameters without a gradient where no norm's all-reduce has found them.
 
-        Under a plan without clipping it is too late: their units were updated in backward.
+        Under a plan without clipping their units were updated in backward, as the reduced gradients said.
         """
-        if self.engine.schedule.clip:
-            self.engine.wait_gradients()
-            here = self.engine.unused_here
-            uses = self._uses(here).clone()
-            self.engine.all_reduce(uses, "comparing which parameters have gradients")
-            if here:
-                self._leave_alone(here, uses)
-        elif not self._warned and (here := self.engine.unused_here):
-            self._warned = True
-            warnings.warn(
-                f"{len(here)} parameters had no gradient on this rank; under a plan without clipping, whose "
-                "updates do not wait for other ranks, that counts as a gradient of zero (weight decay and "
-                "momentum apply); with --clip they are left alone where no rank has one",
-                stacklevel=4,
-            )
+        if not self.engine.schedule.clip:
+            return
+        self.engine.wait_gradients()
+        here = self.engine.unused_here
+        uses = self._uses(here).clone()
+        self.engine.all_reduce(uses, "comparing which parameters have gradients")
+        if here:
+            self._leave_alone(here, uses)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away the gradients of a step that was not taken: of whole micro-batches, and of a backward
@@ -89,7 +85,7 @@ class ShardedOptimizer(Optimizer):
         UserError under a plan without clipping once this step has updated a unit, in backward.
         """
         self.engine.abandon_step()
-        self._clipped = False
+        self._clipped = self._skips = False
 
     def state_dict(self) -> Any:
         """Refused: it would be this rank's pieces, which nothing could read under another plan."""
@@ -100,9 +96,13 @@ class ShardedOptimizer(Optimizer):
         raise UserError("hzplan's optimizer is sharded: load with hzplan.Checkpoints, not load_state_dict()")
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, skip_nonfinite: bool = False) -> Tensor:
         """Have the updates of this step scale all gradients so that their joint 2-norm is at most
         ``max_norm``; returns the norm before. Until they do, gradients are as they were reduced.
+
+        ``skip_nonfinite``: where the norm is not finite, ``step()`` leaves parameters and optimizer state as
+        they are. Fused optimizers of torch see to that on the device, and the host waits for nothing; for
+        others it waits for the norm.
 
         Each rank takes the norm of the slice it owns at the finest level; their squares are added up over the
         world in float64, and over the ranks of tensor parallelism those of what these have in parts.
@@ -110,15 +110,10 @@ class ShardedOptimizer(Optimizer):
         """
         self.engine.wait_gradients()
         self._clipped = True
-        updates, device = self.updates, self.engine.device
+        updates = self.updates
         here, places = self.engine.unused_here, len(updates.splits)
-        finest = [*itertools.chain.from_iterable(updates.finest_gradients.values())]
-        squares = torch.stack(
-            [
-                square_sum([grad for grad in finest if updates.split_of[id(grad)] == groups], device)
-                for groups in updates.splits
-            ]
-        )
+        self.norms = norms(self._finest, self.engine.device)
+        squares = torch.stack([square_sum(of_split) for of_split in self._by_split(self.norms)])
         sums = torch.cat([squares, self._uses(here)])
         with named("clipping: all-reduce of the norm", self.engine.route_to):
             self.engine.world.all_reduce(sums)
@@ -130,7 +125,24 @@ class ShardedOptimizer(Optimizer):
             self._leave_alone(here, sums[places:])
         norm = squares.sum().sqrt() * updates.clip_scale  # as a call before this one leaves them
         updates.clip_scale = updates.clip_scale * clipping(norm, max_norm)
+        if skip_nonfinite and updates.takes_factor:
+            updates.left_out = norm.isfinite().logical_not().float()
+        elif skip_nonfinite:
+            self._skips = not norm.isfinite()
         return norm
+
+    def _by_split(self, norms: Tensor) -> list[Tensor]:
+        """The norms of the gradients that are split over the same groups of tensor parallelism."""
+        splits = self.updates.splits
+        if len(splits) == 1:
+            return [norms]
+        if self._places_of_split is None:
+            of = [self.updates.split_of[id(gradient)] for gradient in self._finest]
+            places = [[place for place, groups in enumerate(of) if groups == one] for one in splits]
+            self._places_of_split = [
+                torch.tensor(one, dtype=torch.int64, device=norms.device) for one in places
+            ]
+        return [norms[places] for places in self._places_of_split]
 
     def _uses(self, unused_here: Sequence[int]) -> Tensor:
         """1 for each trainable parameter with a gradient on this rank, else 0 (float64, on the device)."""
@@ -158,7 +170,7 @@ class ShardedOptimizer(Optimizer):
         UserError under a plan without clipping, which has updated them in backward.
         """
         self.engine.skip_step()
-        self._clipped = False
+        self._clipped = self._skips = False
 
     def first_nonfinite(self) -> tuple[int, list[str]] | None:
         """Under a plan without clipping: where gradients were not finite first, on any rank; None: nowhere.
@@ -176,22 +188,25 @@ class ShardedOptimizer(Optimizer):
         )
 
     @torch.no_grad()
-    def nonfinite_units(self) -> list[str]:
+    def nonfinite_units(self, norms: Tensor | None = None) -> list[str]:
         """The units with a gradient that is infinite or not a number on any rank, the model's last first.
 
         Backward gets there in that order, so the first one is the nearest to the cause. Every rank calls it,
-        after ``clip_grad_norm_`` or between steps; for when a norm or a loss is not finite, as it reads all
-        gradients.
+        for when a norm or a loss is not finite. ``norms``: what ``self.norms`` was in the step in question;
+        without them it reads all gradients, and is called after ``clip_grad_norm_`` or between steps.
         """
-        self.engine.executor.synchronize()
-        names = [*reversed(self.updates.finest_gradients)]
-        found = torch.tensor(
-            [
-                any(not grad.isfinite().all() for grad in self.updates.finest_gradients[name])
-                for name in names
-            ],
-            dtype=torch.uint8,
-            device=self.engine.device,
-        )
+        finest = self.updates.finest_gradients
+        if norms is None:
+            self.engine.executor.synchronize()
+            bad = [not grad.isfinite().all() for grad in self._finest]
+        else:
+            bad = norms.isfinite().logical_not().tolist()
+        ends = [*itertools.accumulate(map(len, finest.values()))]
+        of_unit = {
+            name: any(bad[end - len(grads) : end])
+            for (name, grads), end in zip(finest.items(), ends, strict=True)
+        }
+        names = [*reversed(finest)]
+        found = torch.tensor([of_unit[name] for name in names], dtype=torch.uint8, device=self.engine.device)
         self.engine.all_reduce(found, "looking for gradients that are not finite", MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,16 +27,16 @@ def diverged(engine: Engine) -> list[str]:
         checksums[engine.world.rank, 2 * index + 1] = checksum(bucket.master)
     everyone = checksums.to(engine.device)
     engine.all_reduce(everyone, "comparing replicas")
-    found: dict[str, set[int]] = defaultdict(set)
-    for index, (unit, bucket) in enumerate(buckets):
-        sums = everyone[:, 2 * index : 2 * index + 2].tolist()
-        found[unit] |= _odd_ones(bucket, [row[0] for row in sums], bucket.layout.levels.param)
-        found[unit] |= _odd_ones(bucket, [row[1] for row in sums], bucket.layout.levels.optim)
+    levels = [
+        level for _, bucket in buckets for level in (bucket.layout.levels.param, bucket.layout.levels.optim)
+    ]
+    found: dict[str, set[int]] = {}
+    for column, ranks in odd_ones(everyone.cpu(), [engine.mesh.shards[level] for level in levels]).items():
+        found.setdefault(buckets[column // 2][0], set()).update(ranks)
     return [
         f"unit {unit}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} have other values "
         "than their replicas"
-        for unit, ranks in found.items()
-        if ranks
+        for unit, ranks in sorted(found.items(), key=lambda item: [*engine.units].index(item[0]))
     ]
 
 
@@ -47,14 +47,20 @@ def checksum(values: Tensor) -> int:
     return int(values.detach().contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64))
 
 
-def _odd_ones(bucket: Bucket, sums: list[int], level: int) -> set[int]:
-    """Ranks whose sum is not that of most that hold the same slice; of a tie, the later ones."""
-    by_slice: dict[int, list[int]] = defaultdict(list)
-    for rank in range(len(sums)):
-        by_slice[bucket.mesh.slice_index(rank, level)].append(rank)
-    odd: set[int] = set()
-    for ranks in by_slice.values():
-        of_ranks = [sums[rank] for rank in ranks]
-        usual = max(of_ranks, key=of_ranks.count)
-        odd |= {rank for rank in ranks if sums[rank] != usual}
-    return odd
+def odd_ones(checksums: Tensor, shards: Sequence[int]) -> dict[int, set[int]]:
+    """By column, the ranks whose checksum is not that of most that hold the same slice; of a tie, later ones.
+
+    ``checksums``: [ranks, columns], int64; ``shards``: into how many slices each column's buffer is cut.
+    Ranks hold the same slice when they are equal modulo that number (``core.hierarchy``). Columns without
+    differences, in most cases all of them, are left out, and cost one comparison of tensors.
+    """
+    found: dict[int, set[int]] = {}
+    for cut in set(shards):
+        columns = torch.tensor([column for column, its in enumerate(shards) if its == cut])
+        replicas = checksums[:, columns].view(-1, cut, len(columns))  # [replicas, slices, columns]
+        for index, number in (replicas != replicas[0]).any(0).nonzero().tolist():
+            sums = replicas[:, index, number].tolist()
+            usual = Counter(sums).most_common(1)[0][0]  # of a tie the first that was counted
+            ranks = {index + cut * replica for replica, found_sum in enumerate(sums) if found_sum != usual}
+            found.setdefault(int(columns[number]), set()).update(ranks)
+    return found

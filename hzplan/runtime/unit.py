@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from math import copysign
 
 import torch
 from torch import Tensor, nn
 
 from hzplan.models.local import take_gradient
 from hzplan.runtime.bucket import Bucket
+
+ABSENT = -0.0
+"""Every element of a gradient that there is none of. It changes no sum, and a sum is −0.0 only of nothing
+else: gradients that there are have their zeros delivered as +0.0. So the reduced gradient says whether any
+rank had one, without a message of its own (IEEE 754, §6.3)."""
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements of a gradient that are cast at once: few enough to stay in a core's cache."""
@@ -33,12 +39,12 @@ class UnitState:
     @property
     def unshard_bytes(self) -> int:
         """Bytes of the buffer that the unit's parameters need while unsharded."""
-        return sum(bucket.layout.nbytes for bucket in self.buckets if bucket.sharded)
+        return sum(bucket.layout.buffer_nbytes for bucket in self.buckets if bucket.sharded)
 
     @property
     def gradient_buffer_bytes(self) -> int:
         """Bytes of the buffer that the unit's gradients need before they are reduced."""
-        return sum(bucket.layout.master_nbytes for bucket in self.buckets if bucket.grad_sharded)
+        return sum(bucket.layout.gradient_buffer_nbytes for bucket in self.buckets if bucket.grad_sharded)
 
     def assign_buffers(self, parameters: Tensor | None, gradients: Tensor | None) -> None:
         """Cut the unit's buffers (uint8), for parameters and for gradients, into its buckets' parts."""
@@ -47,10 +53,10 @@ class UnitState:
             param_part = grad_part = None
             if bucket.sharded and parameters is not None:
                 param_part = _cut(parameters, param_offset, bucket.layout.nbytes, bucket.param.dtype)
-                param_offset += bucket.layout.nbytes
+                param_offset += bucket.layout.buffer_nbytes
             if bucket.grad_sharded and gradients is not None:
                 grad_part = _cut(gradients, grad_offset, bucket.layout.master_nbytes, bucket.master.dtype)
-                grad_offset += bucket.layout.master_nbytes
+                grad_offset += bucket.layout.gradient_buffer_nbytes
             bucket.assign_buffers(param_part, grad_part)
 
     def to_unsharded(self) -> None:
@@ -85,7 +91,7 @@ class UnitState:
     @torch.no_grad()
     def take_rest(self, delivered: Set[int], *, accumulate: bool) -> set[int]:
         """The turn is over: move the gradients not yet delivered into the buckets. Returns the ids of their
-        parameters; one without a gradient, which took no part in this micro-batch, adds zero to the sum.
+        parameters; one without a gradient, which took no part in this micro-batch, adds ``ABSENT``.
 
         All at once where that is possible: most parameters are small, and a model has many.
         """
@@ -103,7 +109,7 @@ class UnitState:
                     gradients.append(gradient)
                     targets.append(target)
                 elif not adds:
-                    target.zero_()
+                    target.fill_(ABSENT)
             deliver_all(gradients, targets, self._scale, accumulate=adds)
         return taken
 
@@ -118,44 +124,52 @@ class UnitState:
         return any(p.grad is not None for bucket in self.trainable_buckets for p in bucket.parameters)
 
 
+def is_absent(gradient: Tensor) -> bool:
+    """Whether no rank had a gradient that this is a slice of the sum of; waits for a device only then."""
+    first = gradient[0].item()  # of most gradients this says it
+    return first == 0 and copysign(1, first) < 0 and bool(gradient.signbit().all() & ~gradient.any())
+
+
 def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool) -> None:
-    """Write ``scale`` times a gradient into its place (or add it), rounding no earlier than there.
+    """Write ``scale`` times a gradient into its place (or add it), rounding no earlier than there, with zeros
+    as +0.0.
 
     A gradient of another dtype is cast first, or the product would be rounded to the gradient's; in chunks,
     because a mixed operation on the CPU makes a copy of the whole. The profiler calls it too: what is
     allocated here is in its record.
     """
-    if gradient.dtype == target.dtype:
-        if accumulate:
-            target.add_(gradient, alpha=scale)
-        else:
-            torch.mul(gradient, scale, out=target)
+    if target.is_cuda and gradient.dtype != target.dtype:  # whose kernels cast as they go
+        if not accumulate:
+            target.zero_()
+        target.add_(gradient, alpha=scale)
         return
-    if target.is_cuda:  # whose kernels cast as they go
-        if accumulate:
-            target.add_(gradient, alpha=scale)
-        else:
-            target.copy_(gradient).mul_(scale)
+    if gradient.dtype == target.dtype:
+        _scaled(gradient, target, scale, accumulate=accumulate)
         return
     chunks = (tensor.flatten().split(CHUNK_ELEMENTS) for tensor in (gradient, target))
     for source, place in zip(*chunks, strict=True):
-        cast = source.to(target.dtype)
-        if accumulate:
-            place.add_(cast, alpha=scale)
-        else:
-            torch.mul(cast, scale, out=place)
+        _scaled(source.to(target.dtype), place, scale, accumulate=accumulate)
+
+
+def _scaled(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool) -> None:
+    if accumulate:
+        target.add_(gradient, alpha=scale)
+    else:
+        torch.add(torch.zeros((), dtype=target.dtype), gradient, alpha=scale, out=target)
 
 
 def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *, accumulate: bool) -> None:
     """``deliver`` for many."""
     if not gradients:
         return
-    if not accumulate:  # the copy casts
-        torch._foreach_copy_(targets, gradients)
-        if scale != 1.0:
-            torch._foreach_mul_(targets, scale)
-    elif gradients[0].dtype == targets[0].dtype:
+    if gradients[0].dtype == targets[0].dtype:
+        if not accumulate:
+            torch._foreach_zero_(targets)
         torch._foreach_add_(targets, gradients, alpha=scale)
+    elif not accumulate:  # the copy casts
+        torch._foreach_copy_(targets, gradients)
+        torch._foreach_mul_(targets, scale)
+        torch._foreach_add_(targets, 0.0)
     else:
         for gradient, target in zip(gradients, targets, strict=True):
             deliver(gradient, target, scale, accumulate=True)

@@ -6,8 +6,9 @@ clipping's factor, right before a unit's update.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from hzplan.errors import UserError
 from hzplan.models.local import split_over
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.offload import HostStates, Keys, Offloaded, state_keys
-from hzplan.runtime.unit import UnitState
+from hzplan.runtime.unit import UnitState, is_absent
 
 NEVER = 2**62
 """Sentinel step number: no step with non-finite gradients has been seen."""
@@ -62,9 +63,14 @@ class Updates:
 
     Offloaded optimizer state is on the device from ``fetch`` to ``store`` only. ``param_groups`` are the
     user's groups over this rank's pieces; the inner optimizers go by what ``take_over_options`` copied from
-    them. ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by, and
-    ``unused``: ids of the parameters that they leave alone, because no rank had a gradient for them.
-    ``trained``: all trainable parameters, in one order on every rank.
+    them. ``clip_scale``: factor, a float64 number, that the updates launched next multiply gradients by;
+    ``left_out``: 1 where they change nothing, else 0 (a float32 number, None for 0); ``takes_factor``:
+    whether both go into the optimizer's own kernels, as into torch's fused ones, without a pass over the
+    gradients; ``unused``: ids of the parameters that they leave alone: no rank had a gradient for them.
+    Without clipping nobody knows them before, and a reduced gradient says so itself (``unit.ABSENT``).
+    ``used_here``: ids of the parameters that had a gradient in this step, on this rank.
+    ``trained``: all trainable parameters, in one order on every rank. ``state_keys``: of the state
+    tensors that the optimizer has for every parameter after its first update.
     ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
     """
 
@@ -78,11 +84,13 @@ class Updates:
         offload_slots: Mapping[str, int],
         device: torch.device,
         clip: bool,
+        queued: bool = False,
     ) -> None:
         """``groups``: the user's parameter groups, ``params`` being parameters of the model.
-        ``offload_slots``: by unit, the device buffer that its offloaded state is fetched to."""
+        ``offload_slots``: by unit, the device buffer that its offloaded state is fetched to. ``queued``:
+        whether the device queues work, and so is not waited for."""
         self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
-        self.clip = clip
+        self.clip, self._queued = clip, queued
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._units = {unit.name: unit for unit in units}
@@ -131,7 +139,17 @@ class Updates:
         for name in self._offloaded:  # some optimizers make their state at once
             self._move_state(name, lambda copies: copies.host)
         empty = nn.Parameter(torch.zeros(0))  # a rank may have no piece at all
-        self.defaults = optimizer_class([dict(options[0], params=[empty])], **arguments).defaults
+        example = optimizer_class([dict(options[0], params=[empty])], **arguments)
+        self.defaults = example.defaults
+        self.takes_factor = (
+            bool(getattr(example, "_step_supports_amp_scaling", False))
+            and all(option.get("fused", True) for option in options)
+            and not _has_momentum(options, self.defaults)
+            and all(
+                bucket.master.dtype == torch.float32 for unit in units for bucket in unit.trainable_buckets
+            )
+        )
+        self.state_keys = frozenset.intersection(*(_kept(optimizer_class, o, arguments) for o in options))
         self.param_groups: list[ParamGroup] = (
             [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
             if self.pieces
@@ -140,7 +158,10 @@ class Updates:
         self._options: list[ParamGroup] = []  # taken over for the updates of this step
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self.clip_scale = self._update_scale = self._one
+        self.left_out: Tensor | None = None
+        self._fused_factors: dict[str, Tensor | None] = {}  # by the attribute where torch looks for them
         self.unused = self._update_unused = frozenset[int]()
+        self.used_here: Set[int] = frozenset()
         self.steps = self._updating = 0
         self.first_nonfinite = {
             name: torch.full((), NEVER, dtype=torch.int64, device=device) for name in self.finest_gradients
@@ -201,6 +222,10 @@ class Updates:
         """
         self._updating = self.steps
         self._update_scale, self.clip_scale = self.clip_scale, self._one
+        if self.clip and self.takes_factor:  # whose kernels divide
+            divisor = self._update_scale.reciprocal().float()
+            self._fused_factors = {"grad_scale": divisor, "found_inf": self.left_out}
+        self.left_out = None
         self._update_unused, self.unused = self.unused, frozenset()
         self._options = [
             {
@@ -229,7 +254,7 @@ class Updates:
 
     def drop_clipping(self) -> None:
         """Forget the factor, and who had no gradient, of a step whose gradients are left unused."""
-        self.clip_scale, self.unused = self._one, frozenset()
+        self.clip_scale, self.left_out, self.unused = self._one, None, frozenset()
 
     # The tasks of a schedule, on the streams' threads.
 
@@ -255,13 +280,15 @@ class Updates:
             first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._updating)))
         if unit in self._inner:
             # A device that queues work is not waited for: small gradients are multiplied by 1 there.
-            if self.clip and (self._update_scale.is_cuda or self._update_scale < 1.0):
+            if self.clip and not self.takes_factor and (self._queued or self._update_scale < 1.0):
                 scaled = self._gradients[unit]
                 torch._foreach_mul_(scaled, self._update_scale.to(scaled[0].dtype))
             without = [piece.param for piece in self._pieces_of[unit] if self._is_unused(piece)]
             gradients = [param.grad for param in without]
             for param in without:
                 param.grad = None  # torch's optimizers then leave it, and its state, alone
+            for name, factor in self._fused_factors.items():
+                setattr(self._inner[unit], name, factor)
             self._inner[unit].step()
             for param, gradient in zip(without, gradients, strict=True):
                 param.grad = gradient
@@ -271,8 +298,15 @@ class Updates:
             bucket.copy_master_to_model(self._host.master(bucket))
 
     def _is_unused(self, piece: Piece) -> bool:
-        """Whether no rank had a gradient for a piece's parameter."""
-        return bool(self._update_unused) and id(piece.bucket.parameters[piece.index]) in self._update_unused
+        """Whether no rank had a gradient for a piece's parameter. A device that queues work is waited for
+        only where this rank had none."""
+        parameter = id(piece.bucket.parameters[piece.index])
+        if self.clip:
+            return parameter in self._update_unused
+        if self._queued and parameter in self.used_here:
+            return False
+        assert piece.param.grad is not None
+        return is_absent(piece.param.grad)
 
     def _move_state(self, unit: str, destination: Callable[[Offloaded], Tensor]) -> None:
         """Copy state that torch has just allocated by itself to one of its two copies, and refer to the
@@ -312,6 +346,17 @@ def _host_states(
     return HostStates(offloaded, buffers, keys, device)
 
 
+def _kept(
+    optimizer_class: Callable[..., Optimizer], options: ParamGroup, arguments: ParamGroup
+) -> frozenset[str]:
+    """The keys of an optimizer's state under options, found by a step on a zero."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = optimizer_class([dict(options, params=[parameter])], **arguments)
+    optimizer.step()
+    return frozenset(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
+
+
 def check_elementwise(optimizer_class: Any) -> None:
     """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -320,6 +365,23 @@ def check_elementwise(optimizer_class: Any) -> None:
             f"optimizer {name} is not known to work element by element and cannot be sharded; "
             f"use one of {', '.join(ELEMENTWISE)}"
         )
+
+
+def _has_momentum(groups: Sequence[ParamGroup], defaults: ParamGroup) -> bool:
+    """Whether SGD keeps momentum. torch's fused kernel makes its buffers of what memory holds in the step
+    that it leaves out, and wants either all or none of a unit's parameters to have one."""
+    return any(group.get("momentum", defaults.get("momentum")) for group in groups)
+
+
+def fused_by_default(
+    optimizer_class: Callable[..., Optimizer], groups: Sequence[ParamGroup], arguments: ParamGroup
+) -> ParamGroup:
+    """Arguments with ``fused=True`` where the optimizer has it and they say nothing of how it is computed:
+    what profiles measure, without temporary tensors, and what takes clipping's factor."""
+    said = {"fused", "foreach", "capturable", "differentiable"} & arguments.keys()
+    able = not said and "fused" in inspect.signature(optimizer_class).parameters
+    able &= not _has_momentum(groups, arguments)
+    return arguments | {"fused": True} if able else arguments
 
 
 def check_planned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.errors import JobFailed
 from hzplan.runtime.backends.base import Group
-from hzplan.runtime.backends.groups import ProcessGroup, on_device, process_group
+from hzplan.runtime.backends.groups import ProcessGroup, job_timeout, on_device, process_group
+from hzplan.runtime.hang_report import meet
 
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 
@@ -32,6 +34,9 @@ class World(Protocol):
     def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> Group:
         """This rank's group in a stage, for a kind of stream and tensors on ``device``; members call it."""
 
+    def meet(self, what: str) -> None:
+        """Return when every rank has come here for the same thing. JobFailed names who has not, in time."""
+
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values on every rank, in place."""
 
@@ -42,9 +47,9 @@ class World(Protocol):
 class ProcessWorld:
     """The ranks of torch.distributed's default group, or of one of its groups; alone where there is none."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """``group``: who trains together, in the order of the plan's mesh."""
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, ctas: Sequence[int] | None = None) -> None:
+        """``group``: who trains together, in the order of the plan's mesh; ``ctas``: the plan's, by tier."""
+        self._group, self._ctas = group, ctas
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if self.size > 1 else 0
         self._ranks = dist.get_process_group_ranks(group) if self.size > 1 else [0]
@@ -60,7 +65,18 @@ class ProcessWorld:
 
     def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> ProcessGroup:
         """See World."""
-        return on_device(process_group(mesh, kind, stage, self.rank, self._ranks, device), device)
+        made = process_group(mesh, kind, stage, self.rank, self._ranks, device, self._ctas)
+        return on_device(made, device)
+
+    def meet(self, what: str) -> None:
+        """See World."""
+        timeout = job_timeout()
+        if self.size == 1 or timeout is None:
+            return
+        scope = f"{what} of {self._ranks[0]}" if self.is_part else what
+        if missing := meet(scope, self.rank, self.size, timeout):
+            listed = f"rank{'s' * (len(missing) > 1)} {', '.join(str(self._ranks[one]) for one in missing)}"
+            raise JobFailed(f"{what}: {listed} did not come within {timeout.total_seconds():.0f} s")
 
     def broadcast(self, tensor: Tensor) -> None:
         """See World."""

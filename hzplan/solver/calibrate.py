@@ -55,20 +55,14 @@ class Factors:
 
     def on(self, profile: Profile) -> Profile:
         """The profile with its times multiplied by these factors."""
-        bounds = list(enumerate(profile.mesh.tier_bounds))
-
-        def tier_of(low: int) -> int:
-            return next(tier for tier, (first, end) in bounds if first <= low < end)
-
         uses = tuple(
             use.model_copy(update={"costs": tuple(_times(cost, self.compute) for cost in use.costs)})
             for use in profile.uses
         )
         curves = tuple(
-            curve.model_copy(
-                update={"points": tuple(_times(p, self.tiers[tier_of(curve.low)]) for p in curve.points)}
-            )
+            curve.model_copy(update={"points": tuple(_times(point, factor) for point in curve.points)})
             for curve in profile.collectives
+            for factor in [self.tiers[profile.mesh.tier_of(curve.low)]]
         )
         update = {"points": tuple(_times(point, self.optimizer) for point in profile.optimizer.points)}
         if profile.optimizer.norm is not None:

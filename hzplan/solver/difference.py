@@ -44,6 +44,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "mesh": (one.cluster.mesh, other.cluster.mesh),
         "tiers": (_listed(one.cluster.tier_names), _listed(other.cluster.tier_names)),
         "backend": (one.cluster.backend, other.cluster.backend),
+        "CTAs": (_listed(map(str, one.ctas or ())), _listed(map(str, other.ctas or ()))),
         "memory budget": (one.source.memory_budget_bytes, other.source.memory_budget_bytes),
         "host memory": (one.source.host_memory_bytes, other.source.host_memory_bytes),
         "pins": (_listed(one.source.pins), _listed(other.source.pins)),

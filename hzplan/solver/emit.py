@@ -73,6 +73,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
         sync_ahead=chosen.schedule.order.sync if chosen.schedule.order else None,
+        ctas=profile.ctas,
         source=source,
         proof=proof,
         predicted=predict(profile, chosen),

@@ -268,6 +268,7 @@ def _in_both(plan: Plan, profile: Profile) -> dict[str, tuple[object, object]]:
     cluster = [(f"cluster.{name}", pair) for name, pair in _pairs(plan.cluster, profile.cluster)]
     return dict(model + cluster) | {
         "optimizer": (plan.optimizer, profile.optimizer.name),
+        "ctas": (plan.ctas, profile.ctas),
         "units": (
             {unit.name: set(unit.requires) for unit in plan.units},
             {unit.name: set(unit.requires) for unit in profile.units},

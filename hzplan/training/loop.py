@@ -100,6 +100,7 @@ class _Trainer:
         self.unplanned = 0
         self.skipped: dict[int, str] = {}  # step -> the units concerned
         self.skipped_in_a_row = 0
+        self.norm = torch.zeros(())
         self.peak_memory_bytes = 0
         self.losses = array("d")
         self.heldout: list[tuple[int, float]] = []
@@ -121,23 +122,26 @@ class _Trainer:
             following = _Pending(
                 *(step, loss, now - ended, exposed, said, self.rank, self.world),
                 route=self.optimizer.engine.route_to,
+                norm=self.norm,
+                norms=self.optimizer.norms,
             )
             if pending:
                 self.finish(pending)
             pending, ended = following, now
             self.compare_replicas(step)
-            if self.ending:
-                self.finish(pending)
-                self.keeper.save(self.model, self.optimizer, step + 1)
-                self.keeper.leave(step + 1)
-            if self.keeper.due(step + 1):
+            if self.ending or self.keeper.due(step + 1):
+                self.finish(pending)  # first: what it says may end the run
+                pending = None
                 self.keeper.save(self.model, self.optimizer, step + 1)
                 self.untimed.add(step + 1)
+                if self.ending:
+                    self.keeper.leave(step + 1)
             self.keeper.report()
             if self._traces(step):
                 self.untimed |= {step, step + 1}
             if self._evaluates_after(step):
-                self.finish(pending)
+                if pending:
+                    self.finish(pending)
                 pending = None
                 self.evaluate(step)
                 self.untimed.add(step + 1)
@@ -179,29 +183,23 @@ class _Trainer:
             rank=self.rank,
         )
         if self.plan.clip:
-            norm = self.optimizer.clip_grad_norm_(self.options.clip_norm)
-            if not norm.isfinite():
-                self.leave_out(step)
-                return total.to(self.device)
-        self.skipped_in_a_row = 0
+            self.norm = self.optimizer.clip_grad_norm_(self.options.clip_norm, skip_nonfinite=True)
         self.optimizer.step()
         return total.to(self.device)
 
-    def leave_out(self, step: int) -> None:
-        """A step's gradients are not finite: skip it, or say so and stop."""
+    def note_norm(self, step: int, norm: Tensor, norms: Tensor) -> None:
+        """A step's gradients are not finite, and it was left out: note it, or say so and stop."""
+        if norm.isfinite():
+            self.skipped_in_a_row = 0
+            return
         self.skipped_in_a_row += 1
-        self.skipped[step] = units = self.nonfinite()
+        self.skipped[step] = units = _units(self.optimizer.nonfinite_units(norms))
         if not self.options.skip_nonfinite or self.skipped_in_a_row > MOST_SKIPPED:
             times = "" if self.skipped_in_a_row == 1 else f" ({self.skipped_in_a_row} steps in a row)"
             raise UserError(
                 f"step {step}: gradients of {units} are not finite{times}; try a lower --lr"
                 + ("" if self.options.skip_nonfinite else ", or --skip-nonfinite")
             )
-        self.optimizer.skip_step()
-
-    def nonfinite(self) -> str:
-        """The units whose gradients are not finite, at most three of them by name."""
-        return _units(self.optimizer.nonfinite_units())
 
     def blamed(self) -> str:
         """Why a loss is not finite, as far as gradients show it."""
@@ -239,6 +237,8 @@ class _Trainer:
         busy, memory = [one.busy_s for one in said], [one.memory_bytes for one in said]
         for line in self.watch.note(busy, memory):
             self.watcher.on_remark(f"step {pending.step}: {line}")
+        if self.plan.clip:
+            self.note_norm(pending.step, pending.norm, pending.norms)
         skipped = self.skipped.get(pending.step, "")
         if not math.isfinite(loss) and not skipped:
             raise UserError(f"the loss of step {pending.step} is {loss}{self.blamed()}; try a lower --lr")
@@ -329,11 +329,14 @@ class _Pending:
         rank: int,
         world: int,
         route: Callable[[Sequence[int]], str],
+        norm: Tensor,
+        norms: Tensor,
     ) -> None:
+        """``norm``, ``norms``: of the gradients, and this rank's one by one, which nobody has waited for."""
         self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
         mine = torch.zeros(world, 3, dtype=torch.float64)
         mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
-        self._world, self._route = world, route
+        self._world, self._route, self.norm, self.norms = world, route, norm, norms
         self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
         self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
 

@@ -39,5 +39,10 @@ def forward_backward(
 
 
 def on_device(batch: object, device: torch.device) -> object:
-    """A batch with its tensors on a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """A batch with its tensors on a device; a GPU copies them while it computes."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        locked = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
+        return locked.to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, moved, batch)

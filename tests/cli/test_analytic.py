@@ -82,6 +82,35 @@ def test_a_model_measured_on_one_device_is_planned_for_a_cluster_of_them(tmp_pat
     assert (done.code, json.loads(done.stdout)["world"]) == (0, 16), done.stderr
 
 
+def test_a_plan_for_gpus_says_what_it_keeps_free_and_that_nobody_ran_it(tmp_path: Path) -> None:
+    """A modelled profile and, as if profiled on GPUs, one without that mark and with its reserve measured."""
+    asked = ("gpt:nano", "--analytic", "--cluster", "h100-8x400g", "--nodes", 2, "--micro-batch", 1)
+    assert hzplan("profile", *asked, "--dtype", "bf16", cwd=tmp_path).code == 0
+    modelled = Profile.load(tmp_path / "profile.json")
+    taken = {"context_bytes": 3 * 2**30, "communicator_bytes": 2**30}
+    cluster = modelled.cluster.model_copy(update=taken)
+    modelled.replaced(modelled=None, cluster=cluster).save(tmp_path / "measured.json")
+    for profile, reserve in (
+        (
+            "profile",
+            "less 4.60 GiB for context, NCCL, fragments; assumed: a context of 512 MiB, 7 communicat",
+        ),
+        (
+            "measured",
+            "less 10.0 GiB for context, NCCL, fragments; measured: a context of 3.00 GiB, 7 communi",
+        ),
+    ):
+        done = hzplan("solve", f"{profile}.json", "--global-batch", 16, "--gap", 0.05, cwd=tmp_path)
+        assert done.code == 0, done.stderr
+        said = " ".join(done.stdout.split())
+        assert reserve in said, said
+        assert (
+            "on each node of the cluster (hzplan's runtime has not yet run on GPUs): torchrun --nnodes 2"
+            in said
+        )
+        assert ("times slower than such predictions" in said) == (profile == "profile")
+
+
 @pytest.mark.distributed
 def test_a_hugging_face_model_is_measured_planned_and_trained(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hzplan.core.hierarchy import Levels
 from hzplan.formats.base import to_text
 from hzplan.formats.plan import Plan
 from tests.cli.command import Done, hzplan, torchrun
@@ -298,6 +300,76 @@ def test_a_rank_that_does_not_arrive_is_named(folder: Path) -> None:
         r"^hzplan: rank 0: stream \w+\.0 \(tier 0\), task .*: rank 1 did not arrive within 3 s$",
         done.lines[-1],
     )
+
+
+LOOP = """
+import datetime, sys
+import torch, torch.distributed as dist
+import hzplan
+from hzplan.errors import JobFailed
+from hzplan.models.workload import load
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+workload = load("gpt:nano")
+torch.manual_seed(0)
+model, optimizer = hzplan.parallelize(workload.build(), "plan.json", lr=0.1)
+batch = workload.batch(1, torch.Generator().manual_seed(0))
+
+def evaluate(times):
+    with torch.no_grad():
+        for _ in range(times):
+            workload.loss(model, batch)
+
+try:
+    for step in range(4):
+STEP
+        optimizer.step()
+    sys.exit("ranks that went different ways went unnoticed")
+except JobFailed as error:
+    print(f"said by {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.exit_code)
+"""
+"""A loop of one's own on two ranks; ``STEP``: what comes before a step's update."""
+
+
+def ends_naming_a_rank(folder: Path, step: str) -> None:
+    """Run the loop: every rank that fails says which one did not come, with exit code 4."""
+    (folder / "loop.py").write_text(LOOP.replace("STEP", textwrap.indent(textwrap.dedent(step), " " * 8)))
+    done = torchrun(2, "loop.py", cwd=folder)
+    assert "unnoticed" not in done.stderr
+    assert re.search(r"said by \d: .*rank \d.* (within|in time)", done.stderr), done.stderr[-3000:]
+    assert re.search(r"exitcode *: 4 ", done.stderr), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("levels", [(0, 0, 0), (0, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_step_that_one_rank_abandons_ends_the_job(
+    folder: Path, levels: tuple[int, int, int], *, clips: bool
+) -> None:
+    make_plan("gpt:nano", mesh="2", levels=Levels(*levels), accumulation=2, clip=clips).save(
+        folder / "plan.json"
+    )
+    step = """
+        for micro_batch in range(2):
+            workload.loss(model, batch).backward()
+            if step == 1 and micro_batch == 0 and dist.get_rank() == 1:
+                optimizer.zero_grad()
+    """
+    clipping = "        optimizer.clip_grad_norm_(1.0)\n" if clips else ""
+    ends_naming_a_rank(folder, step.rstrip(" ") + clipping)
+
+
+@pytest.mark.parametrize(("one", "others"), [(1, 0), (0, 1), (2, 1)])
+def test_ranks_that_leave_the_schedule_differently_end_the_job(folder: Path, one: int, others: int) -> None:
+    """An evaluation on one rank alone, or of a batch more, whose gathers could meet other ones."""
+    make_plan("gpt:nano", mesh="2", levels=Levels(1, 1, 1), clip=True).save(folder / "plan.json")
+    step = f"""
+        if step == 2:
+            evaluate({one} if dist.get_rank() == 1 else {others})
+        workload.loss(model, batch).backward()
+        optimizer.clip_grad_norm_(1.0)
+    """
+    ends_naming_a_rank(folder, step)
 
 
 def test_in_a_ring_nobody_blames_a_rank_that_only_waits(folder: Path) -> None:

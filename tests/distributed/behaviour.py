@@ -307,9 +307,6 @@ def unscheduled(_: Any) -> dict[str, list[float]]:
                 (_branching_step(model, kind, rank, 2 * step + micro) / 2).backward()
                 for other in range(world):
                     (_branching_step(single, kind, other, 2 * step + micro) / 2 / world).backward()
-            for parameter in single.parameters():  # without clipping what took no part counts as zero
-                if parameter.grad is None and not clip:
-                    parameter.grad = torch.zeros_like(parameter)
             modes.append(optimizer.engine.step_state.scheduled)
             if step == 3 and clip:  # after a wait for the gradients too
                 optimizer.engine.wait_gradients()

@@ -10,19 +10,22 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 
 from hzplan import Checkpoints, full_parameters, parallelize
+from hzplan.checkpoint.data import fill
+from hzplan.checkpoint.entries import whole
 from hzplan.core.hierarchy import Mesh
+from hzplan.errors import UserError
 from hzplan.formats.checkpoint import Checkpoint
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload, load
@@ -107,7 +110,7 @@ def contents(path: Path) -> dict[str, Tensor]:
         for name, tensor in index.tensors.items()
         if not name.startswith("rng.")
     }
-    dcp.load(room, checkpoint_id=str(path), no_dist=True)
+    fill(path, index, [whole(name, tensor) for name, tensor in room.items()])
     return room
 
 
@@ -158,6 +161,36 @@ def differences_of(payload: tuple[list[int], str], rank: int, world: int) -> lis
         if rank == 0:
             shutil.rmtree(place)
     return found
+
+
+def a_rank_that_fails(folder: str) -> list[str]:
+    """What every rank says of a save in which rank 1 cannot write, and of a load in which it cannot read."""
+    model, optimizer = _made(make_plan("gpt:nano", mesh="2", optimizer="adamw"), 0)
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(model, optimizer, 1)
+    checkpoints.wait()
+    said: list[str] = []
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "disk")
+
+    def attempt(module: str, name: str, work: Callable[[], Any]) -> None:
+        with patch(f"hzplan.checkpoint.{module}.{name}", broken) if dist.get_rank() == 1 else nullcontext():
+            try:
+                work()
+            except UserError as error:
+                said.append(str(error))
+
+    def save() -> None:
+        checkpoints.save(model, optimizer, 2)
+        checkpoints.wait()
+
+    attempt("save", "write", save)
+    attempt("restore", "fill", lambda: checkpoints.load(model, optimizer))
+    optimizer.engine.close()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, said)
+    return [line.replace(folder, "") for of_rank in everyone for line in of_rank]
 
 
 def wrong_pairs(seeds: list[int], most: int, folder: Path) -> list[str]:

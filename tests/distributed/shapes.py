@@ -179,22 +179,15 @@ def _lean(name: str) -> tuple[tuple[Use, ...], dict[str, Any]]:
 
 @cache
 def one_process(name: str, world: int) -> dict[str, Tensor]:
-    """The weights after training on every rank's data.
-
-    A parameter without a gradient has one of zero, unless the whole unit takes no part.
-    """
+    """The weights after training on every rank's data."""
     model = fresh(name)
     trained = [p for p in model.parameters() if p.requires_grad]
-    aside = list(model.aside.parameters()) if isinstance(model, Aside) else []
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5, weight_decay=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro_batch in range(ACCUMULATION):
             for rank in range(world):
                 (loss_of(model, step, micro_batch, rank) / (ACCUMULATION * world)).backward()
-        for parameter in trained:
-            if parameter.grad is None and all(parameter is not other for other in aside):
-                parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     return {n: value.detach() for n, value in model.named_parameters()}
 
@@ -305,9 +298,6 @@ def compare(
     for step in range(STEPS):
         plain.zero_grad()
         steps_of(single, step, range(world), before)
-        for parameter in single.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         between(single, plain, step)
         steps_of(model, step, range(rank, rank + 1), before)
         between(model, optimizer, step)

@@ -12,16 +12,18 @@ import torch
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import Dtype
-from hzplan.cost.collectives import nodes_of, with_nodes
+from hzplan.cost.collectives import collectives, nodes_of, with_nodes
+from hzplan.cost.curves import interpolate
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
-from hzplan.formats.cluster import FOLDERS, DeviceModel, find_cluster, known_clusters
+from hzplan.formats.cluster import FOLDERS, CountFigure, DeviceModel, find_cluster, known_clusters
 from hzplan.formats.profile import Profile
 from hzplan.models.gpt import GPTConfig
 from hzplan.models.hf import known_configs
 from hzplan.models.workload import Workload, load
 from hzplan.profiler import measure
 from hzplan.profiler.analytic import analyse
+from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request, Solved, solve
 from tests.unit.memory_tracker import MICRO_BATCH
@@ -144,8 +146,33 @@ def test_flops_are_those_of_the_closed_form(name: str, active: int) -> None:
 def test_clusters_that_come_along_can_be_planned_for(name: str) -> None:
     profile = analysed(load("gpt:tiny"), 1, cluster=name)
     assert profile.modelled is not None and profile.modelled.cluster == name
-    solved = solve(profile, Request(2**30, profile.mesh.world, gap=0.05, depths=(1,), time_limit_s=5))
-    assert isinstance(solved, Solved)
+    request = Request(2**30, profile.mesh.world, gap=0.05, depths=(1,), time_limit_s=5)
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved) and solved.best.step_s * 1e9 >= solved.bound_ns
+    plan = emit(profile, request, solved, profile_path=Path("profile.json"), plan_path=Path("plan.json"))
+    assert plan.ctas is None and profile.interference == ()
+
+
+def test_a_device_that_says_its_sms_loses_some_to_collectives() -> None:
+    """As many blocks as a tier's kernels have; the plan limits communicators to them."""
+    cluster, device = find_cluster("h100-8x400g")
+    count = CountFigure(value=132, kind="specified", source="data sheet")
+    with_sms = device.model_copy(update={"sms": count})
+    mesh = Mesh.of_tiers(8, 2)
+    profile = analyse(
+        *(load("gpt:tiny"), cluster, with_sms),
+        mesh=mesh,
+        micro_batches=(1,),
+        dtype="bfloat16",
+        optimizer="adamw",
+    )
+    losses = [(entry.ctas, entry.compute_loss) for entry in profile.interference]
+    assert losses == [(24, round(24 / 132, 4)), (8, round(8 / 132, 4))]
+    request = Request(2**30, 16, gap=0.05, depths=(1,), time_limit_s=5)
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved) and solved.best.step_s * 1e9 >= solved.bound_ns
+    plan = emit(profile, request, solved, profile_path=Path("profile.json"), plan_path=Path("plan.json"))
+    assert plan.ctas == (24, 8)
 
 
 def test_every_device_file_is_one() -> None:
@@ -169,8 +196,27 @@ def test_a_slower_network_makes_collectives_slower_and_nothing_else(tmp_path: Pa
     ]
     assert found[0].uses == found[1].uses
     for before, after in zip(found[0].collectives, found[1].collectives, strict=True):
-        slower = after.points[-1].seconds > before.points[-1].seconds
+        size = before.points[-1].bytes
+        slower = interpolate([(p.bytes, p.seconds) for p in after.points], size) > before.points[-1].seconds
         assert slower == (before.low >= mesh.tier_bounds[1][0])
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 64, 2048])
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 20, 1 << 28, 1 << 34, 1 << 38])
+def test_between_nodes_the_faster_of_ring_and_pat(nodes: int, nbytes: int) -> None:
+    """By hand: the ring's n - 1 hops of 15 us at 45 GB/s, or PAT's rounds of 4.3 us and 2.8 us a rank at 3/4
+    of that rate; inside a node, without PAT, the ring."""
+    mesh = Mesh.of_tiers(8, nodes)
+    curves = {(c.low, c.high): c for c in collectives(find_cluster("h100-8x400g")[0], mesh, 1 << 30)}
+    inside, between = (
+        interpolate([(point.bytes, point.seconds) for point in curves[bounds].points], nbytes)
+        for bounds in mesh.tier_bounds
+    )
+    assert inside == pytest.approx(7 * 5e-6 + 7 / 8 * nbytes / 360e9, rel=1e-3)
+    wire = (nodes - 1) / nodes * nbytes / 45e9
+    rounds = {2: 1, 3: 2, 64: 6, 2048: 11}[nodes]
+    pat = rounds * 4.3e-6 + nodes * 2.8e-6 + wire / 0.75
+    assert between == pytest.approx(min((nodes - 1) * 15e-6 + wire, pat), rel=1e-3)
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 16])

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hzplan.cli.sweep import _points
 from hzplan.core.hierarchy import Levels, Stage
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.schedule import Kind
+from hzplan.cost.memory import budget_bytes, reserve
 from hzplan.cost.model import CostModel
 from hzplan.formats.profile import OptimizerPoint, Profile
 from hzplan.profiler.model.memory import Segment
 from hzplan.profiler.model.time import use_costs
+from hzplan.solver.solve import Request
 
 MEASURED = "plans/profiles/gpt-small-2x2-500mbit.json"
 MEMORY = (Segment(1, 1),) * 3
@@ -107,3 +111,47 @@ def test_a_unit_in_bfloat16_has_gradients_and_state_in_float32() -> None:
         )
         assert cost.master_bytes == 8192 // 4
         assert cost.optim_bytes == 2 * 8192 // 4
+
+
+@pytest.mark.parametrize(
+    ("device", "mesh", "communicators"),
+    [
+        ("cuda", "8|16", 7),
+        ("cuda", "2,4|1", 4),
+        ("cuda", "2|2|2", 10),
+        ("cuda", "1", None),
+        ("cpu", "8|16", None),
+    ],
+)
+def test_what_nccl_takes_is_left_free(device: str, mesh: str, communicators: int | None) -> None:
+    whole = 80 * 2**30
+    cluster = Profile.load(MEASURED).cluster.model_copy(
+        update={"device": device, "mesh": mesh, "memory_bytes": whole}
+    )
+    expected = 0 if communicators is None else (512 + 600 * communicators) * 2**20
+    assert reserve(cluster).nbytes == max(whole // 20, expected) and not reserve(cluster).measured
+    measured = cluster.model_copy(update={"context_bytes": 3 * 2**30, "communicator_bytes": 2**30})
+    told = reserve(measured)
+    assert told.measured == (communicators is not None)
+    assert told.nbytes == max(whole // 20, 0 if communicators is None else (3 + communicators) * 2**30)
+    if communicators is not None:  # in a message order the job's own, and one for each tier
+        assert reserve(measured, ordered=True).communicators == 1 + (communicators - 1) // 3
+
+
+def test_no_more_than_half_of_a_small_device_is_left_free() -> None:
+    cluster = Profile.load(MEASURED).cluster.model_copy(
+        update={"device": "cuda", "mesh": "2|2", "memory_bytes": 4 * 2**30}
+    )
+    assert budget_bytes(cluster) == 2 * 2**30
+
+
+def test_a_sweep_over_nodes_has_each_ones_own_budget() -> None:
+    modelled = next(
+        one
+        for path in sorted(Path(MEASURED).parent.glob("*.json"))
+        if (one := Profile.load(path)).modelled and len(one.mesh.tiers) == 2
+    )
+    request = Request(1 << 30, 64)
+    for reserved in (False, True):
+        for _, profile, asked in _points("nodes=1,4", modelled, request, None, reserved=reserved):
+            assert asked.memory_bytes == (budget_bytes(profile.cluster) if reserved else 1 << 30)

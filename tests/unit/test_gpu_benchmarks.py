@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import api
 from benchmarks.gpu.run import unit_seconds
 from hzplan.show.trace import Span, document
 from tests.cli.command import ROOT
@@ -37,3 +39,18 @@ def test_units_times_are_read_from_a_runs_trace() -> None:
     )
     predicted, measured = unit_seconds(json.loads(text))
     assert (predicted, measured) == ({"f layers.0": 1.5}, {"f layers.0": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("torch.cuda.Strem()", "no attribute 'Strem'"),
+        ("dist.all_gather_into_tensor(whole, part, grup=None)", "grup"),
+        ("dist.all_gather_into_tensor(whole, part, group=None)", ""),
+        ("dist.new_group(*ranks, backend=None)", ""),
+        ("with torch.cuda.stream(one): pass", ""),
+    ],
+)
+def test_names_of_torch_are_looked_up_with_their_arguments(source: str, said: str) -> None:
+    found = [api.problem(dotted, call) for dotted, call in api.names(ast.parse(source))]
+    assert found and all(said in one if said else not one for one in found), found

@@ -40,6 +40,9 @@ def test_slices_of_a_level_tile_the_buffer_once_per_group(mesh: Mesh, unit: int,
             edge for k in range(shards) for edge in (k * numel // shards, (k + 1) * numel // shards)
         ]
     replicas = [mesh.slice_index(rank, level) for rank in range(mesh.world)]
+    holders = [mesh.holder(index, level) for index in range(shards)]
+    assert sorted(holders) == [*range(shards)]
+    assert [replicas[rank] for rank in holders] == [*range(shards)]
     assert all(replicas.count(index) == mesh.world // shards for index in range(shards))
 
 

@@ -70,6 +70,9 @@ class RecordedEvent:
     def synchronize(self) -> None:
         pass
 
+    def is_reached(self) -> bool:
+        return True
+
     def after_s(self, earlier: Event) -> float:
         assert isinstance(earlier, RecordedEvent)
         return (self.at_ns - earlier.at_ns) / 1e9
@@ -215,3 +218,15 @@ def test_a_step_is_not_captured_into_a_graph(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="CUDA graph"):
         Device(torch.device("cuda", 0)).here()
+
+
+def test_a_step_stays_on_the_stream_that_it_was_parallelized_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = ["the first"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
+    device = Device(torch.device("cuda", 0))
+    device.here()
+    device.here()
+    stream[0] = "another"
+    with pytest.raises(UserError, match="another CUDA stream"):
+        device.here()

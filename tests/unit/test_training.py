@@ -18,6 +18,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload, load
 from hzplan.runtime.apply import full_parameters, parallelize
+from hzplan.runtime.updates import fused_by_default
 from hzplan.training.batches import SyntheticBatches, TextBatches, reads_bytes
 from hzplan.training.data import Corpus, heldout_windows
 from hzplan.training.loop import learning_rate, train
@@ -332,3 +333,15 @@ def test_the_optimizer_is_compared_with_the_plans() -> None:
         warnings.simplefilter("error")
         _, made = parallelize(nano.build(), make_plan("gpt:nano", mesh="1"), torch.optim.Adam, lr=1e-3)
     made.engine.close()
+
+
+def test_optimizers_that_can_be_are_fused_where_a_device_queues_work() -> None:
+    def fused(optimizer: Any, group: dict[str, Any] | None = None, **arguments: Any) -> bool | None:
+        found: bool | None = fused_by_default(optimizer, [group or {}], arguments).get("fused")
+        return found
+
+    assert fused(torch.optim.AdamW, lr=1.0) and fused(torch.optim.SGD, lr=1.0)
+    assert not fused(torch.optim.AdamW, foreach=True) and not fused(torch.optim.AdamW, fused=False)
+    assert not fused(torch.optim.RMSprop)
+    assert not fused(torch.optim.SGD, momentum=0.9)  # its fused kernel leaves momentum unmade
+    assert not fused(torch.optim.SGD, {"momentum": 0.9})

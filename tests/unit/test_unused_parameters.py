@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import MessageOrder, Use
+from hzplan.runtime import unit
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
@@ -71,19 +72,26 @@ def compare(
     width: int = SMALL,
     whole_blocks: bool = False,
     clips: bool = True,
+    clip: bool = True,
+    dtype: str = "float64",
     ordered: bool = False,
     freeze_at: int | None = None,
 ) -> None:
-    """AdamW with much decay, on every rank and in plain torch with all ranks' batches."""
+    """AdamW with much decay, on every rank and in plain torch with all ranks' batches.
+
+    ``clip``: of the plan; ``clips``: whether the loop does.
+    """
     parsed = Mesh.parse(mesh)
     names = [f"blocks.{index}" for index in range(BLOCKS)]
     uses = [Use(name, "forward") for name in names] + [Use(name, "backward") for name in reversed(names)]
     tensors = {name: Levels(*levels) for name, _ in fresh(SMALL).named_parameters()}
     order = MessageOrder(tuple((name, (2,) * len(parsed.tiers)) for name in names), 1) if ordered else None
-    choice = Choice(parsed, tensors, tuple(uses), 1, accumulation, True, "float64", message_order=order)
+    choice = Choice(parsed, tensors, tuple(uses), 1, accumulation, clip, dtype, message_order=order)
+    made = getattr(torch, dtype)
     world, post = parsed.world, Post(parsed.world)
-    options = {"lr": 0.05, "weight_decay": 0.3}
-    models = [fresh(width) for _ in range(world)]
+    # Adam divides by the gradient's size: with its usual epsilon the rounding of tiny ones would be compared.
+    options = {"lr": 0.05, "weight_decay": 0.3, "eps": 1e-4}
+    models = [fresh(width).to(made) for _ in range(world)]
     found: dict[int, dict[str, Tensor]] = {}
 
     def freeze(model: Net) -> None:
@@ -101,7 +109,7 @@ def compare(
             for micro_batch in range(accumulation):
                 at = step, micro_batch, rank
                 set_used(model, used, at, whole_blocks=whole_blocks)
-                model(batch(at, width)).square().mean().backward()
+                model(batch(at, width).to(made)).square().mean().backward()
             if clips:
                 optimizer.clip_grad_norm_(0.5)
             with warnings.catch_warnings():
@@ -116,7 +124,7 @@ def compare(
     for thread in threads:
         thread.join(timeout=60)
     assert sorted(found) == [*range(world)], "a rank failed; its traceback is above"
-    single = fresh(width)
+    single = fresh(width).to(made)
     plain = torch.optim.AdamW(single.parameters(), **options)
     for step in range(STEPS):
         if step == freeze_at:
@@ -125,14 +133,15 @@ def compare(
             for rank in range(world):
                 at = step, micro_batch, rank
                 set_used(single, used, at, whole_blocks=whole_blocks)
-                (single(batch(at, width)).square().mean() / world).backward()
+                (single(batch(at, width).to(made)).square().mean() / world).backward()
         if clips:
             nn.utils.clip_grad_norm_(single.parameters(), 0.5)
         plain.step()
         plain.zero_grad()
+    tolerance = 1e-11 if dtype == "float64" else 1e-6
     for of_rank in found.values():
         for name, exact in single.named_parameters():
-            torch.testing.assert_close(of_rank[name], exact.detach(), rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(of_rank[name], exact.detach(), rtol=tolerance, atol=tolerance)
 
 
 PLACES = [
@@ -194,3 +203,44 @@ def layer_drop(step: int, micro_batch: int, rank: int, block: int) -> bool:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_layer_drop(place: tuple[str, tuple[int, int, int]], accumulation: int) -> None:
     compare(layer_drop, *place, accumulation, whole_blocks=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_updates_in_backward_leave_it_alone_too(
+    place: tuple[str, tuple[int, int, int]], accumulation: int, width: int
+) -> None:
+    """The reduced gradient says that there was none, staged or not."""
+    compare(on_one_rank_only, *place, accumulation, width=width, clips=False, clip=False)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_updates_in_backward_under_layer_drop(place: tuple[str, tuple[int, int, int]]) -> None:
+    compare(layer_drop, *place, 2, whole_blocks=True, clips=False, clip=False)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_unused_parameters_in_float32(clip: bool) -> None:
+    compare(on_one_rank_only, "2|2", (1, 2, 2), 2, clip=clip, clips=clip, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_gradient_of_zero_is_one(dtype: torch.dtype, accumulate: bool) -> None:
+    """Also one of negative zeros; what adds nothing to an absent one leaves it absent."""
+    for deliver in (
+        unit.deliver,
+        lambda g, t, s, accumulate: unit.deliver_all([g], [t], s, accumulate=accumulate),
+    ):
+        target = torch.full(
+            (5,), unit.ABSENT, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        assert unit.is_absent(target) and unit.is_absent(target + target) and unit.is_absent(target * 0.25)
+        deliver(torch.zeros(5, dtype=dtype), target, 0.25, accumulate=accumulate)
+        assert not unit.is_absent(target)
+        if not accumulate:
+            deliver(torch.full((5,), -0.0, dtype=dtype), target, 0.25, accumulate=False)
+            assert not unit.is_absent(target)
+            deliver(torch.arange(5.0).to(dtype), target, 0.25, accumulate=False)
+            assert target.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]

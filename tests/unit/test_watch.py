@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 
+import pytest
 import torch
 from torch import nn
 
-from hzplan.core.hierarchy import Levels
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.replicas import checksum, diverged
+from hzplan.runtime.replicas import checksum, diverged, odd_ones
 from hzplan.training.watch import LEAST_GROWTH_BYTES, SETTLED, WINDOW, Watch
 from tests.plans import make_plan
 from tests.threads import in_threads
@@ -64,6 +66,39 @@ def test_any_bit_changes_a_checksum() -> None:
             raw[place] ^= 1 << rng.randrange(8)
             assert checksum(values) != before
             before = checksum(values)
+
+
+@pytest.mark.parametrize("text", ["1", "4", "2|2|2", "2,3|2", "1,4|3", "6|1,2"])
+def test_the_odd_ones_are_those_unlike_most_that_hold_the_same_slice(text: str) -> None:
+    mesh, rng = Mesh.parse(text), random.Random(text)
+    levels = [rng.randrange(mesh.levels + 1) for _ in range(12)]
+    sums = torch.tensor([[mesh.slice_index(rank, level) for level in levels] for rank in range(mesh.world)])
+    shards = [mesh.shards[level] for level in levels]
+    assert odd_ones(sums, shards) == {}
+    for _ in range(5):
+        sums[rng.randrange(mesh.world), rng.randrange(12)] += 1 << 40
+    expected = {}
+    for column, level in enumerate(levels):
+        by_slice: dict[int, list[int]] = {}
+        for rank in range(mesh.world):
+            by_slice.setdefault(mesh.slice_index(rank, level), []).append(rank)
+        odd = set()
+        for ranks in by_slice.values():
+            theirs = [int(sums[rank, column]) for rank in ranks]
+            usual = max(theirs, key=theirs.count)
+            odd |= {rank for rank, its in zip(ranks, theirs, strict=True) if its != usual}
+        if odd:
+            expected[column] = odd
+    assert odd_ones(sums, shards) == expected
+
+
+def test_sixteen_thousand_ranks_are_compared_in_seconds() -> None:
+    ranks, columns = 16_384, 2 * 127
+    sums = (torch.arange(ranks)[:, None] % 8).repeat(1, columns)
+    sums[12_345] += 1
+    began = time.perf_counter()
+    assert odd_ones(sums, [8] * columns) == {column: {12_345} for column in range(columns)}
+    assert time.perf_counter() - began < 5
 
 
 def test_replicas_that_differ_are_named() -> None:

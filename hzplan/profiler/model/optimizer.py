@@ -20,7 +20,7 @@ from hzplan.profiler.model.memory import memory_trace
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
-from hzplan.runtime.clipping import clipping, square_sum
+from hzplan.runtime.clipping import clipping, norms, square_sum
 
 OPTIMIZERS: Mapping[str, partial[Any]] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
@@ -113,7 +113,10 @@ class _Stepper:
     @torch.no_grad()
     def step(self) -> None:
         """Step as the runtime's update does."""
-        torch._foreach_mul_([self._gradient], 1.0)
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):  # takes clipping's factor
+            self.optimizer.grad_scale = self._one  # type: ignore[attr-defined]
+        else:
+            torch._foreach_mul_([self._gradient], 1.0)
         self.optimizer.step()
         if self.published is not None:
             self.published.copy_(self.master)
@@ -121,7 +124,11 @@ class _Stepper:
     @torch.no_grad()
     def norm(self) -> None:
         """The clipping coefficient of a rank's own gradients."""
-        clipping(square_sum([self._gradient], self._gradient.device).sqrt(), 1.0)
+        clipping(square_sum(norms([self._gradient], self._gradient.device)).sqrt(), 1.0)
+
+    @property
+    def _one(self) -> Tensor:
+        return torch.ones((), device=self.master.device)
 
     @property
     def _gradient(self) -> Tensor:

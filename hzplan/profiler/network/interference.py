@@ -14,9 +14,12 @@ import torch
 from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import InterferenceEntry
+from hzplan.profiler.network import queued
 from hzplan.profiler.network.links import collective
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import no_garbage_collection
+from hzplan.runtime import cuda
+from hzplan.runtime.launcher import Device
 from hzplan.runtime.world import ProcessWorld
 
 ROUNDS = 3
@@ -114,6 +117,8 @@ def _sample(
     ranks: Ranks, compute: Callable[[], None], gather: Callable[[], object], reduce: Callable[[], object]
 ) -> _Sample:
     """Means over many calls, not medians: the time that one call loses to another is the other's gain."""
+    if ranks.device.type == "cuda":
+        return _sample_of_queues(ranks, cuda.Device(ranks.device), compute, gather, reduce)
 
     def communicate() -> None:
         gather()
@@ -129,6 +134,35 @@ def _sample(
     computed = together.run(compute)
     contention = _contention(ranks, gather, reduce, max(MIN_PAIRS, math.ceil(PAIRS_S / communication)))
     return _Sample(alone, computed, communication, together.seconds, contention)
+
+
+def _sample_of_queues(
+    ranks: Ranks,
+    device: Device,
+    compute: Callable[[], None],
+    gather: Callable[[], object],
+    reduce: Callable[[], object],
+) -> _Sample:
+    """The same where a device queues work; how much of it, all ranks agree on."""
+
+    def communicate() -> None:
+        gather()
+        reduce()
+
+    ranks.barrier()
+    own = queued.alone(device, compute, ALONE_CALLS)
+    alone = max(ranks.gather(own))
+    communication = max(ranks.gather(queued.alone(device, communicate, ALONE_CALLS)))
+    calls = math.ceil(ALONE_S / communication)
+    communication = max(ranks.gather(queued.alone(device, communicate, calls)))
+    ranks.barrier()
+    computed, communicated = queued.together(
+        *(device, compute, communicate, (alone, communication), TOGETHER_S, COMPUTE_CALLS)
+    )
+    ranks.barrier()
+    pairs = max(MIN_PAIRS, math.ceil(PAIRS_S / communication))
+    contention = queued.contention(device, gather, reduce, pairs)
+    return _Sample(own, computed, communication, communicated, contention)
 
 
 def _contention(

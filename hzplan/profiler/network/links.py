@@ -37,13 +37,8 @@ BATCH_S = 0.004
 """Least seconds of a sample; shorter calls are timed several in a row, as ranks do not start at once."""
 MAX_CALLS = 16
 
-OPERATIONS: Mapping[Operation, str] = {
-    "all_gather": "unshard",
-    "reduce_scatter": "reduce",
-    "all_reduce": "reduce",
-    "all_to_all": "reduce",
-}
-"""The measured collectives, and the stream whose communicator carries each in a step."""
+OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""The measured collectives; a stage's share a communicator, since they are timed one at a time."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,8 @@ def _timed_collectives(
         dtype=dtype,
         device=ranks.device,
     )
-    for operation, kind in OPERATIONS.items():
-        group = ProcessWorld().new_group(mesh, kind, stage, ranks.device)
+    group = ProcessWorld().new_group(mesh, "unshard", stage, ranks.device)
+    for operation in OPERATIONS:
         issue = partial(collective, operation, group, scratch=scratch)
         for index, nbytes in enumerate(wanted):
             run = issue(whole[: nbytes // dtype.itemsize])

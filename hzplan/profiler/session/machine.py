@@ -39,6 +39,15 @@ def rank_memory_bytes(ranks: Ranks) -> int:
     return max(1, min(ranks.gather(total // local_ranks(ranks))))
 
 
+def untracked_bytes(ranks: Ranks) -> int:
+    """Bytes of a CUDA device that torch's allocator does not have: the context, libraries, communicators, and
+    what other processes have there. The rank's with most; 0 on CPU."""
+    if ranks.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(ranks.device)
+    return max(ranks.gather(total - free - torch.cuda.memory_reserved(ranks.device)))
+
+
 def peak_flops(ranks: Ranks, dtype: torch.dtype) -> float:
     """FLOPs per second of a rank's best matrix products while all ranks compute; the middle rank's.
 

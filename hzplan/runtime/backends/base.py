@@ -18,9 +18,6 @@ from torch import Tensor
 from hzplan.core.hierarchy import Stage
 from hzplan.runtime.backends.convert import Conversion, back
 
-MOST_BUFFERS = 1 << 8
-"""Upper limit of the pairs of buffers in one gather; each has a tag of its own while they are under way."""
-
 
 class Buffers(NamedTuple):
     """``whole`` and ``part`` of one collective.
@@ -40,72 +37,22 @@ class Buffers(NamedTuple):
         return None if self.dtype == self.whole.dtype else self.dtype
 
 
-class Gather(ABC):
-    """All-gather of one pair of buffers: every rank's ``part`` into ``whole``, in group order.
+class Gathers(ABC):
+    """One stage's all-gathers of several buckets, under way together: every rank's ``part`` into ``whole``,
+    in group order.
 
     With a communication dtype ``part`` must be this rank's slice, and is rounded like all others, so that
     ranks end up with the same values.
     """
 
-    def __init__(self, buffers: Buffers, place: int) -> None:
-        """``place``: this rank's index in the group."""
-        whole, part = buffers.whole, buffers.part
-        self._narrow: list[Conversion] = []
-        self._widen: list[Conversion] = []
-        if (dtype := buffers.narrow_dtype) is not None:
-            length, narrow = part.numel(), back(whole, dtype)
-            own = narrow[place * length : (place + 1) * length]
-            self._narrow, self._widen = [Conversion(part, own)], [Conversion(narrow, whole)]
-            whole, part = narrow, own
-        self.whole, self.part = whole, part
-
-    def begin(self, tag: int) -> None:
-        """Round and send."""
-        convert(self._narrow)
-        self.start(tag)
-
-    def end(self) -> None:
-        """Return when what has arrived is where it is read."""
-        self.finish()
-        convert(self._widen)
-
     @abstractmethod
-    def start(self, tag: int) -> None:
-        """Put ``part`` and ``whole`` under way, in the communication dtype."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Return when all of ``whole`` has arrived."""
-
-
-class Reduction(ABC):
-    """Reduce-scatter of one pair of buffers: the sum of all ranks' ``whole``, this rank's slice in ``part``.
-
-    ``part`` must not be a slice of ``whole`` where it is added to; the rest of ``whole`` is not kept.
-    """
-
-    @abstractmethod
-    def run(self, *, accumulate: bool, tag: int) -> None:
-        """Return when ``part`` holds the sum, or with ``accumulate`` what it held before plus the sum."""
-
-
-class Gathers:
-    """One stage's all-gathers of several buckets, under way together."""
-
-    def __init__(self, members: Sequence[Gather]) -> None:
-        assert len(members) <= MOST_BUFFERS
-        self._members = members
-
     def begin(self, tag: int = 0) -> None:
         """Put all under way. ``tag``: collectives of one tag on a group run in the same order on every rank;
         others need not."""
-        for index, member in enumerate(self._members):
-            member.begin(tag * MOST_BUFFERS + index)
 
+    @abstractmethod
     def end(self) -> None:
-        """Return when all have arrived."""
-        for member in self._members:
-            member.end()
+        """Return when all have arrived where they are read."""
 
     def run(self) -> None:
         """Begin and end."""
@@ -113,17 +60,36 @@ class Gathers:
         self.end()
 
 
-class Reductions:
-    """One stage's reduce-scatters of several buckets, one after the other."""
+class Reductions(ABC):
+    """One stage's reduce-scatters of several buckets: the sum of all ranks' ``whole``, this rank's slice in
+    ``part``.
 
-    def __init__(self, members: Sequence[tuple[Reduction, bool]]) -> None:
-        """``members``: each with whether it can accumulate."""
-        self._members = members
+    ``part`` must not be a slice of ``whole`` where it is added to; the rest of ``whole`` is not kept.
+    """
 
+    @abstractmethod
     def run(self, *, accumulate: bool = False, tag: int = 0) -> None:
-        """Return when all are done. ``accumulate``: add, where ``Buffers.adds``; ``tag``: see ``Gathers``."""
-        for member, adds in self._members:
-            member.run(accumulate=accumulate and adds, tag=tag)
+        """Return when every ``part`` holds the sum, or with ``accumulate``, where ``Buffers.adds``, what it
+        held before plus the sum; ``tag``: see ``Gathers``."""
+
+
+class Rounded(NamedTuple):
+    """An all-gather's ``whole`` and ``part`` in the communication dtype, and what brings values there (before
+    they are sent) and back (when they have arrived)."""
+
+    whole: Tensor
+    part: Tensor
+    narrow: list[Conversion]
+    widen: list[Conversion]
+
+    @classmethod
+    def of(cls, buffers: Buffers, place: int) -> Rounded:
+        """``place``: this rank's index in the group. Values travel in the last bytes of ``whole``."""
+        if (dtype := buffers.narrow_dtype) is None:
+            return cls(buffers.whole, buffers.part, [], [])
+        length, whole = buffers.part.numel(), back(buffers.whole, dtype)
+        own = whole[place * length : (place + 1) * length]
+        return cls(whole, own, [Conversion(buffers.part, own)], [Conversion(whole, buffers.whole)])
 
 
 class Group(ABC):
@@ -138,23 +104,14 @@ class Group(ABC):
     def __init__(self, ranks: Sequence[int], place: int) -> None:
         self.ranks, self.place, self.size = tuple(ranks), place, len(ranks)
 
+    @abstractmethod
     def all_gather(self, buffers: Sequence[Buffers]) -> Gathers:
         """Prepare all-gathers of one stage, to be under way together."""
-        return Gathers([self.gather(one) for one in buffers])
 
+    @abstractmethod
     def reduce_scatter(self, buffers: Sequence[Buffers], scratch: Tensor) -> Reductions:
         """Prepare reduce-scatters of one stage. ``scratch``, of any dtype: memory to receive into, where the
         group needs it."""
-        members = [(self.reduction(one, scratch.view(one.whole.dtype)), one.adds) for one in buffers]
-        return Reductions(members)
-
-    @abstractmethod
-    def gather(self, buffers: Buffers) -> Gather:
-        """Prepare one all-gather."""
-
-    @abstractmethod
-    def reduction(self, buffers: Buffers, scratch: Tensor) -> Reduction:
-        """Prepare one reduce-scatter; ``scratch`` in the buffers' dtype."""
 
 
 Groups = Mapping[tuple[str, Stage], Group]

@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Gather, Group, Reduction
+from hzplan.runtime.backends.base import Buffers, Gathers, Group, Reductions, Rounded, convert
 from hzplan.runtime.backends.convert import Conversion, back, front
 from hzplan.runtime.faults import Transfer, Work, wait
+
+MOST_BUFFERS = 1 << 8
+"""Upper limit of the pairs of buffers in one gather; each has a tag of its own while they are under way."""
 
 Message = tuple[list[Tensor], int]
 """A contiguous view, and the place in the group of the rank that it comes from or goes to."""
@@ -42,13 +45,14 @@ class ExchangeGroup(Group):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         """Receive into one tensor in the host's memory from the rank at a place of the group."""
 
-    def gather(self, buffers: Buffers) -> Gather:
+    def all_gather(self, buffers: Sequence[Buffers]) -> Gathers:
         """See Group."""
-        return RingGather(self, buffers)
+        return _Gathers([RingGather(self, one) for one in buffers])
 
-    def reduction(self, buffers: Buffers, scratch: Tensor) -> Reduction:
+    def reduce_scatter(self, buffers: Sequence[Buffers], scratch: Tensor) -> Reductions:
         """See Group. ``scratch``: n elements, or at least 2: two portions, see ``PairwiseReduction``."""
-        return PairwiseReduction(self, buffers, scratch)
+        members = [PairwiseReduction(self, one, scratch.view(one.whole.dtype)) for one in buffers]
+        return _Reductions(members, [one.adds for one in buffers])
 
     def post_send(self, message: Message, tag: int) -> Transfer:
         """Send a view."""
@@ -85,40 +89,67 @@ class GlooGroup(ExchangeGroup):
         return self.handle.recv(tensors, peer, tag)
 
 
-class RingGather(Gather):
-    """Every rank passes on to the next one what it had from the one before.
+class _Gathers(Gathers):
+    def __init__(self, members: Sequence[RingGather]) -> None:
+        assert len(members) <= MOST_BUFFERS
+        self._members = members
+
+    def begin(self, tag: int = 0) -> None:
+        for index, member in enumerate(self._members):
+            member.begin(tag * MOST_BUFFERS + index)
+
+    def end(self) -> None:
+        for member in self._members:
+            member.end()
+
+
+class _Reductions(Reductions):
+    """One after the other."""
+
+    def __init__(self, members: Sequence[PairwiseReduction], adds: Sequence[bool]) -> None:
+        self._members = list(zip(members, adds, strict=True))
+
+    def run(self, *, accumulate: bool = False, tag: int = 0) -> None:
+        for member, adds in self._members:
+            member.run(accumulate=accumulate and adds, tag=tag)
+
+
+class RingGather:
+    """All-gather of one pair: every rank passes on to the next one what it had from the one before.
 
     Each rank then receives from one other only; several senders at once were measured to be slower.
     """
 
     def __init__(self, group: ExchangeGroup, buffers: Buffers) -> None:
-        super().__init__(buffers, group.place)
         self._group = group
-        slices, place, size = self.whole.view(group.size, -1), group.place, group.size
-        passed = [self.part, *(slices[(place - step) % size] for step in range(1, size))]
+        whole, self._part, self._narrow, self._widen = Rounded.of(buffers, group.place)
+        slices, place, size = whole.view(group.size, -1), group.place, group.size
+        passed = [self._part, *(slices[(place - step) % size] for step in range(1, size))]
         self.receives = [([view], (place - 1) % size) for view in passed[1:]]
         self._sends = [([view], (place + 1) % size) for view in passed[:-1]]
-        self._own = None if slices[place].data_ptr() == self.part.data_ptr() else slices[place]
+        self._own = None if slices[place].data_ptr() == self._part.data_ptr() else slices[place]
 
-    def start(self, tag: int) -> None:
-        """See Gather."""
+    def begin(self, tag: int) -> None:
+        """Round, and send and receive the first message."""
+        convert(self._narrow)
         self._tag = tag
         self._arriving = [self._group.post_receive(message, tag) for message in self.receives]
         self._sent = [self._group.post_send(message, tag) for message in self._sends[:1]]
         if self._own is not None:
-            self._own.copy_(self.part)
+            self._own.copy_(self._part)
 
-    def finish(self) -> None:
-        """See Gather."""
+    def end(self) -> None:
+        """Return when what has arrived is where it is read."""
         for arriving, following in zip(self._arriving, [*self._sends[1:], None], strict=True):
             wait([arriving])
             if following is not None:
                 self._sent.append(self._group.post_send(following, self._tag))
         wait(self._sent)
+        convert(self._widen)
 
 
-class PairwiseReduction(Reduction):
-    """Every rank sends every other one its slice, one after the other, and adds up what arrives.
+class PairwiseReduction:
+    """Reduce-scatter of one pair: every rank sends all others their slices and adds up what arrives.
 
     In portions of n elements, or where ``scratch`` is smaller of half of it: one is summed while the next one
     travels. In step k everyone sends to the k-th rank after it, so that no two send to the same. The order of
@@ -154,7 +185,7 @@ class PairwiseReduction(Reduction):
         ]
 
     def run(self, *, accumulate: bool, tag: int) -> None:
-        """See Reduction."""
+        """See ``Reductions``."""
         if accumulate:
             self._part.add_(self._own)
         for portions in self._steps:

@@ -14,14 +14,18 @@ import torch
 import torch.distributed as dist
 
 from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.order import LINK_STREAM
 from hzplan.runtime.backends.exchange import GlooGroup
-from hzplan.runtime.backends.nccl import NcclGroup
+from hzplan.runtime.backends.nccl import NcclGroup, max_ctas, options
 
 ProcessGroup = GlooGroup | NcclGroup
 """A group of processes; its ``handle`` is torch's group."""
 
 LATER = 0.1
 """Added share of the job's timeout, by place in a chain of stages."""
+
+STREAMS = 3
+"""Streams of a tier, unshards, reductions and gathers, where no message order leaves it one."""
 
 _made: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], dist.ProcessGroup] = {}
 """Torch's groups by the job's default group, kind and members."""
@@ -37,13 +41,19 @@ def on_device(handle: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
 
 
 def process_group(
-    mesh: Mesh, kind: str, stage: Stage, rank: int, ranks: Sequence[int], device: torch.device
+    mesh: Mesh,
+    kind: str,
+    stage: Stage,
+    rank: int,
+    ranks: Sequence[int],
+    device: torch.device,
+    ctas: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
     """The process group of a rank of a mesh in a stage; only its members take part in making it.
 
-    ``ranks``: the job's ranks at all places of the mesh; ``device``: where its tensors are. Groups last as
-    long as the job's default group: a second plan in the same process takes them over, and those of an
-    earlier job are freed.
+    ``ranks``: the job's ranks at all places of the mesh; ``device``: where its tensors are; ``ctas``: see
+    ``nccl.max_ctas``. Groups last as long as the job's default group: a second plan in the same process takes
+    them over, and those of an earlier job are freed.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -51,15 +61,34 @@ def process_group(
         del _made[old]  # its threads would look after connections that are gone
     members = tuple(ranks[member] for member in mesh.group(rank, stage))
     if (world, kind, members) not in _made:
+        backend, timeout = str(world._get_backend(device).name()), _timeout(mesh, kind, stage)
+        given = None
+        if backend == "nccl":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            streams = 1 if kind == LINK_STREAM else STREAMS
+            most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.low), streams, sms)
+            given = options(timeout, most)
         _made[world, kind, members] = dist.new_group(
             list(members),
             use_local_synchronization=True,
             sort_ranks=False,
-            timeout=_timeout(mesh, kind, stage),
-            backend=str(world._get_backend(device).name()),  # one, where the job has one more for processors
+            timeout=timeout,
+            backend=backend,  # one, where the job has one more for processors
+            pg_options=given,
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
         )
     return _made[world, kind, members]
+
+
+def release() -> None:
+    """Destroy the stages' groups, with what their communicators keep on the device; every rank calls it.
+
+    Only where they are split from the job's, as NCCL's are: others meet at keys of the job's store, by names
+    that come again when fewer groups are left, and a later group would take an earlier one's for its own.
+    """
+    world = dist.group.WORLD
+    for key in [key for key in _made if key[0] is world and world.bound_device_id is not None]:
+        dist.destroy_process_group(_made.pop(key))
 
 
 def job_timeout() -> timedelta | None:
@@ -78,7 +107,7 @@ def _timeout(mesh: Mesh, kind: str, stage: Stage) -> timedelta | None:
     the rank itself must be the first to give up.
     """
     given = job_timeout()
-    tier = next(i for i, (low, high) in enumerate(mesh.tier_bounds) if low <= stage.low < high)
+    tier = mesh.tier_of(stage.low)
     place = tier if kind == "reduce" else len(mesh.tiers) - 1 - tier
     return None if given is None else given * (1 + LATER * place)
 

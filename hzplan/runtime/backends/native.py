@@ -1,73 +1,100 @@
-"""Collectives that are issued as one operation, by a library or by the rate-limited dry run."""
+"""Collectives that are issued as one operation, by a library or by the rate-limited dry run.
+
+What a task moves over one stage, of several buckets, is one operation too: a launch, a latency.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Gather, Group, Reduction, convert
+from hzplan.runtime.backends.base import Buffers, Gathers, Group, Reductions, Rounded, convert
 from hzplan.runtime.backends.convert import Conversion, front
 from hzplan.runtime.faults import Transfer, Work, wait
 
+Pair = tuple[Tensor, Tensor]
+"""``whole`` [group size × n] and ``part`` [n] of one collective."""
+
 
 class NativeGroup(Group):
-    """A group that issues a collective as one operation on all of ``whole``."""
+    """A group that issues the collectives of several buckets together, each on all of its ``whole``."""
 
     concurrent = False
 
     @abstractmethod
-    def issue_all_gather(self, whole: Tensor, part: Tensor) -> Work | None:
-        """Start an all-gather of ``part`` [n] into ``whole`` [group size × n].
+    def issue_all_gathers(self, pairs: Sequence[Pair]) -> Work | None:
+        """Start all-gathers of each ``part`` into its ``whole``.
 
-        None where it is in the order of the current device stream, as later work on it is.
+        None where they are in the order of the current device stream, as later work on it is.
         """
 
     @abstractmethod
-    def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """Sum ``whole`` [group size × n] into ``part`` [n], in the order of the current device stream."""
+    def issue_reduce_scatters(self, pairs: Sequence[Pair]) -> None:
+        """Sum each ``whole`` into its ``part``, in the order of the current device stream."""
 
-    def gather(self, buffers: Buffers) -> Gather:
+    def all_gather(self, buffers: Sequence[Buffers]) -> Gathers:
         """See Group."""
-        return _Gather(self, buffers)
+        return _Gathers(self, buffers)
 
-    def reduction(self, buffers: Buffers, scratch: Tensor) -> Reduction:
+    def reduce_scatter(self, buffers: Sequence[Buffers], scratch: Tensor) -> Reductions:
         """See Group. Without scratch."""
-        return _Reduction(self, buffers)
+        return _Reductions(self, buffers)
 
 
-class _Gather(Gather):
-    def __init__(self, group: NativeGroup, buffers: Buffers) -> None:
-        super().__init__(buffers, group.place)
+class _Gathers(Gathers):
+    def __init__(self, group: NativeGroup, buffers: Sequence[Buffers]) -> None:
         self._group = group
+        rounded = [Rounded.of(one, group.place) for one in buffers]
+        self._pairs = [(one.whole, one.part) for one in rounded]
+        self._narrow = [*chain.from_iterable(one.narrow for one in rounded)]
+        self._widen = [*chain.from_iterable(one.widen for one in rounded)]
 
-    def start(self, tag: int) -> None:
-        self._under_way = Transfer(self._group.issue_all_gather(self.whole, self.part))
+    def begin(self, tag: int = 0) -> None:
+        """See Gathers."""
+        convert(self._narrow)
+        self._under_way = Transfer(self._group.issue_all_gathers(self._pairs))
 
-    def finish(self) -> None:
-        if self._under_way.work is not None:  # else it is in order on the current stream
+    def end(self) -> None:
+        """See Gathers."""
+        if self._under_way.work is not None:  # else they are in order on the current stream
             wait([self._under_way])
+        convert(self._widen)
 
 
-class _Reduction(Reduction):
+class _Reductions(Reductions):
     """Sums in the communication dtype, in place where the sum is to be added or widened."""
 
-    def __init__(self, group: NativeGroup, buffers: Buffers) -> None:
-        whole, part = buffers.whole, buffers.part
-        self._part, self._whole, self._group = part, whole, group
-        self._own = self._sum = whole.view(group.size, -1)[group.place]
+    def __init__(self, group: NativeGroup, buffers: Sequence[Buffers]) -> None:
+        self._group = group
         self._narrow: list[Conversion] = []
-        self._widen: dict[bool, list[Conversion]] = {False: [], True: []}  # by whether it is added
-        if (dtype := buffers.narrow_dtype) is not None:
-            self._whole = front(whole, dtype)
-            self._sum = self._whole.view(group.size, -1)[group.place]
-            self._narrow = [Conversion(whole, self._whole)]
-            self._widen = {False: [Conversion(self._sum, part)], True: [Conversion(self._sum, self._own)]}
+        # By whether sums are added:
+        self._pairs: dict[bool, list[Pair]] = {False: [], True: []}
+        self._widen: dict[bool, list[Conversion]] = {False: [], True: []}
+        self._added: list[tuple[Tensor, Tensor]] = []  # (to, what)
+        for one in buffers:
+            whole, part = one.whole, one.part
+            own = total = whole.view(group.size, -1)[group.place]
+            narrow = one.narrow_dtype
+            if narrow is not None:
+                whole = front(one.whole, narrow)
+                total = whole.view(group.size, -1)[group.place]
+                self._narrow.append(Conversion(one.whole, whole))
+            for accumulates in (False, True):
+                adds = accumulates and one.adds
+                self._pairs[accumulates].append((whole, total if adds or narrow is not None else part))
+                if narrow is not None:
+                    self._widen[accumulates].append(Conversion(total, own if adds else part))
+            if one.adds:
+                self._added.append((part, own))
 
-    def run(self, *, accumulate: bool, tag: int) -> None:
+    def run(self, *, accumulate: bool = False, tag: int = 0) -> None:
+        """See Reductions."""
         convert(self._narrow)
-        target = self._sum if accumulate or self._narrow else self._part
-        self._group.issue_reduce_scatter(target, self._whole)
+        self._group.issue_reduce_scatters(self._pairs[accumulate])
         convert(self._widen[accumulate])
         if accumulate:
-            self._part.add_(self._own)
+            for target, total in self._added:
+                target.add_(total)

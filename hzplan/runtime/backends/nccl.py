@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch import Tensor
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
 
-from hzplan.runtime.backends.native import NativeGroup
+import torch
+import torch.distributed as dist
+
+from hzplan.runtime.backends.base import Group
+from hzplan.runtime.backends.native import NativeGroup, Pair
 from hzplan.runtime.faults import Work
 
 # torch renamed both; the older names remain for the older versions that the package admits.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_coalescing: Any = getattr(dist, "_coalescing_manager")  # noqa: B009 - torch does not export it
+
+REGISTER = "HZPLAN_NCCL_REGISTER"
+"""Variable that is 1 where long-lived buffers are to be registered with NCCL."""
+
+
+def max_ctas(wanted: Sequence[int], tier: int, streams: int, sms: int) -> int:
+    """Thread blocks (CTAs) that a collective's kernel on a tier may take; ``wanted``: by tier.
+
+    A kernel runs when its blocks do, on every rank, and a block hardly shares an SM. So that one kernel of
+    every stream, of ``streams`` on each tier, finds room, their blocks are no more than the device's ``sms``
+    in sum: where they would be, every tier gets less in proportion. One SM is left for the job's own group,
+    whose messages are single numbers.
+    """
+    return max(1, min(wanted[tier], wanted[tier] * (sms - 1) // (streams * sum(wanted))))
+
+
+def options(timeout: timedelta | None, ctas: int) -> Any:
+    """Options of a communicator whose kernels have priority over compute, and ``ctas`` blocks at most."""
+    found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    found.config.max_ctas = ctas
+    if timeout is not None:
+        found._timeout = timeout
+    return found
 
 
 class NcclGroup(NativeGroup):
-    """Collectives of one process group. ``handle``: torch's group."""
+    """Collectives of one process group, on the current stream, which is the launcher's and has priority:
+    ``async_op=True`` would move them to a stream of torch's own, which has none. ``handle``: torch's group.
+
+    Several at once are one launch, as NCCL groups them.
+    """
 
     needs_scratch = False
 
@@ -22,12 +57,41 @@ class NcclGroup(NativeGroup):
         super().__init__(dist.get_process_group_ranks(handle), handle.rank())
         self.handle = handle
 
-    def issue_all_gather(self, whole: Tensor, part: Tensor) -> Work | None:
-        """See NativeGroup. On the current stream, which is the launcher's and has priority: ``async_op=True``
-        would move it to a stream of torch's own, which has none."""
-        _all_gather(whole, part, group=self.handle)
+    def issue_all_gathers(self, pairs: Sequence[Pair]) -> Work | None:
+        """See NativeGroup."""
+        with self._together(pairs):
+            for whole, part in pairs:
+                _all_gather(whole, part, group=self.handle)
         return None
 
-    def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
+    def issue_reduce_scatters(self, pairs: Sequence[Pair]) -> None:
         """See NativeGroup."""
-        _reduce_scatter(part, whole, group=self.handle)
+        with self._together(pairs):
+            for whole, part in pairs:
+                _reduce_scatter(part, whole, group=self.handle)
+
+    def _together(self, pairs: Sequence[Pair]) -> Any:
+        return _coalescing(self.handle) if len(pairs) > 1 else nullcontext()
+
+
+@contextmanager
+def registered(groups: Iterable[Group], device: torch.device) -> Iterator[object]:
+    """Buffers allocated inside are NCCL's memory and at the end registered with every group's communicator,
+    where ``HZPLAN_NCCL_REGISTER=1`` asks for it. NOT RUN ON A GPU YET.
+
+    Collectives on registered buffers send from where values lie, without NCCL's own buffers between, and need
+    fewer SMs (NCCL's user guide, *User Buffer Registration*). Keep what this gives, the pool of the memory
+    (None where there is none), for as long as the buffers. Communicators must have begun, as they do where
+    the job was begun with its device.
+    """
+    asked = os.environ.get(REGISTER) == "1"
+    handles = dict.fromkeys(group.handle for group in groups if asked and isinstance(group, NcclGroup))
+    if not handles:
+        yield None
+        return
+    backends: list[Any] = [handle._get_backend(device) for handle in handles]
+    pool = torch.cuda.MemPool(backends[0].mem_allocator)
+    with torch.cuda.use_mem_pool(pool, device):
+        yield pool
+    for backend in backends:
+        backend.register_mem_pool(pool)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.runtime.backends.device_link import DeviceLink
-from hzplan.runtime.backends.native import NativeGroup
+from hzplan.runtime.backends.native import NativeGroup, Pair
 
 DONE_S = 1e-6
 """A transfer with no more seconds left than this has arrived."""
@@ -138,8 +138,7 @@ class RateLimitedGroup(NativeGroup):
     def __init__(self, world: RateLimitedWorld, mesh: Mesh, kind: str, stage: Stage) -> None:
         members = mesh.group(world.rank, stage)
         super().__init__(members, members.index(world.rank))
-        bounds = enumerate(mesh.tier_bounds)
-        tier = next(tier for tier, (low, high) in bounds if low <= stage.low < high)
+        tier = mesh.tier_of(stage.low)
         self._link, self._stream, self._stage = world.links[tier], kind, stage
         self._seconds, self._under_way = world.seconds, world.under_way[tier]
         self.needs_scratch = world.exchanges
@@ -150,34 +149,36 @@ class RateLimitedGroup(NativeGroup):
             return self._link.start_on(whole.device, seconds, self._stream)
         return self._link.start(seconds, self._stream)
 
-    def issue_all_gather(self, whole: Tensor, part: Tensor) -> _Carried:
+    def issue_all_gathers(self, pairs: Sequence[Pair]) -> _Carried:
         """See NativeGroup. ``whole`` is made of copies of ``part``.
 
-        A task's gathers over one stage take as long as one of all their bytes. Exchanges over several stages
-        of a tier wait for one latency only.
+        Exchanges over several stages of a tier wait for one latency only.
         """
         before = self._under_way[threading.get_ident()]
-        nbytes = before.get(self._stage, 0)
-        seconds = self._seconds("all_gather", self._stage, nbytes + whole.nbytes)
-        if nbytes:
-            seconds -= self._seconds("all_gather", self._stage, nbytes)
-        elif before and self.needs_scratch:
+        nbytes = sum(whole.nbytes for whole, _ in pairs)
+        seconds = self._seconds("all_gather", self._stage, nbytes)
+        if before and self.needs_scratch:
             paid = max(self._seconds("all_gather", stage, 0) for stage in before)
             seconds -= min(paid, self._seconds("all_gather", self._stage, 0))
-        before[self._stage] = nbytes + whole.nbytes
-        key = self._start(max(0.0, seconds), whole)
-        for place, row in enumerate(whole.view(self.size, -1)):
-            if place != self.place or row.data_ptr() != part.data_ptr():
-                row.copy_(part)
+        before[self._stage] = nbytes
+        key = self._start(max(0.0, seconds), pairs[0][0])
+        for whole, part in pairs:
+            for place, row in enumerate(whole.view(self.size, -1)):
+                if place != self.place or row.data_ptr() != part.data_ptr():
+                    row.copy_(part)
         return _Carried(self._link, key, before.clear)
 
-    def issue_reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
+    def issue_reduce_scatters(self, pairs: Sequence[Pair]) -> None:
         """See NativeGroup. The sum is this rank's slice, as often as there are ranks."""
-        key = self._start(self._seconds("reduce_scatter", self._stage, whole.nbytes), whole)
-        own = whole.view(self.size, -1)[self.place]
-        if own.data_ptr() != part.data_ptr():
-            part.copy_(own)
-        part.mul_(self.size)
+        sizes = [whole.nbytes for whole, _ in pairs]
+        messages = sizes if self.needs_scratch else [sum(sizes)]  # exchanges go one after the other
+        seconds = sum(self._seconds("reduce_scatter", self._stage, nbytes) for nbytes in messages)
+        key = self._start(seconds, pairs[0][0])
+        for whole, part in pairs:
+            own = whole.view(self.size, -1)[self.place]
+            if own.data_ptr() != part.data_ptr():
+                part.copy_(own)
+            part.mul_(self.size)
         self._link.wait(key)
 
 
@@ -214,6 +215,9 @@ class RateLimitedWorld:
     def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> RateLimitedGroup:
         """See World."""
         return RateLimitedGroup(self, mesh, kind, stage)
+
+    def meet(self, what: str) -> None:
+        """See World: nobody else is there."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """See World: this rank's values are everyone's."""

@@ -78,6 +78,10 @@ class ThreadWorld:
         """See World."""
         return ThreadGroup(self.post, (kind, stage), mesh.group(self.rank, stage), self.rank)
 
+    def meet(self, what: str) -> None:
+        """See World."""
+        self.all_reduce(torch.zeros(1))
+
     def broadcast(self, tensor: Tensor) -> None:
         """See World."""
         if self.rank == 0:
