@@ -74,6 +74,15 @@ soak: $(STAMP) ## train 2,000 steps under random plans in turn, beside one proce
 convergence: $(STAMP) ## train small models for 5,000 steps in bf16, under a plan and under FSDP2 (an hour)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.convergence --docs docs/convergence.md
 
+.PHONY: cuda-api accelerator
+accelerator: $(STAMP) ## run the runtime on a simulated accelerator in 100,000 interleavings (an hour or two; 2,600 took 3 minutes)
+	OMP_NUM_THREADS=1 $(PY) -m tests.accelerator --interleavings 100000
+
+cuda-api: ## look up every name of torch's CUDA build that is called, in an environment of its own (gigabytes)
+	$(PYTHON) -m venv build/cuda-api
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= build/cuda-api/bin/python -m pip install --quiet --no-input $(TORCH) numpy
+	build/cuda-api/bin/python benchmarks/gpu/api.py --output benchmarks/results/cuda_api.json
+
 .PHONY: mutants
 mutants: $(STAMP) ## break the product line by line: which test sees it? (MUTANTS='--only NAME', '--all')
 	$(PY) -m tests.mutants $(MUTANTS)
