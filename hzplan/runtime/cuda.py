@@ -17,8 +17,8 @@ URGENT, NOT_URGENT = -1, 0
 class Event:
     """See ``launcher.Event``."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=timed)
         self._event.record(stream)
 
     def synchronize(self) -> None:
@@ -45,9 +45,9 @@ class Queue:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def record(self) -> Event:
+    def record(self, *, timed: bool = False) -> Event:
         """See ``launcher.Queue``."""
-        return Event(self._stream)
+        return Event(self._stream, timed=timed)
 
     def wait(self, event: launcher.Event) -> None:
         """See ``launcher.Queue``."""

@@ -215,6 +215,9 @@ class Executor:
         if self._streams is Streams.NONE:
             self._work_here()
 
+    def time_every_step(self) -> None:
+        """See ``Launcher``; here all are timed anyway."""
+
     def synchronize(self) -> None:
         """Wait until everything launched is done."""
         with self._all_done:

@@ -10,6 +10,7 @@ at without one (``tests/unit/test_launcher.py``). NOT RUN ON A GPU YET: no machi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,14 +32,14 @@ class Event(Protocol):
         """Whether it is; returns at once."""
 
     def after_s(self, earlier: Event) -> float:
-        """Seconds from another event to this one; both must be reached."""
+        """Seconds from another event to this one; both must be timed and reached."""
 
 
 class Queue(Protocol):
     """Work that a device does in order."""
 
-    def record(self) -> Event:
-        """An event after everything that is in the queue."""
+    def record(self, *, timed: bool = False) -> Event:
+        """An event after everything that is in the queue; ``after_s`` needs ``timed`` ones."""
 
     def wait(self, event: Event) -> None:
         """What is put into the queue from now on begins after the event."""
@@ -60,23 +61,36 @@ class Device(Protocol):
         """The host's clock, for records."""
 
 
+TIME_EVERY = 16
+"""Of so many steps one is timed: two events for each task, read on the thread that launches."""
+
+
 @dataclass
-class _Launched:
-    """What was launched in a step, to be read when the device has done it; ``first`` and ``zero_s``: an event
-    at its begin, and when that was put there (or a little earlier than it was reached)."""
+class _Times:
+    """Events of a step that is timed; ``first`` and ``zero_s``: an event at its begin, and when that was put
+    there (or a little earlier than it was reached)."""
 
     first: Event
     zero_s: float
-    record: StepRecord = field(default_factory=StepRecord)
     began: list[tuple[int, Event]] = field(default_factory=list)
     ended: list[tuple[int, Event]] = field(default_factory=list)
     waits: list[tuple[Event, Event, list[tuple[Event, str]]]] = field(default_factory=list)
 
 
+@dataclass
+class _Launched:
+    """What was launched in a step; ``last``: by queue, the end of what was put there."""
+
+    record: StepRecord = field(default_factory=StepRecord)
+    last: dict[str, Event] = field(default_factory=dict)
+    times: _Times | None = None
+
+
 class Launcher:
     """Runs steps of one schedule. All methods are called on the compute thread, or autograd's for its device.
 
-    The same methods as ``Executor``; ``record`` is of the last step but one, which the device has done.
+    The same methods as ``Executor``; ``record`` is of the last step but one, which the device has done, and
+    its times those of the last step that was timed.
     """
 
     def __init__(
@@ -105,18 +119,31 @@ class Launcher:
                 self._queues[name] = device.queue(name)
         self._ended: dict[int, tuple[str, Event]] = {}  # by task: where, and after what it was put there last
         self._ran: dict[int, int] = {}  # by task: the step in which it was launched last
+        self._all_timed_from = sys.maxsize  # a step
         self.step = -1
-        self._step = _Launched(device.here().record(), device.now_s())
+        self._ends_timed = False
+        device.here()  # it refuses other streams than this one from now on
+        self._step = _Launched()
         self.record = StepRecord()
         self._before_last: _Launched | None = None
+
+    def time_every_step(self) -> None:
+        """Time all steps from the next but one on, for who asks for each one's waits or traces them."""
+        self._all_timed_from = self.step + 2  # a timed step also reads how the one before it ended
+
+    def _is_timed(self, step: int) -> bool:
+        return step % TIME_EVERY == 0 or step >= self._all_timed_from
 
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
         here = self._device.here()  # first: it refuses what cannot be captured
         self.record = StepRecord() if self._before_last is None else self._read(self._before_last)
         self._before_last = self._step if self.step >= 0 else None
-        self._step = _Launched(here.record(), self._device.now_s())
         self.step += 1
+        self._step = _Launched()
+        self._ends_timed = self._is_timed(self.step) or self._is_timed(self.step + 1)
+        if self._is_timed(self.step):
+            self._step.times = _Times(here.record(timed=True), self._device.now_s())
         self.start(self.tasks[0])
         self.end(self.tasks[0])
 
@@ -126,19 +153,27 @@ class Launcher:
         needed = [
             (self._ended[index][1], index) for index in self._before[task.index] if index in self._ended
         ]
-        asked = here.record() if needed else None
+        times = self._step.times
+        asked = here.record(timed=True) if times is not None and needed else None
         for event, _ in needed:
             here.wait(event)
-        began = here.record()
-        if asked is not None:
+        if times is None:
+            return
+        began = here.record(timed=True)
+        if asked is not None:  # of an untimed step's tasks nobody knows which came last
             causes = [(event, booking(self.tasks[index])) for event, index in needed]
-            self._step.waits.append((asked, began, causes))
-        self._step.began.append((task.index, began))
+            times.waits.append((asked, began, causes))
+        times.began.append((task.index, began))
 
     def end(self, task: Task) -> None:
         """A compute task is launched: so is what follows it in the total order."""
-        done = self._device.here().record()
-        self._step.ended.append((task.index, done))
+        times = self._step.times
+        if times is None and not self._next[task.index] and task is not self.tasks[-1]:
+            return
+        done = self._device.here().record(timed=self._ends_timed)
+        self._step.last[COMPUTE_STREAM] = done
+        if times is not None:
+            times.ended.append((task.index, done))
         waited: set[str] = set()
         for index in self._next[task.index]:
             self._launch(index, done, waited)
@@ -147,6 +182,7 @@ class Launcher:
         task = self.tasks[index]
         name = {Streams.TIERS: task.stream, Streams.ONE: "all", Streams.NONE: COMPUTE_STREAM}[self._streams]
         queue = self._queues[name] if name in self._queues else self._device.here()
+        times = self._step.times
         label = f"stream {task.stream}{self._tier(task)}, task {task}"
         with queue.current(), named(label), span(task):
             if name != COMPUTE_STREAM and name not in waited:  # once: later ones come after it in the queue
@@ -155,13 +191,16 @@ class Launcher:
             for before in self._before[index]:
                 if before in self._ended and self._ended[before][0] != name:
                     queue.wait(self._ended[before][1])
-            self._step.began.append((index, queue.record()))
+            if times is not None:
+                times.began.append((index, queue.record(timed=True)))
             self._run(task, 0)
-            ended = queue.record()
+            ended = queue.record(timed=self._ends_timed)
         self._ended[index] = name, ended
         if self._watch is not None and task.tier >= 0:
             self._watch.launched(name, f"{label} of step {self.step}", ended)
-        self._step.ended.append((index, ended))
+        self._step.last[name] = ended
+        if times is not None:
+            times.ended.append((index, ended))
         self._step.record.launched.append(index)
         self._step.record.begun.setdefault(task.stream, []).append(index)
         self._ran[index] = self.step
@@ -195,14 +234,19 @@ class Launcher:
             self._watch.close()
 
     def _read(self, launched: _Launched) -> StepRecord:
-        """What the device did in a step, when it has done it."""
-        for _, event in launched.ended:
+        """What the device did in a step, when it has done it: the host is ahead of it by no more."""
+        for event in launched.last.values():
             event.synchronize()
-        first, zero_s = launched.first, launched.zero_s
-        record = launched.record
-        record.start_s = {index: zero_s + event.after_s(first) for index, event in launched.began}
-        record.end_s = {index: zero_s + event.after_s(first) for index, event in launched.ended}
-        for asked, began, causes in launched.waits:
+        record, times = launched.record, launched.times
+        if times is None:
+            before = self.record
+            record.start_s, record.end_s = before.start_s, before.end_s
+            record.exposed_s, record.waits = before.exposed_s, before.waits
+            return record
+        first, zero_s = times.first, times.zero_s
+        record.start_s = {index: zero_s + event.after_s(first) for index, event in times.began}
+        record.end_s = {index: zero_s + event.after_s(first) for index, event in times.ended}
+        for asked, began, causes in times.waits:
             _, cause = max((event.after_s(asked), cause) for event, cause in causes)
             waited = began.after_s(asked)
             record.exposed_s[cause] = record.exposed_s.get(cause, 0.0) + waited

@@ -59,9 +59,11 @@ class InOrder:
         return min(self.found.least_ns, *(pace.bound_ms / MS for pace in self.paces))
 
     def covers(self, one: Evaluation) -> bool:
-        """Whether a plan's order is this one."""
-        return any(
-            pace_of(pace.any_order) == _pace(one) and pace.order == one.schedule.order for pace in self.paces
+        """Whether a plan's order is this one, also as every other pace takes it: a plan of a smaller prefetch
+        has less of the order that a deeper one was searched in."""
+        order = one.schedule.order
+        return order is not None and all(
+            pace.order == order_at(order, one, pace.any_order) for pace in self.paces
         )
 
     def explore(self, nodes: int, deadline: float) -> None:

@@ -52,9 +52,14 @@ def improved(
     if not searched:  # no time
         return changed, None
     inside = min(searched, key=lambda one: fastest_of(one.found.all).predicted.period_ns)
-    inside.explore(MAX_NODES, deadline)
-    inside.solve_ilps(deadline)
-    best = fastest_of(inside.found.all)
+    while True:
+        inside.explore(MAX_NODES, deadline)
+        inside.solve_ilps(deadline)
+        best = fastest_of(inside.found.all)
+        if inside.covers(best) or late():
+            break
+        inside = InOrder(best, searches, request)  # each begins with a faster plan
+        searched.append(inside)
     last = improve(best, _replays(best, searches), around, fits, late)
     return [*changed, *(one for some in searched for one in some.found.all), last], inside
 

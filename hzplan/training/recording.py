@@ -17,6 +17,8 @@ class Recording:
 
     def __init__(self, engine: Engine, steps: int) -> None:
         self._engine = engine
+        if steps:
+            engine.executor.time_every_step()
         self._records: deque[StepRecord] = deque(maxlen=steps)
 
     def note(self) -> None:

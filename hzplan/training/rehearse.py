@@ -109,6 +109,7 @@ def rehearse(
                 optimizer.clip_grad_norm_(1.0)
             optimizer.step()
 
+        optimizer.engine.executor.time_every_step()
         for step in range(WARM_UP_STEPS):
             progress("warming up", 0.0)
             train(step)

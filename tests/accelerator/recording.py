@@ -240,8 +240,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 class Event:
     """See ``launcher.Event``."""
 
-    def __init__(self, recorder: Recorder, place: Place) -> None:
-        self._recorder, self.place = recorder, place
+    def __init__(self, recorder: Recorder, place: Place, timed: bool = False) -> None:
+        self._recorder, self.place, self.timed = recorder, place, timed
 
     def synchronize(self) -> None:
         """See ``launcher.Event``."""
@@ -252,7 +252,8 @@ class Event:
         return False
 
     def after_s(self, earlier: launcher.Event) -> float:
-        """See ``launcher.Event``; nothing takes time here."""
+        """See ``launcher.Event``; nothing takes time here, but events of other kinds have none."""
+        assert isinstance(earlier, Event) and earlier.timed and self.timed
         return 0.0
 
 
@@ -262,9 +263,9 @@ class Queue:
     def __init__(self, recorder: Recorder, stream: str) -> None:
         self._recorder, self.stream = recorder, stream
 
-    def record(self) -> Event:
+    def record(self, *, timed: bool = False) -> Event:
         """See ``launcher.Queue``."""
-        return Event(self._recorder, self._recorder.record(self.stream))
+        return Event(self._recorder, self._recorder.record(self.stream), timed)
 
     def wait(self, event: launcher.Event) -> None:
         """See ``launcher.Queue``."""

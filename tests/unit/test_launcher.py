@@ -18,7 +18,7 @@ from hzplan.cost.simulate import replay
 from hzplan.errors import UserError
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import StepRecord, Streams
-from hzplan.runtime.launcher import Event, Launcher
+from hzplan.runtime.launcher import TIME_EVERY, Event, Launcher
 from tests.unit.steps import Step, chain, steps
 
 STEPS = 7
@@ -34,6 +34,7 @@ class Recorded:
 
     lengths: Sequence[int]
     marks: int = 0
+    timed: int = 0
     step: int = -1
     active: list[RecordedQueue] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -66,6 +67,7 @@ class RecordedEvent:
     before: int
     at_ns: float
     mark: int = -1
+    timed: bool = True
 
     def synchronize(self) -> None:
         pass
@@ -74,7 +76,7 @@ class RecordedEvent:
         return True
 
     def after_s(self, earlier: Event) -> float:
-        assert isinstance(earlier, RecordedEvent)
+        assert isinstance(earlier, RecordedEvent) and earlier.timed and self.timed
         return (self.at_ns - earlier.at_ns) / 1e9
 
 
@@ -84,8 +86,9 @@ class RecordedQueue:
     before: int = 0
     at_ns: float = 0
 
-    def record(self) -> RecordedEvent:
-        return RecordedEvent(self.before, self.at_ns)
+    def record(self, *, timed: bool = False) -> RecordedEvent:
+        self.device.timed += timed
+        return RecordedEvent(self.before, self.at_ns, timed=timed)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, RecordedEvent)
@@ -100,13 +103,21 @@ class RecordedQueue:
 
 
 def run_steps(
-    schedule: Schedule, lengths: Sequence[int], idle: set[int], streams: Streams = Streams.TIERS
+    schedule: Schedule,
+    lengths: Sequence[int],
+    idle: set[int],
+    streams: Streams = Streams.TIERS,
+    *,
+    times_all: bool = True,
+    count: int = STEPS,
 ) -> tuple[Recorded, list[StepRecord]]:
     """Steps as the engine takes them, and what is said of them."""
     device = Recorded(lengths)
     launcher = Launcher(schedule, device.run, lambda task: task.index in idle, device, streams)
+    if times_all:
+        launcher.time_every_step()
     records = []
-    for _ in range(STEPS):
+    for _ in range(count):
         device.step += 1
         launcher.begin_step()
         for task in schedule.tasks[1:]:
@@ -195,6 +206,20 @@ def test_waits_are_booked_to_what_came_last() -> None:
     waited = {cause: round(seconds * 1e9) for cause, seconds in records[-1].exposed_s.items() if seconds}
     assert sum(waited.values()) == 9
     assert records[0].start_s == {} and records[2].start_s
+
+
+def test_few_steps_are_timed_and_the_others_tell_the_last_times() -> None:
+    schedule = chain(3, tiers=2).build()
+    lengths = [10 * (task.kind is Kind.COMPUTE) for task in schedule.tasks]
+    count = 2 * TIME_EVERY + 2
+    every, all_records = run_steps(schedule, lengths, set(), count=count)
+    device, records = run_steps(schedule, lengths, set(), times_all=False, count=count)
+    assert device.timed < every.timed / TIME_EVERY * 3  # of three, and the ends before two of them
+    for step, record in enumerate(records[2:]):
+        timed = step - step % TIME_EVERY
+        assert record.start_s == records[timed + 2].start_s and record.start_s
+        assert record.exposed_s == all_records[timed + 2].exposed_s
+        assert record.launched == all_records[step + 2].launched
 
 
 def test_what_was_done_by_other_means_is_not_waited_for() -> None:

@@ -118,3 +118,26 @@ def test_no_choice_in_an_order_is_below_its_bound(seed: int) -> None:
         inside.explore(nodes, inf)
         assert inside.bound_ns <= truth.objective_ns * (1 + 1e-6)
         assert inside.found.least_ns >= truth.objective_ns * (1 - 1e-6)
+
+
+def test_a_search_covers_the_plans_whose_order_every_pace_was_searched_in() -> None:
+    """A plan of a smaller prefetch keeps less of the order, which is not the one that deeper paces had."""
+    profile = random_profile(random.Random(2), micro_batches=(1,))
+    request = Request(2**40, 2 * profile.mesh.world, depths=(1, 3))
+    searches = searches_of(profile, request)
+    solved = solve(profile, request)
+    assert isinstance(solved, Solved)
+    by_depth = {search.question.schedule.prefetch: search for search in searches}
+    units = [unit.name for unit in profile.units]
+
+    def at(depth: int, number: int) -> Evaluation:
+        best, schedule = solved.best, by_depth[depth].question.schedule
+        one = evaluate(best.model, best.levels, schedule, best.micro_batch, modes=best.modes)
+        ahead = (number,) * len(profile.mesh.tiers)
+        return in_order(one, MessageOrder(tuple((unit, ahead) for unit in units), 1))
+
+    deep = InOrder(at(3, 4), searches, request)
+    assert deep.covers(at(3, 4))
+    assert not deep.covers(at(1, 2)) and not deep.covers(at(3, 3)) and not deep.covers(solved.best)
+    shallow = InOrder(at(1, 2), searches, request)
+    assert shallow.covers(at(1, 2)) and shallow.covers(at(3, 2))

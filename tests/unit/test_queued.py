@@ -22,6 +22,7 @@ class Event:
     queue: str
     place: int
     made: float
+    timed: bool
 
     def synchronize(self) -> None:
         self.device.run()
@@ -30,7 +31,7 @@ class Event:
         return True
 
     def after_s(self, earlier: launcher.Event) -> float:
-        assert isinstance(earlier, Event)
+        assert isinstance(earlier, Event) and earlier.timed and self.timed
         return self.device.at(self) - self.device.at(earlier)
 
 
@@ -102,8 +103,9 @@ class Queue:
     device: Known
     name: str
 
-    def record(self) -> Event:
-        return Event(self.device, self.name, len(self.device.work.get(self.name, [])), self.device.now)
+    def record(self, *, timed: bool = False) -> Event:
+        place = len(self.device.work.get(self.name, []))
+        return Event(self.device, self.name, place, self.device.now, timed)
 
     def wait(self, event: launcher.Event) -> None:
         assert isinstance(event, Event)

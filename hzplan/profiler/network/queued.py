@@ -33,7 +33,7 @@ def together(
     link = device.queue("link")
     computes = max(calls, math.ceil(least_s / seconds[0]))
     share = math.ceil(SURPLUS * seconds[0] / seconds[1])
-    begin = device.here().record()
+    begin = device.here().record(timed=True)
     link.wait(begin)
     computed, communicated = list[_Call](), list[_Call]()
     for _ in range(computes):
@@ -63,7 +63,7 @@ def contention(device: Device, gather: Call, reduce: Call, calls: int) -> float:
     """Seconds of gathers on one queue beside as many reductions on another, over seconds of all of them one
     after the other."""
     queues = device.queue("gather"), device.queue("reduce")
-    begin = device.here().record()
+    begin = device.here().record(timed=True)
     for queue in queues:
         queue.wait(begin)
     for _ in range(calls):
@@ -89,8 +89,8 @@ class _Call(NamedTuple):
 def _timed(queue: Queue, call: Call, calls: int) -> list[_Call]:
     """Put so many calls into a queue; an event before and after each."""
     with queue.current():
-        events = [queue.record()]
+        events = [queue.record(timed=True)]
         for _ in range(calls):
             call()
-            events.append(queue.record())
+            events.append(queue.record(timed=True))
     return [_Call(*pair) for pair in itertools.pairwise(events)]
