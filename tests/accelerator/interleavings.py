@@ -9,7 +9,9 @@ launches, whatever communicator they are of.
 
 from __future__ import annotations
 
+import heapq
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,15 +38,20 @@ class Rules:
 
 
 class _Step:
-    """One operation, ready to be run on the rank's memory."""
+    """One operation, ready to be run on the rank's memory; ``given`` and ``found``: a collective's
+    tensors."""
 
-    __slots__ = ("collective", "label", "number", "run", "waits")
+    __slots__ = ("collective", "found", "given", "label", "number", "run", "waits")
 
     def __init__(self, operation: Operation, memory: _Memory) -> None:
         self.label, self.collective = operation.label, operation.collective
         self.number = 0  # of a collective among its rank's
         self.waits: list[tuple[int, int]] = []
         self.run = _runner(operation, memory)
+        if (one := operation.collective) is not None:
+            self.given = memory.tensor(one.part if one.operation == "all_gather" else one.whole)
+            found = memory.tensor(one.part if one.operation == "reduce_scatter" else one.whole)
+            self.found = found.view(-1)
 
 
 class _Memory:
@@ -84,6 +91,9 @@ def _runner(operation: Operation, memory: _Memory) -> Callable[[], Any] | None:
         return lambda: function(*args, **kwargs)
     outputs = tree_flatten(operation.outputs, is_leaf=lambda one: one is None)[0]
     targets = [memory.tensor(view) if isinstance(view, View) else None for view in outputs]
+    if isinstance(operation.outputs, View):
+        (only,) = [target for target in targets if target is not None]
+        return lambda: only.copy_(function(*args, **kwargs))
 
     def run() -> None:
         found = function(*args, **kwargs)
@@ -125,70 +135,13 @@ class Machine:
 
     def run(self, seed: int) -> None:
         """One interleaving. Raises Found."""
-        rng = random.Random(seed)
         for memory in self._memories:
             memory.restore()
-        done = [0] * len(self._streams)
-        begun = [False] * len(self._streams)  # whether the next one of a stream is a collective under way
-        collectives = _UnderWay(self, len(self._programs))
-        kind = rng.randrange(3)
-        ranking = [rng.random() for _ in self._streams]
-        # Priorities that change at few places find what needs few unlucky moments; even chances the rest.
-        most = (10**9, 1, 4)[kind]
-        while True:
-            if kind == 0:
-                order = sorted(range(len(done)), key=ranking.__getitem__)
-                if rng.random() < 0.2:
-                    ranking[rng.randrange(len(ranking))] = rng.random()
-            else:
-                order = [*range(len(done))]
-                rng.shuffle(order)
-            moved = False
-            for stream in order:
-                moved |= self._advance(stream, most, done, begun, collectives)
-                if moved and kind == 0:
-                    break
-            if not moved:
-                break
-        if any(at < len(steps) for at, (_, steps) in zip(done, self._streams, strict=True)):
-            raise Found(f"deadlock, seed {seed}: {self._stuck(done, begun)}")
+        run = _Run(self._streams, len(self._programs), self.rules)
+        run.all(random.Random(seed))
+        if stuck := run.stuck():
+            raise Found(f"deadlock, seed {seed}: {'; '.join(stuck[:12])}")
         self._compare(seed)
-
-    def _advance(
-        self, stream: int, most: int, done: list[int], begun: list[bool], collectives: _UnderWay
-    ) -> bool:
-        rank, steps = self._streams[stream]
-        moved = False
-        while most and done[stream] < len(steps):
-            step = steps[done[stream]]
-            if not begun[stream]:
-                if any(done[other] < wanted for other, wanted in step.waits):
-                    break
-                if step.collective is not None:
-                    if not collectives.begin(rank, step, self._memories):
-                        break
-                    begun[stream] = moved = True
-                elif step.run is not None:
-                    try:
-                        step.run()
-                    except (RuntimeError, IndexError) as error:
-                        raise Found(f"{step.label} on rank {rank}: {error}") from error
-            if begun[stream]:
-                assert step.collective is not None
-                if not collectives.over(rank, step):
-                    break
-                begun[stream] = False
-            done[stream] += 1
-            most -= 1
-            moved = True
-        return moved
-
-    def _stuck(self, done: Sequence[int], begun: Sequence[bool]) -> str:
-        found = []
-        for at, is_begun, (rank, steps) in zip(done, begun, self._streams, strict=True):
-            if at < len(steps):
-                found.append(f"rank {rank}: {steps[at].label}{' (begun)' if is_begun else ''}")
-        return "; ".join(found[:12])
 
     def _compare(self, seed: int) -> None:
         for program, memory in zip(self._programs, self._memories, strict=True):
@@ -197,56 +150,116 @@ class Machine:
                     raise Found(f"other values, seed {seed}: rank {program.rank}, block {block}")
 
 
-class _UnderWay:
-    """The collectives of one run."""
+class _Run:
+    """One interleaving: of each stream how much is done, and what the next operation waits for.
 
-    def __init__(self, machine: Machine, ranks: int) -> None:
-        self._rules = machine.rules
+    A stream is ready until it is found to wait: for an event, which wakes it, or for collectives, of which
+    each that begins or is over wakes the streams of its ranks.
+    """
+
+    def __init__(self, streams: Sequence[tuple[int, list[_Step]]], ranks: int, rules: Rules) -> None:
+        self._streams, self._rules = streams, rules
+        self._done = [0] * len(streams)
+        self._begun = [False] * len(streams)  # whether the next one of a stream is a collective under way
+        self._ready = [*range(len(streams))]
+        # By the stream of an event, a heap of (place, who waits).
+        self._for_event: list[list[tuple[int, int]]] = [[] for _ in streams]
+        self._for_collective: list[list[int]] = [[] for _ in range(ranks)]
         self._next = [0] * ranks  # number of the collective that a rank launches next
         self._held = [0] * ranks
-        self._begun: dict[tuple[int, str], int] = defaultdict(int)  # by rank and group: how many
+        self._count: dict[tuple[int, str], int] = defaultdict(int)  # by rank and group: how many have begun
         self._over: dict[tuple[int, str], int] = defaultdict(int)
-        self._met: dict[tuple[str, tuple[int, ...], int], dict[int, Collective]] = defaultdict(dict)
+        self._met: dict[tuple[str, tuple[int, ...], int], dict[int, _Step]] = defaultdict(dict)
 
-    def begin(self, rank: int, step: _Step, memories: Sequence[_Memory]) -> bool:
-        """Whether it can; when all ranks of the group have, values move."""
-        collective = step.collective
-        assert collective is not None
+    def all(self, rng: random.Random) -> None:
+        """Advance until no stream can. Priorities that change at few places find what needs few unlucky
+        moments; even chances the rest."""
+        kind, chance = rng.randrange(3), rng.random
+        most = (sys.maxsize, 1, 4)[kind]
+        ranking = [chance() for _ in self._streams]
+        ready = self._ready
+        while ready:
+            if kind == 0:
+                stream = min(ready, key=ranking.__getitem__)
+                if chance() < 0.2:
+                    ranking[int(chance() * len(ranking))] = chance()
+            else:
+                stream = ready[int(chance() * len(ready))]
+            if not self._advance(stream, most):
+                ready.remove(stream)
+
+    def stuck(self) -> list[str]:
+        """What each stream that is not through waits to do."""
+        return [
+            f"rank {rank}: {steps[at].label}{' (begun)' if begun else ''}"
+            for at, begun, (rank, steps) in zip(self._done, self._begun, self._streams, strict=True)
+            if at < len(steps)
+        ]
+
+    def _advance(self, stream: int, most: int) -> bool:
+        """Do at most so many operations of a stream; whether it is still ready."""
+        rank, steps = self._streams[stream]
+        done, waiters = self._done, self._for_event[stream]
+        first = done[stream]
+        for at in range(first, min(first + most, len(steps))):
+            step = steps[at]
+            if not self._begun[stream]:
+                for other, wanted in step.waits:
+                    if done[other] < wanted:
+                        heapq.heappush(self._for_event[other], (wanted, stream))
+                        return False
+            if step.collective is not None:
+                if not self._is_over(stream, rank, step, step.collective):
+                    self._for_collective[rank].append(stream)
+                    return False
+            elif step.run is not None:
+                try:
+                    step.run()
+                except (RuntimeError, IndexError) as error:
+                    raise Found(f"{step.label} on rank {rank}: {error}") from error
+            done[stream] = at + 1
+            while waiters and waiters[0][0] <= at + 1:
+                self._ready.append(heapq.heappop(waiters)[1])
+        return done[stream] < len(steps)
+
+    def _is_over(self, stream: int, rank: int, step: _Step, collective: Collective) -> bool:
+        """Whether a collective is, which begins if it has not and can; once all ranks' have, values move."""
         own = rank, collective.group
-        if self._rules.implicit_order and step.number != self._next[rank]:
+        if not self._begun[stream]:
+            number = self._count[own]
+            if self._rules.implicit_order and step.number != self._next[rank]:
+                return False
+            if self._held[rank] >= self._rules.shares or number > self._over[own]:
+                return False
+            self._begun[stream] = True
+            self._count[own] += 1
+            self._next[rank] += 1
+            self._held[rank] += 1
+            met = self._met[collective.group, collective.ranks, number]
+            met[collective.ranks.index(rank)] = step
+            if len(met) == len(collective.ranks):
+                _move([met[place] for place in range(len(met))])
+                for member in collective.ranks:
+                    self._held[member] -= 1
+                    self._over[member, collective.group] += 1
+                    self._wake(member)
+            self._wake(rank)
+        if self._over[own] < self._count[own]:
             return False
-        if self._held[rank] >= self._rules.shares or self._begun[own] > self._over[own]:
-            return False
-        number = self._begun[own]
-        self._begun[own] += 1
-        self._next[rank] += 1
-        self._held[rank] += 1
-        met = self._met[collective.group, collective.ranks, number]
-        met[collective.ranks.index(rank)] = collective
-        if len(met) == len(collective.ranks):
-            _move(met, memories)
-            for member in collective.ranks:
-                self._held[member] -= 1
-                self._over[member, collective.group] += 1
+        self._begun[stream] = False
         return True
 
-    def over(self, rank: int, step: _Step) -> bool:
-        """Whether a collective that has begun is over."""
-        assert step.collective is not None
-        own = rank, step.collective.group
-        return self._over[own] == self._begun[own]
+    def _wake(self, rank: int) -> None:
+        self._ready += self._for_collective[rank]
+        self._for_collective[rank].clear()
 
 
-def _move(met: dict[int, Collective], memories: Sequence[_Memory]) -> None:
-    members = [met[place] for place in sorted(met)]
-    operation, ranks = members[0].operation, members[0].ranks
-    if any(one.operation != operation or one.whole.size != members[0].whole.size for one in members):
-        raise Found(f"unlike collectives meet in {members[0].group}")
-    given = [
-        memories[rank].tensor(one.part if operation == "all_gather" else one.whole)
-        for rank, one in zip(ranks, members, strict=True)
-    ]
-    found = [combined(operation, given, place) for place in range(len(ranks))]
-    for rank, one, value in zip(ranks, members, found, strict=True):
-        target = memories[rank].tensor(one.part if operation == "reduce_scatter" else one.whole)
-        target.view(-1).copy_(value.view(-1))
+def _move(members: Sequence[_Step]) -> None:
+    """Values, by place in the group."""
+    one, *others = [step.collective for step in members if step.collective is not None]
+    if any(other.operation != one.operation or other.whole.size != one.whole.size for other in others):
+        raise Found(f"unlike collectives meet in {one.group}")
+    given = [step.given for step in members]
+    found = [combined(one.operation, given, place) for place in range(len(members))]
+    for step, value in zip(members, found, strict=True):
+        step.found.copy_(value.view(-1))
