@@ -120,6 +120,7 @@ CONNECTIONS = """
 import os, sys, torch, torch.distributed as dist
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.launch.job import join, rank_info
+from hzplan.runtime.backends import groups
 from hzplan.runtime.world import ProcessWorld
 
 def connections():
@@ -136,6 +137,7 @@ with join(rank_info()) as job:
     if job.info.rank == 1:  # the first rank has the store, and a connection of each rank
         print("connections", connections(), flush=True)
     dist.barrier()
+print("kept", len(groups._made), flush=True)
 """
 
 
@@ -146,5 +148,7 @@ def test_connections_do_not_grow_with_the_world(tmp_path: Path) -> None:
     for world in (4, 16):
         done = torchrun(world, "count.py", f"4|{world // 4}" if world > 4 else "4", cwd=tmp_path)
         assert done.code == 0, done.stderr
+        # Who has left a job keeps no groups: their threads abort a process that ends (see ``groups._keep``).
+        assert re.findall(r"kept (\d+)", done.stdout) == ["0"] * world
         found.append(int(re.search(r"connections (\d+)", done.stdout).group(1)))  # type: ignore[union-attr]
     assert found[1] <= found[0] + 8, found

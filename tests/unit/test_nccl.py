@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def job(monkeypatch: pytest.MonkeyPatch, backend: str) -> Job:
     found = Job(backend)
     monkeypatch.setattr(groups, "dist", found)
     monkeypatch.setattr(nccl, "dist", found)
-    monkeypatch.setattr(groups, "_made", {})
+    monkeypatch.setattr(groups, "_made", WeakKeyDictionary())
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return found

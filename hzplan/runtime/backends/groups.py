@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,11 @@ LATER = 0.1
 STREAMS = 3
 """Streams of a tier, unshards, reductions and gathers, where no message order leaves it one."""
 
-_made: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], dist.ProcessGroup] = {}
-"""Torch's groups by the job's default group, kind and members."""
+_Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
+_made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+"""Torch's groups by the job's default group, while it lasts; then by kind and members."""
+LETS_GO_S = 0.05
+"""Seconds for threads of the groups to let go of what they have done."""
 
 
 def on_device(handle: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -53,14 +58,14 @@ def process_group(
 
     ``ranks``: the job's ranks at all places of the mesh; ``device``: where its tensors are; ``ctas``: see
     ``nccl.max_ctas``. Groups last as long as the job's default group: a second plan in the same process takes
-    them over, and those of an earlier job are freed.
+    them over, and those of an earlier job are freed with it, or else their threads would look after
+    connections that are gone.
     """
     world = dist.group.WORLD
     assert world is not None
-    for old in [key for key in _made if key[0] is not world]:
-        del _made[old]  # its threads would look after connections that are gone
+    made = _made.setdefault(world, {})
     members = tuple(ranks[member] for member in mesh.group(rank, stage))
-    if (world, kind, members) not in _made:
+    if (kind, members) not in made:
         backend, timeout = str(world._get_backend(device).name()), _timeout(mesh, kind, stage)
         given = None
         if backend == "nccl":
@@ -68,7 +73,7 @@ def process_group(
             streams = 1 if kind == LINK_STREAM else STREAMS
             most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.low), streams, sms)
             given = options(timeout, most)
-        _made[world, kind, members] = dist.new_group(
+        made[kind, members] = dist.new_group(
             list(members),
             use_local_synchronization=True,
             sort_ranks=False,
@@ -77,7 +82,7 @@ def process_group(
             pg_options=given,
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
         )
-    return _made[world, kind, members]
+    return made[kind, members]
 
 
 def release() -> None:
@@ -87,8 +92,9 @@ def release() -> None:
     that come again when fewer groups are left, and a later group would take an earlier one's for its own.
     """
     world = dist.group.WORLD
-    for key in [key for key in _made if key[0] is world and world.bound_device_id is not None]:
-        dist.destroy_process_group(_made.pop(key))
+    if world is not None and world.bound_device_id is not None:
+        for group in _made.pop(world, {}).values():
+            dist.destroy_process_group(group)
 
 
 def job_timeout() -> timedelta | None:
@@ -117,8 +123,11 @@ def _keep() -> None:
     """Leave the groups, and the job's own, to the operating system.
 
     Python would free them while it is taken apart, and a thread of theirs that has to do with the interpreter
-    then aborts the process: now and then, of scripts without this package too.
+    then aborts the process: now and then, of scripts without this package too. So does a thread that has yet
+    to let go of the tensors of the last collective. Jobs that are left (``join``) have neither.
     """
-    for (world, *_), group in _made.items():
-        for kept in (world, group):
+    for world, made in _made.items():
+        for kept in (world, *made.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    if _made:
+        time.sleep(LETS_GO_S)
