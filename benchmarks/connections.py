@@ -3,7 +3,7 @@
 For each world a job of that many ranks on this machine joins as ``hzplan run`` does, makes a group for every
 stage of two tiers, and then uses what training uses: on GPUs, where stage groups are NCCL's, collectives of
 all ranks over gloo alone; on processors stage groups too. Each rank counts the sockets that its process
-holds, and the operations of the store that joining took.
+holds, and the pieces of data that joining sent to the store.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ WARM_UP_STEPS = 3
 
 
 class MetricsLine(Strict):
-    """One step: loss, seconds, the time that rank 0's compute waited by tier, tokens and peak memory."""
+    """One step: loss, seconds, the time that rank 0's compute waited by tier (empty where nobody timed it),
+    tokens and peak memory."""
 
     step: NonNegativeInt
     loss: Finite | None
@@ -31,8 +32,8 @@ class MetricsLine(Strict):
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim"; ``peak_bytes``: the most of any
-    step, None where nobody counted."""
+    """Medians of a run's steps. ``exposed_s``: by tier name, and "optim", of steps that were timed, empty
+    without any; ``peak_bytes``: the most of any step, None where nobody counted."""
 
     steps: int
     step_s: float
@@ -55,12 +56,13 @@ def read_metrics(path: Path) -> Measured:
     kept = [line for line in lines if line.step >= WARM_UP_STEPS and not line.skipped]
     if not kept:
         raise UserError(f"{path}: no step after the first {WARM_UP_STEPS}; run with more --steps")
-    names = dict.fromkeys(name for line in kept for name in line.exposed_comm_s)
+    waits = [line.exposed_comm_s for line in kept if line.exposed_comm_s]
+    names = dict.fromkeys(name for of_step in waits for name in of_step)
     peaks = [line.peak_memory_bytes for line in kept if line.peak_memory_bytes is not None]
     return Measured(
         len(kept),
         statistics.median(line.step_s for line in kept),
-        {name: statistics.median(line.exposed_comm_s.get(name, 0.0) for line in kept) for name in names},
+        {name: statistics.median(of_step.get(name, 0.0) for of_step in waits) for name in names},
         max(peaks, default=None),
     )
 

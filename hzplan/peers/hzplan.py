@@ -32,6 +32,7 @@ class Hzplan(Trainer):
         self.model, self.optimizer = self._sharded = parallelize(
             self.setting.build_model(), self.plan, made, streams=self.streams, **arguments
         )
+        self._sharded[1].engine.executor.time_every_step()  # which its own steps pay for
 
     def clip(self) -> None:
         self._sharded[1].clip_grad_norm_(self.setting.clip_norm)

@@ -44,8 +44,13 @@ FAILED_LEAVE_S = 0.5
 
 @dataclass
 class StepRecord:
-    """What happened in one step: launch order, and seconds (perf_counter) per task."""
+    """What happened in one step: launch order, and seconds (perf_counter) per task.
 
+    ``step``: as the executor counts. Without ``timed`` nobody noted times, and there are none.
+    """
+
+    step: int = -1
+    timed: bool = True
     launched: list[int] = field(default_factory=list)
     begun: dict[str, list[int]] = field(default_factory=dict)  # by stream, in order
     start_s: dict[int, float] = field(default_factory=dict)
@@ -186,7 +191,7 @@ class Executor:
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
         self.step += 1
-        self.record = StepRecord()
+        self.record = StepRecord(self.step)
         self.start(self.tasks[0])
         self.end(self.tasks[0])
 

@@ -61,8 +61,10 @@ class Device(Protocol):
         """The host's clock, for records."""
 
 
-TIME_EVERY = 16
-"""Of so many steps one is timed: two events for each task, read on the thread that launches."""
+TIME_EVERY, FIRST_TIMED = 17, 3
+"""Of so many steps one is timed, from which one on: two events for each task, read on the thread that
+launches. Not the first steps, which touch buffers and create state, and at an odd distance, so that it is not
+always the step after an evaluation or a checkpoint."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ class _Times:
 class _Launched:
     """What was launched in a step; ``last``: by queue, the end of what was put there."""
 
-    record: StepRecord = field(default_factory=StepRecord)
+    record: StepRecord
     last: dict[str, Event] = field(default_factory=dict)
     times: _Times | None = None
 
@@ -89,8 +91,7 @@ class _Launched:
 class Launcher:
     """Runs steps of one schedule. All methods are called on the compute thread, or autograd's for its device.
 
-    The same methods as ``Executor``; ``record`` is of the last step but one, which the device has done, and
-    its times those of the last step that was timed.
+    The same methods as ``Executor``; ``record`` is of the last step but one, which the device has done.
     """
 
     def __init__(
@@ -117,30 +118,34 @@ class Launcher:
             names = [task.stream for task in self.tasks if task.stream != COMPUTE_STREAM]
             for name in dict.fromkeys(names if streams is Streams.TIERS else ["all"] * bool(names)):
                 self._queues[name] = device.queue(name)
-        self._ended: dict[int, tuple[str, Event]] = {}  # by task: where, and after what it was put there last
+        # By task: where, after what it was put there last, and whether that has a time.
+        self._ended: dict[int, tuple[str, Event, bool]] = {}
         self._ran: dict[int, int] = {}  # by task: the step in which it was launched last
         self._all_timed_from = sys.maxsize  # a step
         self.step = -1
         self._ends_timed = False
         device.here()  # it refuses other streams than this one from now on
-        self._step = _Launched()
-        self.record = StepRecord()
+        self._last_compute = schedule.streams[COMPUTE_STREAM][-1]
+        self.record = StepRecord(timed=False)
+        self._step = _Launched(self.record)
         self._before_last: _Launched | None = None
 
     def time_every_step(self) -> None:
         """Time all steps from the next but one on, for who asks for each one's waits or traces them."""
-        self._all_timed_from = self.step + 2  # a timed step also reads how the one before it ended
+        # A timed step also reads how the one before it ended.
+        self._all_timed_from = min(self._all_timed_from, self.step + 2)
 
     def _is_timed(self, step: int) -> bool:
-        return step % TIME_EVERY == 0 or step >= self._all_timed_from
+        return step % TIME_EVERY == FIRST_TIMED or step >= self._all_timed_from
 
     def begin_step(self) -> None:
         """Start the next step; its first unshards are launched."""
         here = self._device.here()  # first: it refuses what cannot be captured
-        self.record = StepRecord() if self._before_last is None else self._read(self._before_last)
+        last = self._before_last
+        self.record = StepRecord(timed=False) if last is None else self._read(last)
         self._before_last = self._step if self.step >= 0 else None
         self.step += 1
-        self._step = _Launched()
+        self._step = _Launched(StepRecord(self.step, timed=self._is_timed(self.step)))
         self._ends_timed = self._is_timed(self.step) or self._is_timed(self.step + 1)
         if self._is_timed(self.step):
             self._step.times = _Times(here.record(timed=True), self._device.now_s())
@@ -150,25 +155,25 @@ class Launcher:
     def start(self, task: Task) -> None:
         """The compute task that is launched next waits, on the device, for what it needs."""
         here = self._device.here()
-        needed = [
-            (self._ended[index][1], index) for index in self._before[task.index] if index in self._ended
-        ]
+        needed = [(index, *self._ended[index]) for index in self._before[task.index] if index in self._ended]
         times = self._step.times
-        asked = here.record(timed=True) if times is not None and needed else None
-        for event, _ in needed:
+        # Of tasks that have no times nobody knows which came last.
+        books = times is not None and bool(needed) and all(timed for *_, timed in needed)
+        asked = here.record(timed=True) if books else None
+        for _, _, event, _ in needed:
             here.wait(event)
         if times is None:
             return
         began = here.record(timed=True)
-        if asked is not None:  # of an untimed step's tasks nobody knows which came last
-            causes = [(event, booking(self.tasks[index])) for event, index in needed]
+        if asked is not None:
+            causes = [(event, booking(self.tasks[index])) for index, _, event, _ in needed]
             times.waits.append((asked, began, causes))
         times.began.append((task.index, began))
 
     def end(self, task: Task) -> None:
         """A compute task is launched: so is what follows it in the total order."""
         times = self._step.times
-        if times is None and not self._next[task.index] and task is not self.tasks[-1]:
+        if times is None and not self._next[task.index] and task is not self._last_compute:
             return
         done = self._device.here().record(timed=self._ends_timed)
         self._step.last[COMPUTE_STREAM] = done
@@ -195,7 +200,7 @@ class Launcher:
                 times.began.append((index, queue.record(timed=True)))
             self._run(task, 0)
             ended = queue.record(timed=self._ends_timed)
-        self._ended[index] = name, ended
+        self._ended[index] = name, ended, self._ends_timed
         if self._watch is not None and task.tier >= 0:
             self._watch.launched(name, f"{label} of step {self.step}", ended)
         self._step.last[name] = ended
@@ -214,7 +219,7 @@ class Launcher:
 
     def synchronize(self) -> None:
         """Wait until everything launched is done."""
-        for _, event in self._ended.values():
+        for _, event, _ in self._ended.values():
             event.synchronize()
         self._device.here().record().synchronize()
 
@@ -224,8 +229,11 @@ class Launcher:
         self._ended.clear()  # all of it is done: nobody needs to wait for it
 
     def resume(self, task: Task) -> None:
-        """See ``Executor.resume``: nothing is under way, so there is nothing to wait for."""
+        """See ``Executor.resume``: nothing is under way, so there is nothing to wait for, and nothing to be
+        read of a step that did not begin here."""
         self._ended.clear()
+        self._before_last, self._ends_timed = None, False
+        self._step = _Launched(StepRecord(self.step, timed=False))
 
     def close(self) -> None:
         """Wait for the device."""
@@ -234,14 +242,11 @@ class Launcher:
             self._watch.close()
 
     def _read(self, launched: _Launched) -> StepRecord:
-        """What the device did in a step, when it has done it: the host is ahead of it by no more."""
+        """What the device did in a step, when it has done it: the host is ahead by two steps at most."""
         for event in launched.last.values():
             event.synchronize()
         record, times = launched.record, launched.times
         if times is None:
-            before = self.record
-            record.start_s, record.end_s = before.start_s, before.end_s
-            record.exposed_s, record.waits = before.exposed_s, before.waits
             return record
         first, zero_s = times.first, times.zero_s
         record.start_s = {index: zero_s + event.after_s(first) for index, event in times.began}

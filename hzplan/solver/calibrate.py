@@ -13,6 +13,7 @@ from math import exp, log, log1p, sqrt
 from pathlib import Path
 from typing import TypeVar
 
+from hzplan.errors import UserError
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import (
@@ -106,6 +107,8 @@ def calibrate(plan: Plan, profile: Profile, path: Path, measured: Measured) -> C
     logarithm has a Cauchy prior of width ``WIDTH``. So a tier on which the waits hardly depend keeps its
     factor near 1. ``path``: the plan's, for messages. UserError when the profile is not of the plan's model.
     """
+    if not measured.exposed_s:
+        raise UserError(f"{path}: no step of the run's metrics was timed; run with more --steps")
     tiers = len(profile.mesh.tiers)
     factors = Factors.none(tiers)
     before = replay(plan, profile, path)

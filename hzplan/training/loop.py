@@ -104,7 +104,10 @@ class _Trainer:
         self.peak_memory_bytes = 0
         self.losses = array("d")
         self.heldout: list[tuple[int, float]] = []
-        self.untimed: set[int] = set()  # steps to come that something else is done in
+        self.untimed: set[int] = set()  # steps, the last few and to come, that something else is done in
+        self.durations: deque[tuple[int, float]] = deque(
+            maxlen=4
+        )  # of the last steps, as the executor counts
         self.timed: deque[StepStats] = deque(maxlen=MOST_TIMED)  # not all: a run may have millions
 
     def train(self) -> RunResult:
@@ -114,10 +117,10 @@ class _Trainer:
             raise NothingLeft(self.start.step)
         ended = time.perf_counter()
         for step in range(self.start.step, self.options.steps):
+            self.recording.begin(self.options.steps - step)
             loss = self.traced_step(step) if self._traces(step) else self.step(step)
             now = time.perf_counter()
-            exposed = self.exposed()
-            busy = now - ended - sum(exposed.values())
+            exposed, busy = self.waits(step, now - ended)
             said = _Said(float(self.keeper.asked_to_end), busy, memory_in_use(self.device))
             following = _Pending(
                 *(step, loss, now - ended, exposed, said, self.rank, self.world),
@@ -218,17 +221,28 @@ class _Trainer:
         self.peak_memory_bytes = int(self.over_ranks([peak], dist.ReduceOp.MAX)[0])
         return losses[0]
 
-    def exposed(self) -> dict[str, float]:
-        """What the compute stream waited for in the step that has just ended, by tier name."""
-        record = self.optimizer.engine.executor.record
-        waits = {} if record is self.record else record.exposed_s
-        self.unplanned += record is self.record
+    def waits(self, step: int, step_s: float) -> tuple[dict[str, float], float]:
+        """What the compute stream waited for in the step that has last been recorded, by tier name, and the
+        seconds that it did not wait.
+
+        That is this step, or the last but one on a device that queues work. Nothing, and -1, where its times
+        are not known, or something else was done in it.
+        """
+        executor = self.optimizer.engine.executor
+        record, before = executor.record, self.record
+        self.unplanned += record is before
         self.recording.note()
         self.record = record
-        names = list(self.plan.cluster.tier_names)
-        return {name: waits.get(f"tier {tier}", 0.0) for tier, name in enumerate(names)} | {
-            "optim": waits.get("optim", 0.0)
-        }
+        self.durations.append((executor.step, step_s))
+        of_record = step - (executor.step - record.step)
+        seconds = dict(self.durations).get(record.step)
+        if record is before or not record.timed or of_record in self.untimed or seconds is None:
+            return {}, -1.0
+        waits = {
+            name: record.exposed_s.get(f"tier {tier}", 0.0)
+            for tier, name in enumerate(self.plan.cluster.tier_names)
+        } | {"optim": record.exposed_s.get("optim", 0.0)}
+        return waits, max(0.0, seconds - sum(waits.values()))
 
     def finish(self, pending: _Pending) -> None:
         """A step's loss has arrived from all ranks."""
@@ -251,7 +265,7 @@ class _Trainer:
         )
         if pending.step >= self.start.step + WARM_UP_STEPS and pending.step not in self.untimed:
             self.timed.append(stats)
-        self.untimed.discard(pending.step)
+        self.untimed.discard(pending.step - len(self.durations))
         self.last = stats
         self.watcher.on_step(stats)
 
@@ -283,9 +297,10 @@ class _Trainer:
 
     def result(self) -> RunResult:
         timed = self.timed or [self.last]
-        names = list(timed[0].exposed_comm_s)
+        recorded = [s.exposed_comm_s for s in timed if s.exposed_comm_s]
+        names = list(recorded[0]) if recorded else []
         medians = [statistics.median(s.step_s for s in timed)]
-        medians += [statistics.median(s.exposed_comm_s[name] for s in timed) for name in names]
+        medians += [statistics.median(waits[name] for waits in recorded) for name in names]
         step_s, *exposed = (total / self.world for total in self.over_ranks(medians))
         return RunResult(
             steps=self.options.steps,
@@ -306,7 +321,8 @@ class _Trainer:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank tells the others of a step, beside its loss."""
+    """What a rank tells the others of a step, beside its loss; ``busy_s`` is below 0 where it is not
+    known."""
 
     asked_to_end: float
     busy_s: float

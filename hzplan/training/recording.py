@@ -11,19 +11,26 @@ from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import StepRecord
 from hzplan.show.trace import WAITS, Span, span_of
 
+LEAD = 4
+"""Steps between asking for times and the first record that has them, and one more."""
+
 
 class Recording:
     """The records of the last ``steps`` steps of one rank's engine."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
         self._engine = engine
-        if steps:
-            engine.executor.time_every_step()
         self._records: deque[StepRecord] = deque(maxlen=steps)
 
     def note(self) -> None:
         """A step was launched; what is still under way is added to its record when it ends."""
-        self._records.append(self._engine.executor.record)
+        if self._engine.executor.record.timed:
+            self._records.append(self._engine.executor.record)
+
+    def begin(self, left: int) -> None:
+        """So many steps are left, before the next one: of the last ones every one is timed."""
+        if self._records.maxlen and left <= self._records.maxlen + LEAD:
+            self._engine.executor.time_every_step()
 
     def gather(self) -> dict[str, list[Span]]:
         """Every rank's spans, by "rank r"; on all ranks, which call it together, after everything is done.

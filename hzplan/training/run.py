@@ -46,7 +46,8 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's.
+    """One step: a line of the metrics file. Loss: mean over ranks; times: this rank's; ``exposed_comm_s`` is
+    empty where the step was not timed.
 
     ``skipped``: which units' gradients were not finite, so that nothing was updated; else empty.
     """
@@ -79,9 +80,10 @@ class RunResult:
 
     ``steps`` counts from the beginning; the first ``resumed_from`` were trained by an earlier run.
 
-    ``exposed_comm_s`` is by tier name, and "optim" for the optimizer. ``unplanned_steps`` left the plan's
-    order of uses and ran unoverlapped; in ``skipped_steps`` gradients were not finite. ``recorded``: what
-    ``RunOptions.record_steps`` asked for, by rank. ``unsaved``: why the last checkpoint is none.
+    ``exposed_comm_s`` is by tier name, and "optim" for the optimizer; empty where no step was timed.
+    ``unplanned_steps`` left the plan's order of uses and ran unoverlapped; in ``skipped_steps`` gradients
+    were not finite. ``recorded``: what ``RunOptions.record_steps`` asked for, by rank. ``unsaved``: why the
+    last checkpoint is none.
     """
 
     steps: int

@@ -41,9 +41,11 @@ class Watch:
         self._steps = 0
 
     def note(self, busy_s: Sequence[float], memory_bytes: Sequence[float]) -> list[str]:
-        """What is new after a step, a line each: by rank, seconds without waiting and bytes in use."""
+        """What is new after a step, a line each: by rank, seconds without waiting (below 0 where they are not
+        known) and bytes in use."""
         self._steps += 1
-        self._busy.append(busy_s)
+        if min(busy_s) >= 0:
+            self._busy.append(busy_s)
         return [*self._slow(), *self._growing(memory_bytes)]
 
     def _slow(self) -> list[str]:

@@ -18,7 +18,7 @@ from hzplan.cost.simulate import replay
 from hzplan.errors import UserError
 from hzplan.runtime.cuda import Device
 from hzplan.runtime.executor import StepRecord, Streams
-from hzplan.runtime.launcher import TIME_EVERY, Event, Launcher
+from hzplan.runtime.launcher import FIRST_TIMED, TIME_EVERY, Event, Launcher
 from tests.unit.steps import Step, chain, steps
 
 STEPS = 7
@@ -205,21 +205,67 @@ def test_waits_are_booked_to_what_came_last() -> None:
     _, records = run_steps(schedule, slow, set())
     waited = {cause: round(seconds * 1e9) for cause, seconds in records[-1].exposed_s.items() if seconds}
     assert sum(waited.values()) == 9
-    assert records[0].start_s == {} and records[2].start_s
+    assert records[0].start_s == {} and records[3].start_s
 
 
-def test_few_steps_are_timed_and_the_others_tell_the_last_times() -> None:
+def test_few_steps_are_timed() -> None:
+    """One in ``TIME_EVERY``; the others have no times, and no events that could have some."""
     schedule = chain(3, tiers=2).build()
     lengths = [10 * (task.kind is Kind.COMPUTE) for task in schedule.tasks]
     count = 2 * TIME_EVERY + 2
     every, all_records = run_steps(schedule, lengths, set(), count=count)
     device, records = run_steps(schedule, lengths, set(), times_all=False, count=count)
-    assert device.timed < every.timed / TIME_EVERY * 3  # of three, and the ends before two of them
-    for step, record in enumerate(records[2:]):
-        timed = step - step % TIME_EVERY
-        assert record.start_s == records[timed + 2].start_s and record.start_s
-        assert record.exposed_s == all_records[timed + 2].exposed_s
-        assert record.launched == all_records[step + 2].launched
+    assert device.timed < every.timed / TIME_EVERY * 3  # of two, and the ends before them
+    timed = [record.step for record in records if record.timed]
+    assert timed == [FIRST_TIMED, FIRST_TIMED + TIME_EVERY]
+    for record, whole in zip(records, all_records, strict=True):
+        assert record.launched == whole.launched and record.step == whole.step
+        assert record.start_s == (whole.start_s if record.timed else {})
+        assert record.exposed_s == (whole.exposed_s if record.timed else {})
+    assert all(record.timed for record in all_records[4:]) and all_records[4].start_s
+
+
+def test_asked_twice_every_step_is_timed_from_the_first_time_on() -> None:
+    schedule = chain(2).build()
+    device = Recorded([1] * len(schedule.tasks))
+    launcher = Launcher(schedule, device.run, lambda task: False, device)
+    launcher.time_every_step()
+    for step in range(6):
+        launcher.time_every_step()
+        _take(launcher, device, schedule)
+        assert launcher.record.timed == (step - 2 >= 1)
+
+
+def _take(launcher: Launcher, device: Recorded, schedule: Schedule) -> None:
+    device.step += 1
+    launcher.begin_step()
+    for task in schedule.tasks[1:]:
+        if task.stream == COMPUTE_STREAM:
+            launcher.start(task)
+            device.run(task)
+            launcher.end(task)
+
+
+@pytest.mark.parametrize("left", range(2 * TIME_EVERY))
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_step_that_is_left_leaves_no_ends_that_a_timed_one_reads(left: int, resumes: bool) -> None:
+    """Outside of the schedule from its first unit on; it goes on with its last compute task."""
+    schedule = chain(2, clip=True).build()
+    device = Recorded([1] * len(schedule.tasks))
+    launcher = Launcher(schedule, device.run, lambda task: False, device)
+    for step in range(2 * TIME_EVERY + 6):
+        if step != left:
+            _take(launcher, device, schedule)
+            continue
+        launcher.skip_step()
+        launcher.step += 1  # as the engine counts it
+        device.step += 1
+        if resumes:
+            task = [one for one in schedule.tasks if one.stream == COMPUTE_STREAM][-1]
+            launcher.resume(task)
+            launcher.start(task)
+            launcher.end(task)
+    assert launcher.step == 2 * TIME_EVERY + 5
 
 
 def test_what_was_done_by_other_means_is_not_waited_for() -> None:

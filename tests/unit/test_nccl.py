@@ -33,6 +33,10 @@ class Options:
         self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
 
 
+class Group:
+    """One of torch's groups, as far as it is only kept."""
+
+
 class Job:
     """torch.distributed as far as groups are made with it; ``made``: what each was made with."""
 
@@ -47,7 +51,7 @@ class Job:
 
     def new_group(self, members: list[int], **arguments: Any) -> object:
         self.made.append({"members": members, **arguments})
-        return object()
+        return Group()
 
     def destroy_process_group(self, group: object) -> None:
         self.destroyed.append(group)

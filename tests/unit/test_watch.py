@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import nn
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.models.workload import load
+from hzplan.runtime.executor import StepRecord
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.replicas import checksum, diverged, odd_ones
+from hzplan.training.loop import _Trainer
 from hzplan.training.watch import LEAST_GROWTH_BYTES, SETTLED, WINDOW, Watch
 from tests.plans import make_plan
 from tests.threads import in_threads
@@ -114,3 +118,44 @@ def test_replicas_that_differ_are_named() -> None:
 
     expected = ["unit layers.1: rank 3 have other values than their replicas"]
     assert in_threads(plan, load("gpt:nano").build(), rank) == [[[], expected]] * 4
+
+
+def test_steps_that_were_not_timed_tell_of_no_slow_rank() -> None:
+    watch = Watch(["a", "b", "c"])
+    for _ in range(WINDOW - 1):
+        assert watch.note([1.0, 1.0, 9.0], [0.0] * 3) == []
+    for _ in range(WINDOW):
+        assert watch.note([-1.0, -1.0, -1.0], [0.0] * 3) == []
+    (line,) = watch.note([1.0, 1.0, 9.0], [0.0] * 3)
+    assert line.startswith("rank 2 on c is slow: it computes 9.0 times as long")
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_waits_are_of_the_step_that_was_recorded(behind: int) -> None:
+    """On a device that queues work that is the last but one; what else was done in a step is not counted."""
+    executor = SimpleNamespace(step=-1, record=StepRecord(timed=False))
+    trainer = SimpleNamespace(
+        optimizer=SimpleNamespace(engine=SimpleNamespace(executor=executor)),
+        plan=SimpleNamespace(cluster=SimpleNamespace(tier_names=("node",))),
+        recording=SimpleNamespace(note=lambda: None),
+        record=executor.record,
+        unplanned=0,
+        untimed={6},
+        durations=deque(maxlen=4),
+    )
+    found = {}
+    for step in range(4, 14):  # the job begins with a checkpoint of step 4
+        executor.step = step - 4
+        of, timed = executor.step - behind, (executor.step - behind) % 2 == 0
+        waits = {"tier 0": 0.01 * (of + 4)} if timed else {}
+        executor.record = StepRecord(of, timed=timed and of >= 0, exposed_s=waits)
+        found[step] = _Trainer.waits(trainer, step, 1.0 + step)  # type: ignore[arg-type]
+    for step, (waits, busy) in found.items():
+        of = step - behind
+        if of < 4 or of % 2 or of == 6:
+            assert (waits, busy) == ({}, -1.0)
+        else:
+            assert waits == {"node": pytest.approx(0.01 * of), "optim": 0.0}
+            assert busy == pytest.approx(1.0 + of - 0.01 * of)
+    _Trainer.waits(trainer, 14, 1.0)  # type: ignore[arg-type]
+    assert trainer.unplanned == 1  # no new record

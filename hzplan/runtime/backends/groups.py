@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 """Torch's groups by the job's default group, while it lasts; then by kind and members."""
 LETS_GO_S = 0.05
 """Seconds for threads of the groups to let go of what they have done."""
+_alive: WeakSet[dist.ProcessGroup] = WeakSet()
+"""All groups that were made, and the jobs' own, as long as somebody has them."""
 
 
 def on_device(handle: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -73,7 +75,7 @@ def process_group(
             streams = 1 if kind == LINK_STREAM else STREAMS
             most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.low), streams, sms)
             given = options(timeout, most)
-        made[kind, members] = dist.new_group(
+        made[kind, members] = group = dist.new_group(
             list(members),
             use_local_synchronization=True,
             sort_ranks=False,
@@ -82,6 +84,7 @@ def process_group(
             pg_options=given,
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
         )
+        _alive.update((world, group))
     return made[kind, members]
 
 
@@ -126,8 +129,8 @@ def _keep() -> None:
     then aborts the process: now and then, of scripts without this package too. So does a thread that has yet
     to let go of the tensors of the last collective. Jobs that are left (``join``) have neither.
     """
-    for world, made in _made.items():
-        for kept in (world, *made.values()):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    if _made:
+    kept = list(_alive)
+    for group in kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if kept:
         time.sleep(LETS_GO_S)
