@@ -73,6 +73,22 @@ def command(
         ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="With --cluster: how many nodes.")] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(help="With --analytic: eager, or compiled where a compiler or hand fuses kernels."),
+    ] = "eager",
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            help="With --analytic: generation of attention's kernel, as in flash-3; by default the device's."
+        ),
+    ] = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="With --analytic: what a recomputed unit computes again: full, attention, or operations."
+        ),
+    ] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Measure a model's units and the links between ranks, where they will really run.
@@ -110,6 +126,7 @@ def command(
         *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
         units=tuple(unit or ()),
         known=tuple(known or ()),
+        how_modelled=_how_modelled(kernels, attention, recompute, analytic=analytic),
     )
     if known and analytic:
         raise UserError("--analytic measures nothing, so there is nothing to take from --known; choose one")
@@ -208,6 +225,7 @@ class _ModelProfiling:
     output: Path
     units: tuple[str, ...] = ()
     known: tuple[Path, ...] = ()
+    how_modelled: tuple[tuple[str, str], ...] = ()
 
     def check(self, world: int) -> None:
         """UserError for a mesh of another world."""
@@ -308,7 +326,8 @@ class _ModelProfiling:
         cluster, device, mesh = self._cluster(name, nodes)
         with torch.device("meta"):  # looking at a factory's model must not take memory either
             workload = self.ready()
-        return analyse(workload, cluster, device, mesh=mesh, progress=progress, **self.how)
+        how: dict[str, Any] = {**self.how, **dict(self.how_modelled)}
+        return analyse(workload, cluster, device, mesh=mesh, progress=progress, **how)
 
     def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, DeviceModel, Mesh]:
         """A cluster that is known by name or file, with so many nodes."""
@@ -323,6 +342,26 @@ class _ModelProfiling:
         sizes = [tier.ranks for tier in cluster.tiers]
         mesh = _parsed(self.mesh) if self.mesh else Mesh.of_tiers(*sizes[:-1], nodes or sizes[-1])
         return cluster, device, mesh
+
+
+def _how_modelled(
+    kernels: str, attention: str | None, recompute: str, *, analytic: bool
+) -> tuple[tuple[str, str], ...]:
+    """The options that only --analytic knows; UserError for a value that does not exist, or without it."""
+    if not analytic:
+        if (kernels, attention, recompute) != ("eager", None, "full"):
+            raise UserError(
+                "--kernels, --attention and --recompute are for --analytic; what runs is measured"
+            )
+        return ()
+    from hzplan.profiler.model.kernels import KERNELS
+    from hzplan.profiler.model.selective import RECOMPUTE
+
+    for name, value, known in (("kernels", kernels, KERNELS), ("recompute", recompute, RECOMPUTE)):
+        if value not in known:
+            raise UserError(f"--{name} {value} is not known; use {', '.join(known)}")
+    found = [("kernels", kernels), ("recompute", recompute)]
+    return (*found, *([("attention", attention)] if attention is not None else []))
 
 
 def _micro_batches(text: str) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.table import Table
 
 from hzplan.cli import console
+from hzplan.cli.expectation import described as expectation_of
+from hzplan.cli.expectation import range_s, within_error
 from hzplan.cost.memory import reserve
 from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
@@ -24,10 +26,6 @@ from hzplan.solver.patterns import MAX_BUCKETS
 from hzplan.solver.prefer import tie_of
 from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
-
-OPTIMISTIC = (1.04, 1.49)
-"""Least and largest ratio of published NCCL runs' step times to predictions from modelled profiles without
-interference: where there is some, the least is not known."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class SolveReport:
                 "solve_s": round(self.solved.seconds, 3),
                 "modelled": self.profile.modelled is not None,
                 "predicted": predicted.model_dump(exclude={"memory_bytes"}),
+                "expected_step_s": range_s(self.profile, predicted.step_s),
                 "baselines": [
                     {
                         "name": row.name,
@@ -189,6 +188,8 @@ class SolveReport:
                 f". Predictions are wrong by more than that on average ({known.step_mean:.1%}): try both, "
                 f"with hzplan run {self.path} --against fsdp2,hsdp,ddp"
             )
+        if (doubt := within_error(self.profile, gained.share)) is not None:
+            said += f". {doubt}"
         return said
 
     def _parts(self) -> str:
@@ -269,14 +270,8 @@ class SolveReport:
                 f"{what} modelled for {self.profile.modelled.cluster} from rates in cost_models/, {how}; "
                 "bytes and FLOPs are counted"
             )
-            if self.profile.cluster.backend == "nccl":
-                (low, high), counted = OPTIMISTIC, bool(self.profile.interference)
-                such = "predictions that left out the SMs that NCCL takes" if counted else "such predictions"
-                expected = [self.plan.predicted.step_s * times for times in (1.0 if counted else low, high)]
-                least, most = map(console.duration, expected)
-                said += (
-                    f". Published runs were {low}–{high} times slower than {such}: expect {least} to {most}"
-                )
+            if (expectation := expectation_of(self.profile, self.plan)) is not None:
+                said = f"{expectation}; {said}"
             return said
         backend = self.profile.cluster.backend
         known = published(backend)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import log2, prod
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, TierModel, find_cluster
-from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile, UnitEntry
+from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile, UnitEntry, UseEntry
 
 LEAST_BYTES = 1 << 10
 """Smallest message of a modelled curve, bytes."""
@@ -16,23 +16,36 @@ MOST_NODES = 1 << 20
 """Upper limit of --nodes, so that products of sizes stay inside 64 bits."""
 
 
-def collectives(cluster: ClusterModel, mesh: Mesh, largest_bytes: int) -> tuple[CollectiveCurve, ...]:
+def lateness(cluster: ClusterModel, mesh: Mesh) -> float:
+    """How many times as long as the mean the slowest rank computes: the largest of many grows with the
+    logarithm of their number."""
+    return 1.0 + sum(
+        (tier.lateness.value if tier.lateness is not None else 0.0) * log2(prod(ranks))
+        for tier, ranks in zip(cluster.tiers, mesh.tiers, strict=True)
+    )
+
+
+def collectives(
+    cluster: ClusterModel, mesh: Mesh, largest_bytes: int, *, flat: bool = False
+) -> tuple[CollectiveCurve, ...]:
     """Modelled curves of all stages, from the smallest message to ``largest_bytes`` at least.
 
     Each message takes the faster of a tier's algorithms, each of which is linear in bytes: a curve has two
-    points, and one more where it goes over from PAT to the ring.
+    points, and one more where it goes over from PAT to the ring. ``flat``: groups over several tiers are not
+    taken tier by tier, as our runtime does, but by one ring, which passes every rank of the tiers inside.
     """
     return tuple(
         CollectiveCurve(operation=operation, low=stage.low, high=stage.high, points=points)
         for stage in mesh.stages()
         for tier in [cluster.tiers[mesh.tier_of(stage.low)]]
-        for points in [_points(tier, mesh.group_size(stage), largest_bytes)]
+        for inside in [mesh.shards[mesh.tier_bounds[mesh.tier_of(stage.low)][0]] if flat else 1]
+        for points in [_points(tier, mesh.group_size(stage), largest_bytes, inside)]
         for operation in ("all_gather", "reduce_scatter")
     )
 
 
-def _points(tier: TierModel, ranks: int, largest_bytes: int) -> tuple[CollectivePoint, ...]:
-    lines = _lines(tier, ranks)
+def _points(tier: TierModel, ranks: int, largest_bytes: int, inside: int) -> tuple[CollectivePoint, ...]:
+    lines = _lines(tier, ranks, inside)
     (ring, ring_slope), (pat, pat_slope) = lines[0], lines[-1]
     bend = LEAST_BYTES  # no bend
     if pat < ring and pat_slope > ring_slope:
@@ -47,16 +60,20 @@ def _points(tier: TierModel, ranks: int, largest_bytes: int) -> tuple[Collective
     )
 
 
-def _lines(tier: TierModel, ranks: int) -> list[tuple[float, float]]:
+def _lines(tier: TierModel, ranks: int, inside: int) -> list[tuple[float, float]]:
     """Latency in seconds, and seconds per byte of the whole buffer, of each algorithm: the ring, then PAT.
 
-    (n − 1)/n of the bytes go through each rank. A ring has n − 1 hops (Thakur, Rabenseifner, Gropp 2005, §4).
+    (n − 1)/n of the bytes go through each rank. A ring has n − 1 hops (Thakur, Rabenseifner, Gropp 2005, §4),
+    ``inside`` times as many where it passes that many ranks of each group. Links are slower the more groups
+    send at once, by ``congestion`` for each doubling.
     PAT has ⌈log₂ n⌉ rounds while its messages are small, and something for each rank: the form, and the share
     of the ring's rate, are those by which NCCL chooses between the two.
     """
-    per_byte = (ranks - 1) / ranks / (tier.bytes_per_s.value * tier.bytes_share.value)
-    found = [((ranks - 1) * tier.latency_s.value, per_byte)]
-    if (pat := tier.pat) is not None:
+    congestion = tier.congestion.value if tier.congestion is not None else 0.0
+    rate = tier.bytes_per_s.value * tier.bytes_share.value / (1.0 + congestion * log2(ranks))
+    per_byte = (ranks - 1) / ranks / rate
+    found = [((ranks * inside - 1) * tier.latency_s.value, per_byte)]
+    if (pat := tier.pat) is not None and inside == 1:
         rounds = (ranks - 1).bit_length()
         found.append(
             (rounds * pat.latency_s.value + ranks * pat.rank_s.value, per_byte / pat.bytes_share.value)
@@ -100,10 +117,27 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
         ) from None
     mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
     largest = largest_gradient_bytes(profile.units, profile.model.dtype)
+    later = lateness(cluster, mesh) / lateness(cluster, profile.mesh)
     return profile.replaced(
         cluster=profile.cluster.model_copy(update={"mesh": str(mesh)}),
         collectives=collectives(cluster, mesh, largest),
+        uses=tuple(_later(use, later) for use in profile.uses) if later != 1.0 else profile.uses,
     )
+
+
+def _later(use: UseEntry, times: float) -> UseEntry:
+    """A use that takes so many times as long, because more ranks wait for the slowest."""
+    costs = tuple(
+        cost.model_copy(
+            update={
+                "seconds": round(cost.seconds * times, 9),
+                "recompute": cost.recompute
+                and cost.recompute.model_copy(update={"seconds": round(cost.recompute.seconds * times, 9)}),
+            }
+        )
+        for cost in use.costs
+    )
+    return use.model_copy(update={"costs": costs})
 
 
 def with_ranks(profile: Profile, world: int) -> Profile:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
-from hzplan.cost.collectives import collectives, largest_gradient_bytes
+from hzplan.cost.collectives import collectives, largest_gradient_bytes, lateness
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, DeviceModel
 from hzplan.formats.links import Links
@@ -21,13 +22,17 @@ from hzplan.formats.profile import (
     OptimizerEntry,
     OptimizerPoint,
     Profile,
+    UseCost,
 )
 from hzplan.models.workload import Workload
 from hzplan.profiler.measure import measure_with
 from hzplan.profiler.model.entries import joined_units, largest_elements, model_entry
+from hzplan.profiler.model.kernels import Kernels, Pricing
+from hzplan.profiler.model.operations import Operated
 from hzplan.profiler.model.optimizer import footprint
 from hzplan.profiler.model.recompute import recompute_differences, use_entries
-from hzplan.profiler.model.shapes import Rates, trace_shapes
+from hzplan.profiler.model.selective import Recompute, selective
+from hzplan.profiler.model.shapes import Shapes, trace_shapes
 from hzplan.profiler.network.links import LAST_BYTES
 from hzplan.profiler.session.machine import provenance, rank_memory_bytes
 from hzplan.profiler.session.ranks import Ranks
@@ -46,42 +51,76 @@ def analyse(
     micro_batches: Sequence[int],
     dtype: Dtype,
     optimizer: str,
+    kernels: Kernels = "eager",
+    attention: str | None = None,
+    recompute: Recompute = "full",
     progress: Callable[[str, float], None] = lambda text, fraction: None,
 ) -> Profile:
     """The profile of a model on a cluster that is not there. One process, no memory to speak of.
 
-    ``mesh`` has the cluster's tiers. Seconds of operations are those of a roofline, of collectives those of
-    ``cost.collectives``: latency, and bytes over the rate that every rank of a tier has while all send.
+    ``mesh`` has the cluster's tiers. ``kernels``: one for each operation, or fused by a compiler;
+    ``attention``: generation of the attention kernel, None: the device's usual one; ``recompute``: what units
+    that are recomputed compute again.
 
-    Raises UserError for a dtype that the device has no peak for, and for a model that cannot run so, as one
-    whose forward looks at values.
+    Raises UserError for a dtype or an attention kernel that the device does not have, and for a model that
+    cannot run so, as one whose forward looks at values.
     """
-    if dtype not in device.flops_per_s:
-        raise UserError(f"{device.name} has no peak for {dtype}; it has {', '.join(device.flops_per_s)}")
-    peak = device.flops_per_s[dtype].value
+    pricing = Pricing(device, dtype, kernels, attention, recompute)
     check_tiers(cluster, mesh)
-    rates = Rates(
-        peak * device.product_share.value,
-        device.bytes_per_s.value * device.bytes_share.value,
-        device.launch_s.value,
-    )
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    shapes = trace_shapes(workload, torch_dtype, sorted(set(micro_batches)), mesh.world, rates, progress)
-    recompute = {
-        size: recompute_differences(shapes.costs[size], recomputed)
-        for size, recomputed in shapes.recompute.items()
-    }
-    uses = use_entries(shapes.uses, shapes.reads, [*shapes.costs.values()], recompute, shapes.recomputable)
+    shapes = trace_shapes(workload, torch_dtype, sorted(set(micro_batches)), mesh.world, progress)
     progress("modelled", 1.0)
+    return modelled(workload, shapes, cluster, pricing, mesh=mesh, optimizer=optimizer)
+
+
+def modelled(
+    workload: Workload,
+    shapes: Shapes,
+    cluster: ClusterModel,
+    pricing: Pricing,
+    *,
+    mesh: Mesh,
+    optimizer: str,
+    flat: bool = False,
+) -> Profile:
+    """The profile of a model whose shapes are known.
+
+    Seconds of operations are those of ``pricing``, times what the slowest rank takes longer; those of
+    collectives are ``cost.collectives``'. ``flat``: groups over several tiers have one ring over all ranks.
+    """
+    device, dtype = pricing.device, pricing.dtype
+    peak, slowest = pricing.peak, lateness(cluster, mesh)
+
+    def priced(costs: Sequence[UseCost], operations: Sequence[Operated]) -> list[UseCost]:
+        return [
+            cost.model_copy(update={"seconds": nanoseconds(slowest * pricing.seconds(operated))})
+            for cost, operated in zip(costs, operations, strict=True)
+        ]
+
+    costs = {size: priced(found, shapes.operations[size]) for size, found in shapes.costs.items()}
+    recompute = {
+        size: recompute_differences(costs[size], priced(found, shapes.recompute_operations[size]))
+        for size, found in shapes.recompute.items()
+    }
+    if pricing.recompute != "full":
+        recompute = {
+            size: selective(
+                *(pricing.recompute, shapes.uses, costs[size], whole, shapes.operations[size]),
+                ITEM_BYTES[dtype],
+                lambda operations: slowest * pricing.kernels_s(operations),
+            )
+            for size, whole in recompute.items()
+        }
+    uses = use_entries(shapes.uses, shapes.reads, [*costs.values()], recompute, shapes.recomputable)
     return Profile(
         provenance=provenance(),
         modelled=ModelledEntry(cluster=cluster.name, device=device.name),
         model=model_entry(workload, shapes.units, dtype),
         cluster=_cluster(cluster, mesh, int(device.memory_bytes.value), peak),
-        optimizer=_optimizer(optimizer, dtype, rates, largest_elements(shapes.units)),
+        optimizer=_optimizer(optimizer, pricing, largest_elements(shapes.units)),
         units=joined_units(shapes.units, uses),
         uses=uses,
-        collectives=collectives(cluster, mesh, largest_gradient_bytes(shapes.units, dtype)),
+        collectives=collectives(cluster, mesh, largest_gradient_bytes(shapes.units, dtype), flat=flat),
         interference=_interference(cluster, device),
         host=_host(device),
     )
@@ -182,11 +221,18 @@ def _host(device: DeviceModel) -> HostEntry | None:
     return HostEntry(points=tuple(CopyPoint(bytes=b, seconds=s, spread=0.0) for b, s in points))
 
 
-def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> OptimizerEntry:
+@lru_cache
+def _footprint(name: str, dtype: Dtype) -> tuple[int, float]:
+    """State tensors and temporaries of an optimizer, which are the same on every device."""
+    return footprint(name, getattr(torch, dtype), torch.device("cpu"))
+
+
+def _optimizer(name: str, pricing: Pricing, largest: int) -> OptimizerEntry:
     """A fused step: parameter, gradient and state are read, parameter, state and the clipped gradient written
     (without clipping gradients are read once more, to see whether they are finite), and masters cast. A norm
     reads gradients."""
-    state, temporary = footprint(name, getattr(torch, dtype), torch.device("cpu"))
+    dtype, launch_s = pricing.dtype, pricing.device.launch_s.value
+    state, temporary = _footprint(name, dtype)
     item = ITEM_BYTES[MASTER_DTYPE[dtype]]
     per_element = (4 + 2 * state) * item
     if MASTER_DTYPE[dtype] != dtype:
@@ -196,7 +242,7 @@ def _optimizer(name: str, dtype: Dtype, rates: Rates, largest: int) -> Optimizer
         return tuple(
             OptimizerPoint(
                 elements=elements,
-                seconds=nanoseconds(rates.launch_s + elements * per_element / rates.bytes_per_s),
+                seconds=nanoseconds(launch_s + elements * per_element / pricing.bytes_per_s),
                 spread=0.0,
             )
             for elements in sorted({LEAST_ELEMENTS, max(largest, LEAST_ELEMENTS + 1)})

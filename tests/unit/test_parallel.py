@@ -114,13 +114,17 @@ def test_messages_of_tensor_parallelism_take_what_a_ring_takes(ranks: int, acros
     cluster, _ = find_cluster("h100-8x400g")
     nbytes = MODELLED.model.seq_len * 4096 * 2
 
+    def rate_of(tier: TierModel, size: int) -> float:
+        congestion = tier.congestion.value if tier.congestion is not None else 0.0
+        return tier.bytes_per_s.value * tier.bytes_share.value / (1 + congestion * math.log2(size))
+
     def ring(tier: TierModel, size: int, carried: int) -> float:
-        rate = tier.bytes_per_s.value * tier.bytes_share.value
+        rate = rate_of(tier, size)
         return (size - 1) * (tier.latency_s.value + carried / size / rate)
 
     def pat(tier: TierModel, size: int, carried: int) -> float:
         assert tier.pat is not None
-        rate = tier.bytes_per_s.value * tier.bytes_share.value * tier.pat.bytes_share.value
+        rate = rate_of(tier, size) * tier.pat.bytes_share.value
         latency = math.log2(size) * tier.pat.latency_s.value + size * tier.pat.rank_s.value
         return latency + (size - 1) / size * carried / rate
 

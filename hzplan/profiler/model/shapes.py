@@ -1,17 +1,16 @@
-"""A forward and backward in shapes only: its units, their calls, FLOPs and memory, and modelled seconds.
+"""A forward and backward in shapes only: its units, their calls, operations, FLOPs and memory.
 
 The model's tensors are fake ones (torch's ``FakeTensorMode``): they have shape, dtype and storage, but no
-bytes. The operations are those of the real model, so its calls, FLOPs and saved activations are too; only
-seconds are modelled, from a device's rates.
+bytes. The operations are those of the real model, so its calls, FLOPs and saved activations are too. Seconds
+are not known here: ``profiler.model.kernels`` models them from the operations.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,38 +29,18 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.model.calls import RecordedCalls, Step
 from hzplan.profiler.model.entries import unit_entry
 from hzplan.profiler.model.flops import FlopProbe
+from hzplan.profiler.model.folding import Fold, fold
+from hzplan.profiler.model.operations import Operated, Recorder, bytes_of
 from hzplan.profiler.session.clock import Probe
-from hzplan.profiler.session.statistics import nanoseconds
-
-LOOK_UPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
-"""Operations that read as much as they write, however large the tensor that they read from."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """A device's reachable rates: FLOPs per second in products, bytes per second of memory, and the least
-    seconds of an operation."""
-
-    flops_per_s: float
-    bytes_per_s: float
-    launch_s: float
-
-    def seconds(self, flops: int, nbytes: int) -> float:
-        """Of one operation, bound by arithmetic or memory (roofline: Williams, Waterman, Patterson 2009)."""
-        return max(flops / self.flops_per_s, nbytes / self.bytes_per_s, self.launch_s)
-
-
-NO_TIME = Rates(math.inf, math.inf, 0.0)
-"""Where shapes are asked for memory and FLOPs only."""
 
 
 @dataclass(frozen=True)
 class Shapes:
     """A model as far as it is known without values.
 
-    ``reads``: whether each use may read parameters; ``costs``: every use's modelled cost, by micro-batch
-    size; ``recompute``: the same where all ``recomputable`` units compute their forward again, empty where
-    the model does not allow that.
+    ``reads``: whether each use may read parameters; ``costs``: every use's FLOPs and bytes, without seconds,
+    by micro-batch size; ``recompute``: the same where all ``recomputable`` units compute their forward again,
+    empty where the model does not allow that. ``operations``, ``recompute_operations``: of the same uses.
     """
 
     units: tuple[UnitEntry, ...]
@@ -70,6 +49,8 @@ class Shapes:
     costs: Mapping[int, Sequence[UseCost]]
     recompute: Mapping[int, Sequence[UseCost]]
     recomputable: frozenset[str]
+    operations: Mapping[int, Sequence[Operated]]
+    recompute_operations: Mapping[int, Sequence[Operated]]
 
 
 def trace_shapes(
@@ -77,41 +58,99 @@ def trace_shapes(
     dtype: torch.dtype,
     micro_batches: Sequence[int],
     world: int,
-    rates: Rates = NO_TIME,
     progress: Callable[[str, float], None] = lambda text, fraction: None,
 ) -> Shapes:
     """Run a workload without memory at every micro-batch size, computing in ``dtype``.
 
     Raises UserError for a model that cannot run so, as one whose forward looks at values.
     """
-    with _model_without_values(workload, dtype) as model:
+    model = model_on_meta(workload, dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    units = workload.units_of(model)
+    recomputable, passes = leaves(units), None
+    if not workload.units and (folded := fold(model)) is not None:
+        with suppress(UserError):  # of a model that counts its blocks
+            passes = _passes(workload, model, dtype, micro_batches, world, folded, progress)
+        if passes is not None and not {use.unit for use in passes.uses} <= {unit.name for unit in units}:
+            passes = None
+        model = model_on_meta(workload, dtype) if passes is None else model
+    if passes is None:  # nothing repeats, or blocks that look alike are not
+        passes = _passes(workload, model, dtype, micro_batches, world, None, progress)
+    assert passes is not None, "without folding there is a result"
+    looked_up = {unit.name for unit in units if _looks_up(unit.module)}
+    return Shapes(
+        units=tuple(unit_entry(unit) for unit in units),
+        uses=passes.uses,
+        reads=tuple(use.phase == "forward" or use.unit not in looked_up for use in passes.uses),
+        costs=passes.costs,
+        recompute=passes.recompute,
+        recomputable=recomputable,
+        operations=passes.operations,
+        recompute_operations=passes.recompute_operations,
+    )
+
+
+@dataclass
+class _Passes:
+    """The passes at every micro-batch size, without recomputation and with it."""
+
+    uses: tuple[Use, ...] = ()
+    costs: dict[int, Sequence[UseCost]] = field(default_factory=dict)
+    operations: dict[int, Sequence[Operated]] = field(default_factory=dict)
+    recompute: dict[int, Sequence[UseCost]] = field(default_factory=dict)
+    recompute_operations: dict[int, Sequence[Operated]] = field(default_factory=dict)
+
+
+def _passes(
+    workload: Workload,
+    model: nn.Module,
+    dtype: torch.dtype,
+    micro_batches: Sequence[int],
+    world: int,
+    folded: Fold | None,
+    progress: Callable[[str, float], None],
+) -> _Passes | None:
+    """Run the passes; None where the model is ``folded`` and its blocks turn out to differ."""
+    found = _Passes()
+    orders: set[tuple[Use, ...]] = set()
+    with _without_values(model, dtype):
         units = workload.units_of(model)
-        recomputable = leaves(units)
-        orders: set[tuple[Use, ...]] = set()
-        costs: dict[int, Sequence[UseCost]] = {}
-        recompute: dict[int, Sequence[UseCost]] = {}
+
+        def trace(size: int, around: Callable[[Step], Step]) -> _Traced | None:
+            uses, costs, operations = _trace(workload, model, units, size, world, around)
+            if folded is None:
+                return uses, costs, operations
+            unfolded = folded.unfolded(uses, [*zip(costs, operations, strict=True)])
+            if unfolded is None:
+                return None
+            return unfolded[0], [cost for cost, _ in unfolded[1]], [done for _, done in unfolded[1]]
+
         for number, size in enumerate(micro_batches):
             progress(f"forward and backward in shapes, micro-batch {size}", number / len(micro_batches))
-            uses, costs[size] = _trace(workload, model, units, size, rates, world)
-            orders.add(uses)
+            traced = trace(size, lambda step: step)
+            if traced is None:
+                return None
+            found.uses, found.costs[size], found.operations[size] = traced
+            orders.add(found.uses)
             progress(f"recomputation in shapes, micro-batch {size}", (number + 0.5) / len(micro_batches))
             with suppress(UserError), switched(units, keep_random_state=False) as switch:
-                same, costs_then = _trace(workload, model, units, size, rates, world, switch.around)
-                if same == uses:
-                    recompute[size] = costs_then
-        if len(orders) > 1:
-            raise UserError(
-                f"{workload.name}: the order in which modules are used depends on the micro-batch size"
-            )
-        looked_up = {unit.name for unit in units if _looks_up(unit.module)}
-        return Shapes(
-            units=tuple(unit_entry(unit) for unit in units),
-            uses=uses,
-            reads=tuple(use.phase == "forward" or use.unit not in looked_up for use in uses),
-            costs=costs,
-            recompute=recompute if len(recompute) == len(costs) else {},
-            recomputable=recomputable,
+                traced = trace(size, switch.around)
+                if traced is not None and traced[0] == found.uses:
+                    _, found.recompute[size], found.recompute_operations[size] = traced
+                elif traced is None:
+                    return None
+    if len(orders) > 1:
+        raise UserError(
+            f"{workload.name}: the order in which modules are used depends on the micro-batch size"
         )
+    if len(found.recompute) < len(found.costs):
+        found.recompute, found.recompute_operations = {}, {}
+    return found
+
+
+_Traced = tuple[tuple[Use, ...], Sequence[UseCost], Sequence[Operated]]
 
 
 def _trace(
@@ -119,21 +158,20 @@ def _trace(
     model: nn.Module,
     units: Sequence[Unit],
     size: int,
-    rates: Rates,
     world: int,
     around: Callable[[Step], Step] = lambda step: step,
-) -> tuple[tuple[Use, ...], list[UseCost]]:
-    """The uses of a forward and backward, and their modelled costs."""
+) -> tuple[tuple[Use, ...], list[UseCost], list[Operated]]:
+    """The uses of a forward and backward, their FLOPs and bytes, and their operations."""
     with unset_fake_temporarily():
         real = workload.batch(size, torch.Generator().manual_seed(0))
     batch = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
     calls = RecordedCalls(units, world, copy_gradients=False)
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    ledger = Ledger(rates, size, [*model.parameters(), *model.buffers(), *inputs])
+    ledger = Ledger(size, [*model.parameters(), *model.buffers(), *inputs])
     try:
         with workload.in_shapes(), ledger:
             uses = calls.run(around(partial(workload.loss, model, batch)), ledger)
-            costs = ledger.costs()
+            costs, operations = ledger.result()
     except Exception as error:  # the user's model, which may raise anything
         raise UserError(
             f"{workload.name}: a forward and backward without values failed: {one_line(error)}; where the "
@@ -143,7 +181,7 @@ def _trace(
         calls.detach()
     if not uses:
         raise UserError(f"{workload.name}: its loss uses no module that has parameters")
-    return uses, costs
+    return uses, costs, operations
 
 
 def _looks_up(module: nn.Module) -> bool:
@@ -152,9 +190,8 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _model_without_values(workload: Workload, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """A workload's model of torch's fake tensors, computing in ``dtype``; usable inside the block."""
-    model = model_on_meta(workload, dtype)
+def _without_values(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Make a model one of torch's fake tensors, computing in ``dtype``; to be run inside the block."""
 
     def empty(parameter: nn.Parameter) -> Tensor:
         wanted = dtype if parameter.is_floating_point() else parameter.dtype
@@ -162,7 +199,7 @@ def _model_without_values(workload: Workload, dtype: torch.dtype) -> Iterator[nn
 
     with FakeTensorMode():
         replace_tensors(model, empty, torch.empty)
-        yield model
+        yield
 
 
 def model_on_meta(workload: Workload, dtype: torch.dtype) -> nn.Module:
@@ -187,15 +224,17 @@ def replace_tensors(
 
 
 class Ledger(TorchDispatchMode, Probe):
-    """Sums up seconds, FLOPs and memory of the operations of every call; a context in which one pass runs."""
+    """Records operations, FLOPs and memory of every call; a context in which one pass runs."""
 
-    def __init__(self, rates: Rates, micro_batch: int, alive: Iterable[Tensor]) -> None:
+    def __init__(self, micro_batch: int, alive: Iterable[Tensor]) -> None:
         """``alive``: tensors that are there already."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rates, self._micro_batch = rates, micro_batch
+        self._micro_batch = micro_batch
         self._flops = FlopProbe().counter
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._costs: list[UseCost] = []
+        self._operations: list[Operated] = []
+        self._recorder = Recorder()
         self._begun = False
         self._reset()
         for tensor in alive:
@@ -213,18 +252,19 @@ class Ledger(TorchDispatchMode, Probe):
 
     def cut(self) -> None:
         if self._begun:
-            self._costs.append(self._cost())
+            self._end_call()
         self._begun = True
         self._reset()
 
     def gradient(self, gradient: Tensor) -> None:
         """Charge the runtime's copy of a gradient, which is not made here."""
         copied = gradient.numel() * master_dtype_of(gradient.dtype).itemsize
-        self._seconds += self._rates.seconds(0, _bytes(gradient) + copied)
+        self._recorder.move(bytes_of(gradient) + copied)
 
-    def costs(self) -> list[UseCost]:
-        """The modelled cost of every call; asked for once, after the pass."""
-        return [*self._costs, self._cost()]
+    def result(self) -> tuple[list[UseCost], list[Operated]]:
+        """The cost and the operations of every call; asked for once, after the pass."""
+        self._end_call()
+        return self._costs, self._operations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -235,27 +275,25 @@ class Ledger(TorchDispatchMode, Probe):
         fresh = [tensor for tensor in written if self._add_storage(tensor)]
         if fresh or func._schema.is_mutable:
             read = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-            moved = sum(map(_bytes, written))
-            if str(func.overloadpacket).rpartition(".")[2] in LOOK_UPS:
-                moved *= 2
-            else:
-                moved += sum(map(_bytes, read))
-            flops = self._flops.get_total_flops() - before
-            self._seconds += self._rates.seconds(flops, moved)
+            self._recorder.add(func, args, read, written, self._flops.get_total_flops() - before)
         return result
 
-    def _cost(self) -> UseCost:
-        return UseCost(
-            micro_batch=self._micro_batch,
-            seconds=nanoseconds(self._seconds),
-            spread=0.0,
-            flops=self._flops.get_total_flops() - self._flops_before,
-            retained_bytes=self._level,
-            peak_bytes=self._peak,
+    def _end_call(self) -> None:
+        self._costs.append(
+            UseCost(
+                micro_batch=self._micro_batch,
+                seconds=0.0,
+                spread=0.0,
+                flops=self._flops.get_total_flops() - self._flops_before,
+                retained_bytes=self._level,
+                peak_bytes=self._peak,
+            )
         )
+        self._operations.append(self._recorder.take())
 
     def _reset(self) -> None:
-        self._seconds, self._level, self._peak = 0.0, 0, 0
+        self._level, self._peak = 0, 0
+        self._recorder.take()
         self._flops_before = self._flops.get_total_flops()
 
     def _add_storage(self, tensor: Tensor) -> bool:
@@ -273,8 +311,3 @@ class Ledger(TorchDispatchMode, Probe):
         self._level += nbytes
         self._peak = max(self._peak, self._level)
         return True
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's values; expanded ones are read once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

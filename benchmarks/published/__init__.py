@@ -1,0 +1,1 @@
+"""Predictions held against published measurements: fitted, left out in turn, tabled and plotted."""

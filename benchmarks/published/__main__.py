@@ -1,0 +1,143 @@
+"""``python -m benchmarks.published``: fit to published rows, hold predictions against them, write it down.
+
+``--rows FILE`` predicts other rows of the same form with the figures as shipped, and fits nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.published.fitting import Fit, Training, fit_micro
+from benchmarks.published.freedoms import instead
+from benchmarks.published.micro import measured
+from benchmarks.published.parameters import Values
+from benchmarks.published.predict import Traces
+from benchmarks.published.report import Result, document, plot, summary
+from benchmarks.published.scored import Coverage, Question, Scored, questions, scorable, score
+from benchmarks.published.settings import apart
+from benchmarks.published.write import expected_errors, fitted_count, write_models
+from hzplan.errors import UserError
+from hzplan.formats.published import MicroRow, TrainingRow, read_rows, shipped_rows
+
+MOST_FIGURES, MOST_NETWORK_FIGURES = 14, 8
+"""Upper limits of fitted figures of a device and of a network."""
+
+
+def main() -> int:
+    """Run the command; 0, or 1 where a device or network has too many fitted figures."""
+    asked = _arguments()
+    began = time.monotonic()
+    traces = Traces(asked.traces)
+    rows = read_rows(asked.rows or shipped_rows() / "rows.jsonl", TrainingRow)
+    micro = read_rows(shipped_rows() / "micro.jsonl", MicroRow)
+    for line in (*rows.problems, *micro.problems):
+        print(line, file=sys.stderr)
+    coverage = scorable(questions(rows.rows), traces)
+    shipped = score(coverage.questions, traces, {})
+    if asked.rows:
+        result = Result(coverage, shipped, (), (), (), None, rows.problems, _apart(rows.rows, traces, {}))
+        print(summary(result))
+        for row, why in coverage.left_out:
+            print(f"{row.id}: {why}")
+        if asked.each:
+            _each(shipped)
+        return 0
+    training = Training(
+        coverage.questions, measured(micro.rows), fit_micro(measured(micro.rows)), traces, _say
+    )
+    found = training.whole()
+    scored = score(coverage.questions, traces, found.values)
+    result = Result(
+        *(coverage, scored, shipped),
+        _left_out(training, coverage, "source"),
+        _left_out(training, coverage, "device"),
+        found,
+        (*rows.problems, *micro.problems),
+        _apart(rows.rows, traces, found.values),
+    )
+    print(summary(result))
+    too_many = _too_many(found)
+    if asked.write:
+        _write(result, found, traces, asked.write)
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 1 if too_many else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser.add_argument("--rows", type=Path, help="other rows, to be predicted as shipped; nothing is fitted")
+    parser.add_argument("--each", action="store_true", help="with --rows: a line for each row")
+    parser.add_argument("--traces", type=Path, help="a folder in which traced models are kept between runs")
+    parser.add_argument(
+        "--write", type=Path, metavar="ROOT", help="write cost_models/ and docs/ under this folder"
+    )
+    return parser.parse_args()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _left_out(training: Training, coverage: Coverage, what: str) -> list[Scored]:
+    """Every row, as predicted by a fit without its source, or without its device's rows."""
+    found: list[Scored] = []
+
+    def key(one: Question) -> str:
+        return one.row.family if what == "source" else one.chip
+
+    for name in sorted({key(one) for one in coverage.questions}):
+        _say(f"without {what} {name}")
+        found += training.without({one.row.id for one in coverage.questions if key(one) == name})[1]
+    return found
+
+
+def _apart(rows: Sequence[TrainingRow], traces: Traces, values: Values) -> list[Scored]:
+    """Rows that are predicted, but are neither fitted to nor among those that the model is held to."""
+    found: list[Scored] = []
+    for one in scorable(questions(rows, apart), traces).questions:
+        with suppress(UserError):  # degrees that do not divide the mesh
+            found += score([one], traces, values)
+    return found
+
+
+def _too_many(found: Fit) -> bool:
+    counts = fitted_count(found)
+    links = {owner for owner in counts if f"{owner}.latency_s" in {**found.micro.values}}
+    for owner, count in sorted(counts.items()):
+        most = MOST_NETWORK_FIGURES if owner in links else MOST_FIGURES
+        print(f"{owner}: {count} fitted figures, at most {most}")
+        if count > most:
+            return True
+    return False
+
+
+def _write(result: Result, found: Fit, traces: Traces, root: Path) -> None:
+    models = root / "cost_models"
+    write_models(found, models)
+    expected_errors(result.without_source, result.without_device, result.ordered).save(
+        models / "expected.json"
+    )
+    plot(result.scored, root / "docs" / "published.svg")
+    command = "python -m benchmarks.published --write ."
+    text = document(
+        result, "published.svg", command, instead(result.coverage.questions, traces, found.values)
+    )
+    (root / "docs" / "published.md").write_text(text, encoding="utf-8")
+
+
+def _each(scored: list[Scored]) -> None:
+    for one in scored:
+        row, said = one.question.row, one.prediction
+        print(
+            f"{row.id}: predicted {said.tokens_per_s:.0f} ({said.low:.0f} to {said.high:.0f}), published "
+            f"{one.question.published:.0f} tokens/s, {said.tokens_per_s / one.question.published:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

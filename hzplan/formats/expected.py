@@ -1,0 +1,69 @@
+"""How far published runs were from modelled predictions, ``cost_models/expected.json``, by device.
+
+Written by ``python -m benchmarks.published``. Ratios are published over predicted seconds of a step, each row
+predicted by a model that was fitted without its source.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hzplan.errors import UserError
+from hzplan.formats.base import Document, PositiveInt, Strict
+from hzplan.formats.cluster import FOLDERS
+
+Ratio = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+
+
+class Range(Strict):
+    """The least and largest value that rows cover."""
+
+    least: PositiveInt
+    most: PositiveInt
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+
+class ExpectedEntry(Strict):
+    """A device's rows. ``low``, ``high``: eight of ten rows lie between."""
+
+    device: str
+    rows: PositiveInt
+    sources: PositiveInt
+    low: Ratio
+    high: Ratio
+    seq_len: Range
+    devices: Range
+    parameters: Range
+
+
+class Expected(Document):
+    """``others``: of devices without rows of their own, as each device's rows came out when the model was
+    fitted without them; ``difference``: of two settings of one model, how much the predicted ratio of their
+    steps was off in nine of ten of ``pairs``."""
+
+    format: Literal["hzplan.expected"] = "hzplan.expected"
+    version: Literal[1] = 1
+    entries: tuple[ExpectedEntry, ...]
+    rows: PositiveInt
+    low: Ratio
+    high: Ratio
+    pairs: PositiveInt
+    difference: Annotated[float, Field(ge=0, le=10)]
+
+    def of(self, device: str) -> ExpectedEntry | None:
+        """A device's entry, by its name; None where it has too few rows."""
+        return next((entry for entry in self.entries if entry.device == device), None)
+
+
+def expected() -> Expected | None:
+    """What comes with hzplan; None without it."""
+    for folder in FOLDERS:
+        try:
+            return Expected.load(folder / "expected.json")
+        except UserError:
+            continue
+    return None
