@@ -10,7 +10,7 @@ PARALLEL := --numprocesses 2
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-full accuracy faults fuzz exhaustive soak convergence clean $(VENV)
+.PHONY: help demo test test-all lint bench bench-full accuracy published faults fuzz exhaustive soak convergence clean $(VENV)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ bench-full: $(STAMP) ## measure all regimes and write docs/benchmarks.md (over a
 accuracy: $(STAMP) ## measure predictions on emulated clusters and publish the error (about half an hour)
 	$(PIP_INSTALL) -e '.[bench]'
 	$(PY) -m benchmarks.accuracy --docs docs/accuracy.md --publish cost_models/accuracy.json
+
+published: $(STAMP) ## fit the model of modelled plans to published runs, write docs/published.md (about 5 minutes)
+	$(PIP_INSTALL) -e '.[bench]'
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.published --write .
 
 faults: $(STAMP) ## kill, cut and damage runs and checkpoints, hundreds of times (about an hour)
 	OMP_NUM_THREADS=1 $(PY) -m tests.faults --docs docs/reliability.md

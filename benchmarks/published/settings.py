@@ -157,6 +157,8 @@ def settings(row: TrainingRow) -> list[Setting] | str:
     usual = SOFTWARE.get(row.family, Options())
     device = dict(usual.devices).get(row.device_name, row.device_name)
     per_node = min(row.devices, row.devices_per_node or 8)
+    if load_device(device).link == "nvl72":  # a rack is one domain, however many devices a tray has
+        per_node = next(size for size in range(min(row.devices, 72), 0, -1) if row.devices % size == 0)
     if row.devices % per_node:
         return f"{row.devices} devices do not fill nodes of {per_node}"
     sharding = _sharding(row.sharding)
