@@ -13,6 +13,7 @@ from benchmarks.published.parameters import Values, models
 from benchmarks.published.settings import Scheme, Setting, workload
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import ITEM_BYTES
+from hzplan.cost.memory import budget_bytes
 from hzplan.cost.model import CostModel
 from hzplan.cost.parallel import share
 from hzplan.profiler.analytic import modelled
@@ -67,6 +68,7 @@ class Prediction:
     peak_bytes: int
     parameters: int
     fits: bool
+    fits_budget: bool
 
 
 MOST_QUICK = 2
@@ -151,11 +153,13 @@ def _one(setting: Setting, shapes: Shapes, values: Values) -> Prediction:
     step += _copied_out_s(setting, found, values)
     rate = setting.tokens / step
     gradients = found.memory.gradients // 2 if setting.reduce else 0  # kept in 16 bits, not in 32
+    peak = found.memory.peak - gradients
     return Prediction(
         *(step, rate, rate, rate, step - exposed, exposed),
-        found.memory.peak - gradients,
+        peak,
         found.model.profile.model.parameters,
-        fits=found.memory.peak - gradients <= found.model.profile.cluster.memory_bytes,
+        fits=peak <= found.model.profile.cluster.memory_bytes,
+        fits_budget=peak <= budget_bytes(found.model.profile.cluster),
     )
 
 

@@ -20,6 +20,7 @@ from benchmarks.published.scored import (
     order,
     regret,
 )
+from benchmarks.published.settings import SOFTWARE
 
 WORST = 12
 """Rows that are shown as the worst."""
@@ -92,6 +93,12 @@ that say what is recomputed, without model parallelism. Errors are of tokens/s, 
 
 {_figures_table(result.fit)}
 
+## What sources leave open
+
+Settings that rows do not state are taken as usual in a source's software; none is of a single row.
+
+{_software_table()}
+
 ## Rows that are not predicted
 
 {left_out}
@@ -144,7 +151,8 @@ def _memory_line(found: MemoryErrors) -> str:
     refused = f"; refused: {', '.join(found.refused)}" if found.refused else ""
     return (
         f"- memory: median error {found.median:.1%} on {found.rows} rows; of {found.ran} rows that ran "
-        f"{len(found.refused)} would have been refused{refused}"
+        f"{len(found.refused)} are predicted not to fit their device{refused}, and {len(found.tight)} not "
+        f"to fit what `solve` leaves to plans by default ({', '.join(found.tight) or 'none'})"
     )
 
 
@@ -200,6 +208,16 @@ def _figures_table(found: Fit | None) -> str:
                 continue
             low, high = fitted.interval(path)
             lines.append(f"| {path} | {value:.4g} | {low:.4g}–{high:.4g} | {fitted.touched[path]} |")
+    return "\n".join(lines)
+
+
+def _software_table() -> str:
+    lines = ["| source | kernels | attention | loss | why |", "|---|---|---|---|---|"]
+    for family, usual in SOFTWARE.items():
+        fused = "fused" if usual.fused_loss else "eager"
+        lines.append(
+            f"| {family} | {usual.kernels} | {usual.attention or 'usual'} | {fused} | {usual.reason} |"
+        )
     return "\n".join(lines)
 
 

@@ -216,11 +216,12 @@ def _groups(scored: Iterable[Scored], *, lengths: bool = False) -> list[list[Sco
 @dataclass(frozen=True)
 class MemoryErrors:
     """Peaks beside published ones, and beside the card on which the row ran. ``refused``: ids of rows whose
-    predicted peak does not fit their device."""
+    predicted peak does not fit their device; ``tight``: does not fit it with the default reserve."""
 
     rows: int
     median: float
     refused: tuple[str, ...]
+    tight: tuple[str, ...]
     ran: int
 
 
@@ -237,7 +238,8 @@ def memory(scored: Sequence[Scored]) -> MemoryErrors:
         if one.prediction.peak_bytes > load_device(one.question.options[0].device).memory_bytes.value
     )
     median = float(np.median(apart)) if apart else 0.0
-    return MemoryErrors(len(apart), median, refused, len(scored))
+    tight = tuple(one.question.row.id for one in scored if not one.prediction.fits_budget)
+    return MemoryErrors(len(apart), median, refused, tight, len(scored))
 
 
 OTHER_COMMUNICATORS = 2

@@ -110,7 +110,48 @@ def test_a_plan_for_gpus_says_what_it_keeps_free_and_that_nobody_ran_it(tmp_path
             "on each node of the cluster (hzplan's runtime has not yet run on GPUs): torchrun --nnodes 2"
             in said
         )
-        assert ("published rows of this chip" in said) == (profile == "profile")
+        assert ("expect" in said and "published rows of this chip" in said) == (profile == "profile")
+        assert ("outside what rows cover: 32 tokens a sequence" in said) == (profile == "profile")
+    old = modelled.replaced(interference=())
+    old.save(tmp_path / "old.json")
+    done = hzplan("solve", "old.json", "--global-batch", 16, "--gap", 0.05, cwd=tmp_path)
+    assert "does not hold for it: profile again" in " ".join(done.stdout.split()), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kernels", "fused"), "--kernels fused is not known; use eager, compiled"),
+        (("--recompute", "some"), "--recompute some is not known; use full, attention, operations"),
+        (("--attention", "flash-9"), "has no such kernel; it has flash-2, flash-3, cudnn, triton, standard"),
+    ],
+)
+def test_options_of_the_model_are_known_by_name(options: tuple[str, str], said: str, tmp_path: Path) -> None:
+    done = hzplan("profile", "gpt:nano", *ANALYTIC, *options, cwd=tmp_path)
+    assert done.code == 2 and said in " ".join(done.stderr.split()), done.stderr
+
+
+def test_kernels_attention_and_recomputation_change_seconds(tmp_path: Path) -> None:
+    def profiled(name: str, *options: object) -> Profile:
+        done = hzplan("profile", "gpt:small", *ANALYTIC, *options, "-o", name, cwd=tmp_path)
+        assert done.code == 0, done.stderr
+        return Profile.load(tmp_path / name)
+
+    def seconds(profile: Profile) -> float:
+        return sum(use.costs[-1].seconds for use in profile.uses)
+
+    def again(profile: Profile) -> tuple[float, int]:
+        costs = [use.costs[-1].recompute for use in profile.uses]
+        kept = sum(cost.retained_bytes for cost in costs[: len(costs) // 2] if cost)
+        return sum(cost.seconds for cost in costs if cost), kept
+
+    eager, compiled = profiled("eager.json"), profiled("compiled.json", "--kernels", "compiled")
+    assert seconds(compiled) < seconds(eager)
+    found = [again(profiled(f"{kind}.json", "--recompute", kind)) for kind in ("full", "operations")]
+    assert found[0][0] > found[1][0] > 0 and found[0][1] < found[1][1]
+    assert seconds(profiled("slow.json", "--attention", "standard", "--seq-len", 4096)) > seconds(
+        profiled("fast.json", "--attention", "flash-3", "--seq-len", 4096)
+    )
 
 
 @pytest.mark.distributed

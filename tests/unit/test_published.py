@@ -128,9 +128,13 @@ def test_what_a_row_leaves_open_stays_a_set_of_options() -> None:
     assert isinstance(several, list) and [one.micro_batch for one in several] == [8, 4, 2]
     grouped = settings(given.model_copy(update={"sharding": "zero1 within 8 GPUs (one node), DDP across"}))
     assert isinstance(grouped, list) and (grouped[0].scheme, grouped[0].inside) == ("zero1", True)
-    parallel = settings(given.model_copy(update={"tp": 2}))
-    assert isinstance(parallel, list) and parallel[0].parallel is not None
-    for change in ({"device": "NVIDIA V100"}, {"layers": None}, {"sharding": "diagonal"}):
+    for change in (
+        {"tp": 3},
+        {"ep": 8},
+        {"device": "NVIDIA V100"},
+        {"layers": None},
+        {"sharding": "diagonal"},
+    ):
         assert isinstance(settings(given.model_copy(update=change)), str)
     step = given.model_copy(update={"tokens_per_s_per_device": None, "step_s": 16.27})
     assert published_tokens_per_s(step) == pytest.approx(1007, rel=0.01)
@@ -288,7 +292,7 @@ def test_order_and_regret_are_of_rows_that_can_be_compared() -> None:
 def replace_prediction() -> object:
     from benchmarks.published.predict import Prediction
 
-    return Prediction(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1, 1, fits=True)
+    return Prediction(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1, 1, True, True)
 
 
 def test_microbenchmarks_are_near_the_model_that_was_fitted_to_them() -> None:
