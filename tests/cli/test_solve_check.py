@@ -40,6 +40,7 @@ def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Pr
         "solve_s",
         "modelled",
         "predicted",
+        "expected_step_s",
         "baselines",
         "gain",
         "plan",
@@ -56,7 +57,7 @@ def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Pr
         if baseline["fits"]:
             assert answer["predicted"]["step_s"] <= baseline["step_s"] * (1 + 1e-6)
     assert set(answer["gain"]) == {"over", "share", "is_the_plan", "without"}
-    assert not answer["modelled"]
+    assert not answer["modelled"] and answer["expected_step_s"] is None
     plan = Plan.load(tmp_path / answer["plan"])
     assert plan.source.profile_sha256 == fingerprint(profile)
 
