@@ -113,7 +113,13 @@ def _figure(path: str, value: float, found: Fit) -> dict[str, object]:
 def _said(fitted: Fitted, path: str, value: float, of: str) -> dict[str, object]:
     low, high = fitted.interval(path)
     rows = fitted.touched[path]
-    return _fields(value, f"python -m benchmarks.published: {of} that it matters to", rows, low, high)
+    return _fields(
+        value,
+        f"{of} of cost_models/published/ that it matters to, by python -m benchmarks.published",
+        rows,
+        low,
+        high,
+    )
 
 
 def _fields(value: float, source: str, rows: int, low: float, high: float) -> dict[str, object]:
