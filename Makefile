@@ -79,7 +79,7 @@ convergence: $(STAMP) ## train small models for 5,000 steps in bf16, under a pla
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.convergence --docs docs/convergence.md
 
 .PHONY: cuda-api accelerator
-accelerator: $(STAMP) ## run the runtime on a simulated accelerator in 100,000 interleavings (20 minutes)
+accelerator: $(STAMP) ## run the runtime on a simulated accelerator in 100,000 interleavings (half an hour)
 	OMP_NUM_THREADS=1 $(PY) -m tests.accelerator --interleavings 100000
 
 cuda-api: ## look up every name of torch's CUDA build that is called, in an environment of its own (gigabytes)

@@ -52,6 +52,13 @@ class Options:
     metrics: int = 0
 
 
+TRANSFORMER_ENGINE = Options(
+    kernels="compiled",
+    by_hand=True,
+    attention="cudnn",
+    fused_loss=True,
+    reason="Transformer Engine's fused kernels",
+)
 SOFTWARE = {
     "mosaicml/llm-foundry": Options(
         attention="triton",
@@ -77,23 +84,9 @@ SOFTWARE = {
     "Dao-AILab/flash-attention": Options(
         kernels="compiled", by_hand=True, fused_loss=True, reason="fused kernels and loss, as the source says"
     ),
-    "NVIDIA-NeMo/Megatron-Bridge": Options(
-        kernels="compiled",
-        by_hand=True,
-        attention="cudnn",
-        fused_loss=True,
-        reason="Transformer Engine's fused kernels",
-    ),
-    "NVIDIA-NeMo/NeMo": Options(
-        kernels="compiled",
-        by_hand=True,
-        attention="cudnn",
-        fused_loss=True,
-        reason="Transformer Engine's fused kernels",
-    ),
-    "NVIDIA/NeMo-Framework-Launcher": Options(
-        kernels="compiled", by_hand=True, attention="cudnn", fused_loss=True, reason="Transformer Engine"
-    ),
+    "NVIDIA-NeMo/Megatron-Bridge": TRANSFORMER_ENGINE,
+    "NVIDIA-NeMo/NeMo": TRANSFORMER_ENGINE,
+    "NVIDIA/NeMo-Framework-Launcher": TRANSFORMER_ENGINE,
     "huggingface/nanotron": Options(
         kernels="compiled", by_hand=True, reason="fused norms and rotary positions"
     ),

@@ -142,21 +142,16 @@ class PatModel(Strict):
     bytes_share: ShareFigure
 
 
-class TierModel(Strict):
-    """The links of a tier, fastest tier first.
+class LinkModel(Strict):
+    """What links reach of their rate, and what they cost.
 
-    ``ranks``: how many groups of the tier inside it meets; of the outermost tier the number that is taken
-    when the user does not say. ``bytes_per_s``: what each rank sends while all do, in each direction;
-    ``bytes_share``: how much of that large messages reach; ``latency_s``: of a ring's hop. ``pat``: None
+    ``bytes_share``: how much of the rate large messages reach; ``latency_s``: of a ring's hop. ``pat``: None
     where the library has rings only. ``ctas``: thread blocks of a collective's kernel, each of which keeps
     compute from one SM; None where that is not known. ``congestion``: share of the rate that is lost each
     time the number of groups doubles; ``lateness``: how much longer than the mean the slowest of all ranks
     computes, for each doubling of groups. None: nothing.
     """
 
-    name: str = Field(min_length=1)
-    ranks: PositiveInt
-    bytes_per_s: RateFigure
     bytes_share: ShareFigure
     latency_s: TimeFigure
     pat: PatModel | None = None
@@ -165,9 +160,21 @@ class TierModel(Strict):
     lateness: LossFigure | None = None
 
 
-class NetworkModel(Document):
-    """A kind of link, without the number of ranks that it joins: fields as in ``TierModel``. ``bytes_per_s``:
-    None where clusters' names say it."""
+class TierModel(LinkModel):
+    """The links of a tier, fastest tier first.
+
+    ``ranks``: how many groups of the tier inside it meets; of the outermost tier the number that is taken
+    when the user does not say. ``bytes_per_s``: what each rank sends while all do, in each direction.
+    """
+
+    name: str = Field(min_length=1)
+    ranks: PositiveInt
+    bytes_per_s: RateFigure
+
+
+class NetworkModel(Document, LinkModel):
+    """A kind of link, without the number of ranks that it joins. ``tier``: the name of its tier;
+    ``bytes_per_s``: None where clusters' names say it."""
 
     format: Literal["hzplan.network"] = "hzplan.network"
     version: Literal[1] = 1
@@ -175,29 +182,14 @@ class NetworkModel(Document):
     about: str
     tier: str
     bytes_per_s: RateFigure | None = None
-    bytes_share: ShareFigure
-    latency_s: TimeFigure
-    pat: PatModel | None = None
-    ctas: CountFigure | None = None
-    congestion: LossFigure | None = None
-    lateness: LossFigure | None = None
 
     def joining(self, ranks: int, bytes_per_s: RateFigure | None = None) -> TierModel:
         """The tier of a cluster in which such links join ``ranks`` groups."""
         rate = bytes_per_s or self.bytes_per_s
         if rate is None:
             raise UserError(f"network {self.name}: its rate is not known; the cluster's name must say it")
-        return TierModel(
-            name=self.tier,
-            ranks=ranks,
-            bytes_per_s=rate,
-            bytes_share=self.bytes_share,
-            latency_s=self.latency_s,
-            pat=self.pat,
-            ctas=self.ctas,
-            congestion=self.congestion,
-            lateness=self.lateness,
-        )
+        reached = {name: getattr(self, name) for name in LinkModel.model_fields}
+        return TierModel(name=self.tier, ranks=ranks, bytes_per_s=rate, **reached)
 
 
 class ClusterModel(Document):

@@ -102,6 +102,16 @@ class RecordedQueue:
         self.device.active.pop()
 
 
+def _take(launcher: Launcher, device: Recorded, schedule: Schedule) -> None:
+    device.step += 1
+    launcher.begin_step()
+    for task in schedule.tasks[1:]:
+        if task.stream == COMPUTE_STREAM:
+            launcher.start(task)
+            device.run(task)
+            launcher.end(task)
+
+
 def run_steps(
     schedule: Schedule,
     lengths: Sequence[int],
@@ -118,13 +128,7 @@ def run_steps(
         launcher.time_every_step()
     records = []
     for _ in range(count):
-        device.step += 1
-        launcher.begin_step()
-        for task in schedule.tasks[1:]:
-            if task.stream == COMPUTE_STREAM:
-                launcher.start(task)
-                device.run(task)
-                launcher.end(task)
+        _take(launcher, device, schedule)
         records.append(launcher.record)
     launcher.synchronize()
     return device, records
@@ -234,16 +238,6 @@ def test_asked_twice_every_step_is_timed_from_the_first_time_on() -> None:
         launcher.time_every_step()
         _take(launcher, device, schedule)
         assert launcher.record.timed == (step - 2 >= 1)
-
-
-def _take(launcher: Launcher, device: Recorded, schedule: Schedule) -> None:
-    device.step += 1
-    launcher.begin_step()
-    for task in schedule.tasks[1:]:
-        if task.stream == COMPUTE_STREAM:
-            launcher.start(task)
-            device.run(task)
-            launcher.end(task)
 
 
 @pytest.mark.parametrize("left", range(2 * TIME_EVERY))
