@@ -16,7 +16,9 @@ from hzplan.core.order import in_order
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import stages_of
 from hzplan.cost.curves import interpolate
+from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
+from hzplan.cost.lateness import Late
 from hzplan.cost.unit import BucketCost, UnitCost, summed
 from hzplan.formats.profile import Profile, RecomputeCost, UseCost
 
@@ -96,11 +98,31 @@ class CostModel:
             able[use.unit] &= use.reads_parameters and all(cost.recompute is not None for cost in use.costs)
         return tuple(unit for unit, can in able.items() if can)
 
-    def straggler_ns(self, schedule: Schedule, micro_batch: int) -> list[int]:
-        """For every task of a schedule, the nanoseconds that the slowest rank takes longer than the mean."""
-        uses = len(schedule.uses)
-        late = [round(cost.straggler_seconds * 1e9) for cost in self._use_costs(micro_batch)]
-        return [late[task.position % uses] if task.kind is Kind.COMPUTE else 0 for task in schedule.tasks]
+    def late_ns(self, schedule: Schedule, micro_batch: int) -> list[Late] | None:
+        """For every task of a schedule, how late ranks are, nanoseconds; None where none is."""
+        late = self.late_uses_ns(micro_batch)
+        if late is None:
+            return None
+        uses = len(late)
+        return [late[t.position % uses] if t.kind is Kind.COMPUTE else Late() for t in schedule.tasks]
+
+    def late_uses_ns(self, micro_batch: int) -> list[Late] | None:
+        """For every use of a micro-batch, how late ranks are, nanoseconds; None where none is."""
+        costs = self._use_costs(micro_batch)
+        late = [Late(round(c.straggler_seconds * 1e9), round(c.seconds * 1e9)) for c in costs]
+        return late if any(one.slowest for one in late) else None
+
+    def event_graph(self, schedule: Schedule, micro_batch: int) -> EventGraph:
+        """The events of a schedule, with late ranks and interference."""
+        key = id(schedule), micro_batch
+        if key not in self._graphs:
+            late = self.late_ns(schedule, micro_batch)
+            self._graphs[key] = schedule, event_graph(schedule, self.interference, late)
+        return self._graphs[key][1]
+
+    @cached_property
+    def _graphs(self) -> dict[tuple[int, int], tuple[Schedule, EventGraph]]:
+        return {}
 
     def _use_costs(self, micro_batch: int) -> list[UseCost]:
         """Every use's costs at a micro-batch size."""

@@ -9,14 +9,16 @@ each other, which is what is reported as the prediction.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf, prod
 
+import numpy as np
+
 from hzplan.core.schedule import COMPUTE_STREAM, STORE_STREAM, Schedule, Task
+from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import Interference
+from hzplan.cost.lateness import RANKS, Late, places
 
 MAX_STEPS = 24
 """Steps that ``replay`` follows at most, in search of a periodic state."""
@@ -105,15 +107,24 @@ def _last_store(schedule: Schedule) -> int:
 
 
 def objective_ns(
-    schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
+    schedule: Schedule,
+    durations_ns: Sequence[int],
+    interference: Interference | None = None,
+    graph: EventGraph | None = None,
 ) -> float:
     """A lower bound on a step's time for these durations, and what the ILP minimises.
 
-    The largest of three: the period if every task had the whole of its link; the whole load of a tier, which
-    cannot carry its bytes faster, whatever the sharing; and what compute and all loads take together as they
-    slow each other (``Interference.energies``).
+    The largest of three: the period if every task had the whole of its link, with what late ranks and
+    interference are sure to cost (``graph``, ``event_graph`` of the schedule; None: made here, no rank is
+    late); the whole load of a tier, which cannot carry its bytes faster, whatever the sharing; and what
+    compute and all loads take together as they slow each other (``Interference.energies``).
     """
-    return max(replay(schedule, durations_ns).period_ns, floor_ns(schedule, durations_ns, interference))
+    if graph is None:
+        graph = event_graph(schedule, interference or Interference.none(schedule.tiers))
+    period = replay(schedule, durations_ns).period_ns
+    if not graph.plain:
+        period = max(period, graph.period(np.asarray(durations_ns, dtype=float)))
+    return max(period, floor_ns(schedule, durations_ns, interference))
 
 
 def floor_ns(
@@ -139,38 +150,30 @@ def replay_shared(
     schedule: Schedule,
     durations_ns: Sequence[int],
     interference: Interference | None = None,
-    straggler_ns: Sequence[int] | None = None,
+    late: Sequence[Late] | None = None,
 ) -> Timeline:
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
     While a tier is busy, compute runs slower, and the reverse; several tasks on one tier also lose by
     contention. A task that waited for another stream begins after the wake-up latency.
 
-    ``straggler_ns``: by task, the nanoseconds that the slowest rank takes longer. With it several ranks are
-    simulated, each at random faster or slower than the mean, and a collective begins when the last of them
+    ``late``: by task, in nanoseconds. With it several ranks are simulated, each at random faster or slower
+    than the mean, and a collective begins when the last of them
     is ready. Exposed time is the mean over ranks; start and end of compute tasks are the first rank's.
     """
-    return _SharedReplay(schedule, durations_ns, interference, straggler_ns).run()
+    return _SharedReplay(schedule, durations_ns, interference, late).run()
 
 
-PARTS = (-1.0, -1 / 3, 1 / 3, 1.0)
-"""By simulated rank, its place between the fastest (−1) and the slowest (1) in a use."""
 STEPS, STEPS_OF_MANY = 4, 6
 """Steps simulated, of which the later half counts: for one rank, and for several, whose steps differ."""
 
 
-def events(schedule: Schedule, straggler_ns: Sequence[int] | None = None) -> int:
+def events(schedule: Schedule, late: Sequence[Late] | None = None) -> int:
     """The number of task ends that ``replay_shared`` simulates, a measure of its run time."""
-    if straggler_ns is None or not any(straggler_ns):
+    if late is None:
         return STEPS * len(schedule.tasks)
     computes = len(schedule.streams[COMPUTE_STREAM])
-    return STEPS_OF_MANY * (len(schedule.tasks) + (len(PARTS) - 1) * computes)
-
-
-@lru_cache(maxsize=1 << 18)
-def _places(key: int) -> tuple[int, ...]:
-    """A random, reproducible permutation of ``PARTS`` indices over ranks, for one task of one step."""
-    return tuple(random.Random(key).sample(range(len(PARTS)), len(PARTS)))
+    return STEPS_OF_MANY * (len(schedule.tasks) + (RANKS - 1) * computes)
 
 
 _Ready = tuple[int, int, str]
@@ -190,15 +193,17 @@ class _SharedReplay:
         schedule: Schedule,
         durations_ns: Sequence[int],
         interference: Interference | None,
-        straggler_ns: Sequence[int] | None,
+        late: Sequence[Late] | None,
     ) -> None:
         self.schedule, self.durations_ns = schedule, durations_ns
-        self.straggler_ns = straggler_ns if straggler_ns is not None and any(straggler_ns) else None
+        self.late = late
         self.cost = interference or Interference.none(schedule.tiers)
-        self.ranks = len(PARTS) if self.straggler_ns else 1
-        self.steps = STEPS_OF_MANY if self.straggler_ns else STEPS
+        self.ranks = RANKS if late else 1
+        self.steps = STEPS_OF_MANY if late else STEPS
         self.total = len(schedule.tasks)
         self.computes = [task.stream == COMPUTE_STREAM for task in schedule.tasks]
+        uses = max(len(schedule.uses), 1)
+        self.uses_of = [(task.position % uses, task.position // uses) for task in schedule.tasks]
         self.followers: list[list[int]] = [[] for _ in schedule.tasks]
         self.next_followers: list[list[int]] = [[] for _ in schedule.tasks]
         for task in schedule.tasks:
@@ -304,10 +309,12 @@ class _SharedReplay:
                     ready.append((one, follower, by))
 
     def _duration_ns(self, rank: int, key: int) -> float:
-        index = key % self.total
+        step, index = divmod(key, self.total)
         duration = float(self.durations_ns[index])
-        if self.straggler_ns is not None and self.computes[index]:
-            duration = max(0.0, duration + self.straggler_ns[index] * PARTS[_places(key)[rank]])
+        if self.late is not None and self.late[index].slowest:
+            use, micro_batch = self.uses_of[index]
+            place = places(use, step * self.schedule.accumulation + micro_batch)[rank]
+            duration = max(0.0, duration + self.late[index].at(place))
         return duration
 
     def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:

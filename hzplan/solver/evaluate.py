@@ -72,12 +72,14 @@ class Evaluation:
         if shared is None:
             return self.in_order_ns
         durations = self.model.durations(shared, self.units, self.micro_batch)
-        return objective_ns(shared, durations, self.model.interference)
+        graph = self.model.event_graph(shared, self.micro_batch)
+        return objective_ns(shared, durations, self.model.interference, graph)
 
     @cached_property
     def in_order_ns(self) -> float:
         """The objective in the plan's own message order, nanoseconds: a lower bound on the predicted step."""
-        return objective_ns(self.schedule, self.durations_ns, self.model.interference)
+        graph = self.model.event_graph(self.schedule, self.micro_batch)
+        return objective_ns(self.schedule, self.durations_ns, self.model.interference, graph)
 
     @cached_property
     def communication_ns(self) -> int:
@@ -87,7 +89,7 @@ class Evaluation:
     @cached_property
     def predicted(self) -> Timeline:
         """The predicted timeline: links shared, interference and stragglers included."""
-        late = self.model.straggler_ns(self.schedule, self.micro_batch)
+        late = self.model.late_ns(self.schedule, self.micro_batch)
         return replay_shared(self.schedule, self.durations_ns, self.model.interference, late)
 
     @cached_property

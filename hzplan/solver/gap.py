@@ -1,8 +1,9 @@
 """What a plan's gap comes from. Pure.
 
-Between the proven bound and the predicted step lie the plan's objective, and replays of the plan with one
-more thing each that the objective leaves out. A part is the difference that its thing makes, in this order;
-parts add up to the gap. A wait can make a later replay shorter as well, so a part may be negative.
+Between the proven bound and the predicted step lie the plan's objective, and what the objective does not
+know: shared links and wake-ups, and the part of interference and of late ranks that no row says. Each of
+these is what the distance from objective to replay grows by when both are given it, in this order; parts add
+up to the gap. A wait can also hide behind another, so a part may be negative.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hzplan.cost.interference import Interference
-from hzplan.cost.simulate import replay_shared
+from hzplan.cost.simulate import objective_ns, replay_shared
 from hzplan.solver.evaluate import Evaluation
 
 SHOWN = 0.002
 """Parts below this share of the bound are not worth a reader's time."""
+
+
+SEARCH = "the search", "a longer --time-limit, a smaller --gap"
 
 
 class Part(NamedTuple):
@@ -31,20 +35,21 @@ def parts(one: Evaluation, bound_ns: float) -> list[Part]:
     none = Interference.none(one.schedule.tiers)
     waking = Interference.none(one.schedule.tiers, interference.wakeup_ns)
 
-    def period(cost: Interference) -> float:
-        return replay_shared(one.schedule, one.durations_ns, cost).period_ns
+    def left(cost: Interference) -> float:
+        """What the objective does not know when no rank is late."""
+        replayed = replay_shared(one.schedule, one.durations_ns, cost).period_ns
+        return replayed - objective_ns(one.schedule, one.durations_ns, cost)
 
-    steps = [
-        (one.in_order_ns, "the search", "a longer --time-limit, a smaller --gap"),
-        (period(none), "messages that share a link", "a faster slow tier, or fewer bytes on it"),
-        (period(waking), "wake-ups between streams", "fewer, larger units"),
-        (period(interference), "communication and computation slowing each other", "fewer bytes under way"),
-        (one.predicted.period_ns, "stragglers", "the ranks that hzplan profile names"),
-    ]
-    found, before = [], bound_ns
-    for reached, cause, lever in steps:
-        found.append(Part((reached - before) / max(bound_ns, 1.0), cause, lever))
-        before = reached
+    found = [Part((one.in_order_ns - bound_ns) / max(bound_ns, 1.0), *SEARCH)]
+    before = 0.0
+    for unknown, cause, lever in (
+        (left(none), "messages that share a link", "a faster slow tier, or fewer bytes on it"),
+        (left(waking), "wake-ups between streams", "fewer, larger units"),
+        (left(interference), "communication and computation slowing each other", "fewer bytes under way"),
+        (one.predicted.period_ns - one.in_order_ns, "late ranks", "the ranks that hzplan profile names"),
+    ):
+        found.append(Part((unknown - before) / max(bound_ns, 1.0), cause, lever))
+        before = unknown
     return found
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations, product
 
 from hzplan.core.hierarchy import Levels
+from hzplan.cost.lateness import Late
 from hzplan.cost.simulate import events
 from hzplan.solver.evaluate import Evaluation, Modes, within
 from hzplan.solver.patterns import MAX_BUCKETS
@@ -199,8 +200,8 @@ def _shorter(one: Evaluation, other: Evaluation) -> bool:
     return one.objective_ns < goal and one.predicted.period_ns < goal  # the objective is a lower bound
 
 
-def _late(one: Evaluation) -> list[int]:
-    return one.model.straggler_ns(one.schedule, one.micro_batch)
+def _late(one: Evaluation) -> list[Late] | None:
+    return one.model.late_ns(one.schedule, one.micro_batch)
 
 
 def _key(one: Evaluation) -> object:

@@ -1,8 +1,8 @@
 """Lower bounds on a step's period as linear inequalities, one for each cycle of the event graph.
 
 The period of a cyclic schedule is the largest ratio, over cycles, of the durations on the cycle to the number
-of times that it passes into the next step (max-plus algebra: Baccelli et al. 1992, *Synchronization and
-Linearity*, §3.2.4). Durations are linear in the choice of patterns, so each cycle is one linear row
+of steps that it takes (``cost.events``). Durations are linear in the choice of patterns, so each cycle is one
+linear row
 
     T ≥ constant + Σ_{unit, key} weight · d[unit, key].
 
@@ -16,7 +16,6 @@ of the full one, so its row is valid for the full schedule.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,16 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Task
+from hzplan.cost.events import Cycle, Event, EventGraph
+from hzplan.cost.lateness import Late, late_in
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
 from hzplan.solver.patterns import RECOMPUTE_KEY, duration_keys
 
 MS = 1e-6  # nanoseconds to milliseconds
-MAX_PASSES = 12
-"""Steps through which longest paths are followed at most, in search of a periodic state."""
-SAME = 1e-9
-"""Relative difference below which two periods count as equal."""
-
 Weights = NDArray[np.floating[Any]]
 
 
@@ -43,8 +39,7 @@ Weights = NDArray[np.floating[Any]]
 class LazyConstraint:
     """A cycle's row: period in ms ≥ ``constant`` + Σ ``weights``·durations [units, keys].
 
-    ``walk``: the cycle from node to predecessor, an index below 0 for a predecessor in the step before
-    (its own less the number of nodes). None for a row of a whole step.
+    ``walk``: the cycle (``events.Cycle``). None for a row of a whole step.
     """
 
     constant: float
@@ -93,15 +88,30 @@ class Network:
                 after.append([begins])
             order.append(task.index)
         place = {node: position for position, node in enumerate(order)}
-        self.after = [[place[u] for u in after[node]] for node in order]
-        self.wraps = {
-            place[task.index]: [place[u] for u in task.after_previous]
-            for task in short.tasks
-            if task.after_previous
-        }
-        self.begin = place[0]
-        last = {task.stream: place[task.index] for task in short.tasks}
-        self.tails = [self.begin, *last.values()]
+        late = [Late(*(ns * MS for ns in one)) for one in model.late_uses_ns(micro_batch) or ()]
+        left_out = range(short.accumulation - 1, whole.accumulation - 1)
+
+        def late_of(node: int) -> tuple[tuple[float, ...], ...]:
+            """Of a node of compute; that for the micro-batches between lasts as long as all of those."""
+            if not late or nodes[node][0].stream != COMPUTE_STREAM:
+                return ()
+            placed = [divmod(task.position, len(whole.uses)) for task in nodes[node]]
+            if node < len(short.tasks):
+                at = [(use, n if n < left_out.start else n + between, late[use]) for n, use in placed]
+            else:
+                at = [(use, n, late[use]) for n in left_out for _, use in placed]
+            return late_in(whole.accumulation, at)
+
+        def event(node: int) -> Event:
+            first, wraps = nodes[node][0], short.tasks[node].after_previous if node < len(short.tasks) else ()
+            return Event(
+                *(first.stream, first.tier, tuple(place[u] for u in after[node])),
+                *(tuple(place[u] for u in wraps), late_of(node)),
+            )
+
+        merged = [place[node] for node in order if node >= len(short.tasks)]
+        events = [event(node) for node in order]
+        self.graph = EventGraph(events, short.tiers, model.interference, len(whole.uses), merged)
         parts = [self._part(nodes[node], times[node]) for node in order]
         self.constants = np.array([constant for constant, _ in parts])
         terms = [(number, *term) for number, (_, found) in enumerate(parts) for term in found]
@@ -142,65 +152,22 @@ class Network:
 
         ``durations``: milliseconds [units, keys].
         """
-        lengths = self.lengths(durations).tolist()
-        before = self._passes(lengths)
         found: dict[bytes, LazyConstraint] = {}
-        for tail in self.tails:
-            cycle = _closed(before, tail)
-            if cycle is not None:
-                cut = self._cut(cycle)
-                found.setdefault(cut.weights.tobytes(), cut)
+        for cycle in self.graph.cycles(self.lengths(durations)):
+            cut = self._cut(cycle)
+            found.setdefault(cut.weights.tobytes(), cut)
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
 
-    def _passes(self, lengths: Sequence[float]) -> list[list[int]]:
-        """Longest paths, step after step, until the period repeats; ``[step][node]`` is the binding
-        predecessor.
-
-        A predecessor in the step before is its index less the number of nodes; a node without one is its own.
-        """
-        nodes = len(lengths)
-        previous: list[float] = []
-        begins: list[float] = []
-        found: list[list[int]] = []
-        for _ in range(MAX_PASSES):
-            ends: list[float] = []
-            before: list[int] = []
-            for node, edges in enumerate(self.after):
-                start, binding = 0.0, node
-                for u in edges:
-                    if ends[u] >= start:
-                        start, binding = ends[u], u
-                if previous and node in self.wraps:
-                    for u in self.wraps[node]:
-                        if previous[u] >= start:
-                            start, binding = previous[u], u - nodes
-                ends.append(start + lengths[node])
-                before.append(binding)
-            found.append(before)
-            begins.append(ends[self.begin])
-            previous = ends
-            if _repeats(begins):
-                break
-        return found
-
-    def _cut(self, walk: Sequence[int]) -> LazyConstraint:
-        """The row of a cycle: what its nodes last, over the number of steps that it takes."""
-        nodes = len(self.constants)
-        counts = np.bincount(np.array(walk) % nodes, minlength=nodes) / sum(node < 0 for node in walk)
+    def _cut(self, cycle: Cycle) -> LazyConstraint:
+        """The row of a cycle."""
         weights = np.zeros(self.shape)
-        np.add.at(weights.reshape(-1), self.term_at, self.term_times * counts[self.term_node])
-        return LazyConstraint(float(counts @ self.constants), weights, tuple(walk))
+        np.add.at(weights.reshape(-1), self.term_at, self.term_times * cycle.counts[self.term_node])
+        constant = float(cycle.counts @ self.constants) + cycle.late
+        return LazyConstraint(constant, weights, cycle.walk)
 
     def checked(self, walk: Sequence[int]) -> LazyConstraint:
         """The row of a cycle from outside; ValueError where it is none of the event graph."""
-        nodes = len(self.constants)
-        if not walk or not all(-nodes <= node < nodes for node in walk) or min(walk) >= 0:
-            raise ValueError("it is no cycle of this event graph")
-        for node, before in zip(walk, (*walk[1:], walk[0]), strict=True):
-            edges = self.after[node % nodes] if before >= 0 else self.wraps.get(node % nodes, ())
-            if before % nodes not in edges:
-                raise ValueError(f"node {node % nodes} does not wait for node {before % nodes}")
-        return self._cut(walk)
+        return self._cut(self.graph.checked(walk))
 
     def durations(self, units: Mapping[str, UnitCost]) -> Weights:
         """Milliseconds [units, keys] of some costs."""
@@ -273,39 +240,3 @@ def _middles(model: CostModel, short: Schedule) -> dict[int, tuple[int, list[Tas
             work = [t for t in three.streams[stream] if t.position >= 0 and three.micro_batch(t) == 1]
             found[placed[first].index] = placed[first - 1].index, work
     return found
-
-
-def _repeats(begins: Sequence[float]) -> bool:
-    """Whether the last steps repeat with a cycle of one to four steps."""
-    periods = [b - a for a, b in itertools.pairwise(begins)]
-    return any(
-        len(periods) >= 2 * cycle + 1
-        and all(
-            abs(periods[-i] - periods[-i - cycle]) <= SAME * abs(periods[-i]) for i in range(1, cycle + 1)
-        )
-        for cycle in range(1, 5)
-    )
-
-
-def _closed(before: Sequence[Sequence[int]], node: int) -> list[int] | None:
-    """The cycle that is reached from a node of the last step along binding predecessors, as a ``walk``.
-
-    None where the first step is reached before a cycle closes.
-    """
-    nodes = len(before[0])
-    step = len(before) - 1
-    cycle: list[int] = [node]
-    passed: dict[int, int] = {}  # where steps were entered -> how long the cycle was
-    while True:
-        binding = before[step][node]
-        if binding == node:
-            return None
-        if binding < 0:
-            if node in passed:
-                return cycle[passed[node] :]
-            passed[node] = len(cycle)
-            step -= 1
-        cycle.append(binding)
-        node = binding % nodes
-        if step < 0:
-            return None

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule
+from hzplan.cost.events import event_graph
 from hzplan.cost.interference import Interference
+from hzplan.cost.lateness import Late
 from hzplan.cost.simulate import critical, objective_ns, replay, replay_shared, tier_loads_ns
 from tests.unit.steps import Step, chain, steps
 
@@ -88,12 +90,11 @@ def test_the_slowest_rank_is_waited_for_where_ranks_meet() -> None:
     """Never longer than if every use took as long as on its slowest rank; who is early waits."""
     schedule = chain(1, clip=True).build()
     lengths = durations(schedule, {"compute": 90, "unshard": 10, "final-reduce": 10})
-    late = [30 * (task.kind is Kind.COMPUTE) for task in schedule.tasks]
+    late = [Late(30, 90) if task.kind is Kind.COMPUTE else Late() for task in schedule.tasks]
     alone, late_too = replay_shared(schedule, lengths), replay_shared(schedule, lengths, None, late)
     uses = len(schedule.compute)
     assert alone.period_ns < late_too.period_ns <= alone.period_ns + uses * 30
     assert sum(late_too.exposed_ns.values()) > sum(alone.exposed_ns.values())
-    assert replay_shared(schedule, lengths, None, [0] * len(late)) == alone
 
 
 def test_two_tasks_of_a_tier_at_once_collide() -> None:
@@ -330,13 +331,16 @@ def test_stragglers_and_wakeups_together_keep_the_bound(
 ) -> None:
     schedule, lengths, cost = drawn
     late = [
-        data.draw(st.integers(0, n)) if t.kind is Kind.COMPUTE else 0
+        Late(data.draw(st.integers(0, 2 * n)), n) if t.kind is Kind.COMPUTE else Late()
         for t, n in zip(schedule.tasks, lengths, strict=True)
     ]
     found = replay_shared(schedule, lengths, replace(cost, wakeup_ns=3.5), late)
     alone = replay_shared(schedule, lengths, replace(cost, wakeup_ns=3.5))
     assert found.period_ns > 0 or not any(lengths)
-    assert alone.period_ns >= objective_ns(schedule, lengths, cost) * (1 - 1e-9) - 1e-6
+    bound = objective_ns(schedule, lengths, cost)
+    assert alone.period_ns >= bound * (1 - 1e-9) - 1e-6
+    with_late = objective_ns(schedule, lengths, cost, event_graph(schedule, cost, late))
+    assert found.period_ns >= with_late * (1 - 1e-9) - 1e-6
     assert all(end >= start for start, end in zip(found.start_ns, found.end_ns, strict=True))
 
 
