@@ -8,9 +8,17 @@ Linearity*, §3.2.4). Two things that slow a real step are edges too:
   all of them. Where ranks change places from step to step the graph has as many steps as they take to repeat.
 - *Interference.* Between the end of compute a and the begin of compute b lie all compute between them and
   every message that waits for a and that b waits for. A stream's messages are in order, so those are an
-  interval of it. Together they take at least u · compute + Σ v · loads (``Interference.energies``; of one
-  rank among several, with the slowdown that its own compute is sure to cost). Such a *window* is an edge from
-  a to b. Windows of all lengths would be many; lengths grow by steps of at most a half.
+  interval of it. Together they take at least u · compute + Σ v · loads (``Interference.energies``). Such a
+  *window* is an edge from a to b; likewise between messages, and between the two. All windows would be many:
+  they begin at compute that their end waits for, or that is earlier by growing steps, and at few messages.
+
+Where ranks are late, a message is slowed by the share of them that compute; of that one rank's compute only
+says that it is 1 / ranks or more. So there is one more chain, the mean of all: its compute is the mean of
+theirs, its times are the means of theirs. Messages begin after it, and it waits for them, as every rank does.
+In its windows messages are slowed in full. For let I be the time between the last rank's end of a and the
+first one's begin of b, in which all messages are, and o a rank's time outside of I. As energies hold for any
+share of ranks that compute, I ≥ u · (mean compute − mean o) + Σ v · loads; with u ≤ 1 the mean time from a to
+b, I + mean o, is at least u · mean compute + Σ v · loads.
 
 Lengths are linear in the lengths of events, so every cycle is a linear row.
 """
@@ -34,6 +42,8 @@ MAX_PASSES = 12
 """Cycles of steps through which longest paths are followed at most, in search of a periodic state."""
 SAME = 1e-9
 """Relative difference below which two periods count as equal."""
+NEAR = (0, 2, 8)
+"""Messages that windows begin at, counted back from the last that their end waits for."""
 LOOKED_BACK = 4
 """Steps after which what an event waits for has repeated."""
 
@@ -110,38 +120,39 @@ class EventGraph:
         self.events, self.tiers, self.longest, self.merged = events, tiers, longest, merged
         self.steps = max((len(event.late) for event in events), default=1) or 1
         self.is_compute = [event.stream == COMPUTE_STREAM for event in events]
-        self.ranks = RANKS if any(event.late for event in events) else 1
+        self.is_late = any(event.late for event in events)
+        self.chains = RANKS + 1 if self.is_late else 1
         nodes, late, self._first = list[int](), list[float](), list[list[int]]()
         for step in range(self.steps):
             self._first.append([])
             for number, event in enumerate(events):
                 self._first[step].append(len(nodes))
-                ranks = self.ranks if self.is_compute[number] else 1
-                nodes += [number] * ranks
-                late += event.late[step] if event.late else [0.0] * ranks
+                if self.is_compute[number] and self.is_late:
+                    of_ranks = event.late[step] if event.late else (0.0,) * RANKS
+                    late += [*of_ranks, sum(of_ranks) / RANKS]
+                else:
+                    late.append(0.0)
+                nodes += [number] * (len(late) - len(nodes))
         self.event_of, self.late = np.array(nodes), np.array(late)
         self.before = self._edges()
         """By node, its predecessors; below 0, less the number of nodes, in the cycle before."""
         self.begin = self._first[0][0]
         last = {event.stream: number for number, event in enumerate(events)}
         self.tails = [self.begin, *(self._first[-1][number] for number in last.values())]
-        cost = interference
-        if self.ranks > 1:
-            slow = tuple(1 + (one - 1) / self.ranks for one in cost.communication_slowdown)
-            cost = replace(cost, communication_slowdown=slow)
-        free = Interference.none(tiers)
-        disturbs = cost.compute_loss != free.compute_loss
-        disturbs |= cost.communication_slowdown != free.communication_slowdown
-        self.energies = np.array([[one.compute, *one.loads] for one in cost.energies]) if disturbs else None
-        self.windows = self._windows() if self._streams and self.energies is not None else _NONE
+        slow = tuple(1 + (one - 1) / RANKS for one in interference.communication_slowdown)
+        of_rank = replace(interference, communication_slowdown=slow).energies if self.is_late else ()
+        self.energies = np.array([(one.compute, *one.loads) for one in (*of_rank, *interference.energies)])
+        self.of_rank = len(of_rank)  # energies of one rank among several; the others are of all
+        disturbs = any(interference.compute_loss) or any(s > 1 for s in interference.communication_slowdown)
+        self.windows = self._windows() if self._streams and disturbs else _NONE
 
     @property
     def plain(self) -> bool:
         """Whether nothing slows a step but its edges."""
-        return self.ranks == 1 and not len(self.windows.end)
+        return not self.is_late and not len(self.windows.end)
 
     def node(self, step: int, event: int, rank: int) -> int:
-        """The node of an event; of compute that of a rank."""
+        """The node of an event; of compute that of a rank, or of their mean, which is the last."""
         return self._first[step][event] + (rank if self.is_compute[event] else 0)
 
     @property
@@ -152,7 +163,7 @@ class EventGraph:
     @property
     def numbered(self) -> int:
         """The number of nodes and of windows, each with every energy: walks count with it."""
-        return self.nodes + len(self.windows.end) * (0 if self.energies is None else len(self.energies))
+        return self.nodes + len(self.windows.end) * len(self.energies)
 
     def _edges(self) -> list[list[int]]:
         found: list[list[int]] = []
@@ -160,7 +171,7 @@ class EventGraph:
         for step in range(self.steps):
             earlier = (step - 1) % self.steps
             for number, event in enumerate(self.events):
-                for rank in range(self.ranks if self.is_compute[number] else 1):
+                for rank in range(self.chains if self.is_compute[number] else 1):
                     edges: list[int] = []
                     for at, some, shift in (
                         (step, event.after, 0),
@@ -168,7 +179,7 @@ class EventGraph:
                     ):
                         for u in some:
                             own = self.is_compute[u] and self.is_compute[number]
-                            ranks = range(self.ranks) if self.is_compute[u] and not own else [rank]
+                            ranks = range(self.chains) if self.is_compute[u] and not own else [rank]
                             edges += [self.node(at, u, one) + shift for one in ranks]
                     found.append(edges)
         return found
@@ -186,9 +197,9 @@ class EventGraph:
     def _chain(self) -> _Stream:
         return _Stream(np.array([number for number, compute in enumerate(self.is_compute) if compute]))
 
-    def _awaited(self) -> tuple[list[Ints], list[Ints]]:
-        """By stream: the last position that compute waits for [compute positions], and the last position of
-        compute that its messages wait for [positions]; positions count from this step's first."""
+    def _awaited(self) -> Ints:
+        """By event and stream, the last position of the stream that the event waits for; positions count from
+        this step's first. The first stream is that of compute."""
         streams = [self._chain, *(stream for _, stream in self._streams)]
         position = {
             int(event): (number, place)
@@ -215,78 +226,79 @@ class EventGraph:
                                 last[number] = value
                 now.append(last)
             before = now
-        return (
-            [np.array([before[e][n] for e in streams[0].events]) for n in range(1, len(streams))],
-            [np.array([before[e][0] for e in stream.events]) for stream in streams[1:]],
-        )
+        return np.array(before, dtype=np.int64)
 
     def _windows(self) -> _Windows:
-        """All windows of these lengths, made tight: from the last compute that one of their messages waits
-        for, to the first that waits for all."""
-        chain = self._chain.events
-        size = len(chain)
+        """From every stream's events to every stream's, with some compute and some message inside."""
+        streams = [self._chain, *(stream for _, stream in self._streams)]
+        awaited = self._awaited()
         steps = np.arange(-LOOKED_BACK, LOOKED_BACK)[:, None]
-        lengths = np.array(_lengths(min(size, self.longest)), dtype=np.int64)
-        grid = np.meshgrid(np.arange(size), lengths, indexing="ij")
-        ends, begins = grid[0].ravel(), (grid[0] - grid[1]).ravel()
-        sent = np.zeros((len(self._streams), 2, len(ends)), dtype=np.int64)
-        tight_begins, tight_ends = ends, begins
-        for number, (awaited, waiting) in enumerate(zip(*self._awaited(), strict=True)):
-            many = len(waiting)
-            # Both grow: the compute that messages wait for along the stream, and the reverse.
-            behind = np.maximum.accumulate((steps * size + waiting).ravel())
-            until = np.maximum.accumulate((steps * many + awaited).ravel())
-            first, last = np.searchsorted(behind, begins), awaited[ends]
-            some = first - LOOKED_BACK * many <= last
-            begun = behind[np.minimum(first, len(behind) - 1)]
-            heard = np.searchsorted(until, last) - LOOKED_BACK * size
-            tight_begins = np.where(some, np.minimum(tight_begins, begun), tight_begins)
-            tight_ends = np.where(some, np.maximum(tight_ends, heard), tight_ends)
-            first -= LOOKED_BACK * many
-            sent[number] = first, np.where(some, last, first - 1)
-        moved = tight_ends // size
-        begins, ends = tight_begins - moved * size, tight_ends - moved * size
-        sent -= moved * np.array([len(stream.events) for _, stream in self._streams]).reshape(-1, 1, 1)
-        _, kept = np.unique(np.array([ends, begins]), axis=1, return_index=True)
-        merged = _Stream(np.arange(size)).load(
-            np.isin(chain, list(self.merged)).astype(float), begins[kept] + 1, ends[kept] - 1
-        )
-        kept = kept[(ends - begins >= 2)[kept] & (merged == 0)]
-        begins, ends, found = begins[kept], ends[kept], sent[:, :, kept]
+        sizes = np.array([len(stream.events) for stream in streams])
+        ends = np.concatenate([stream.events for stream in streams])
+        merged = [np.isin(stream.events, list(self.merged)).astype(float) for stream in streams]
+        found = []
+        for number, begun in enumerate(streams):
+            size = len(begun.events)
+            farther = _lengths(min(size, self.longest)) if number == 0 else [b for b in NEAR if b < size]
+            back = np.array(farther, dtype=np.int64)
+            begins = (awaited[ends, number][:, None] - back).ravel()
+            some_ends = np.repeat(ends, len(back))
+            inside = np.zeros((len(streams), 2, len(begins)), dtype=np.int64)
+            whole = np.ones(len(begins), dtype=bool)
+            for other, stream in enumerate(streams):
+                many = len(stream.events)
+                # What an event of a stream waits for only grows along it.
+                behind = np.maximum.accumulate((steps * size + awaited[stream.events, number]).ravel())
+                first = np.searchsorted(behind, begins) - LOOKED_BACK * many
+                last = awaited[some_ends, other]
+                inside[other] = first, np.maximum(last, first - 1)
+                whole &= _Stream(np.arange(many)).load(merged[other], *inside[other]) == 0
+            some = inside[:, 1] >= inside[:, 0]
+            kept = np.flatnonzero((begins >= -size) & some[0] & some[1:].any(axis=0) & whole)
+            begin = begun.events[begins[kept] % size]
+            found.append((begin, begins[kept] // size, some_ends[kept], inside[:, :, kept]))
+        begin, before, end, inside = (np.concatenate(of, axis=-1) for of in zip(*found, strict=True))
+        first = np.array(self._first)
+        of_compute = np.array(self.is_compute).astype(int)
         parts = []
-        for step, rank in itertools.product(range(self.steps), range(self.ranks)):
-            nodes = np.array([[self.node(at, e, rank) for e in chain] for at in range(self.steps)]).ravel()
-            last = step * size + ends
-            first = last - (ends - begins)
-            whole = len(nodes)
+        for step, rank in itertools.product(range(self.steps), range(self.chains)):
+            earlier = step + before
+            begin_nodes = first[earlier % self.steps, begin] + of_compute[begin] * rank
             parts.append(
                 _Windows(
-                    end=nodes[last],
-                    begin=np.where(first < 0, nodes[first % whole] - self.nodes, nodes[first % whole]),
-                    rank=np.full(len(ends), rank),
-                    compute=np.array([first + 1, last - 1]),
-                    sent=found,
+                    end=first[step, end] + of_compute[end] * rank,
+                    begin=np.where(earlier < 0, begin_nodes - self.nodes, begin_nodes),
+                    rank=np.full(len(end), rank),
+                    compute=inside[0] + step * sizes[0],
+                    sent=inside[1:],
                 )
             )
         return _Windows(*(np.concatenate(of, axis=-1) for of in zip(*parts, strict=True)))
 
-    def _window_lengths(self, lengths: Floats) -> tuple[Floats, Ints]:
-        """The length of every window, and which energy it is of."""
-        assert self.energies is not None
+    def _long_windows(self, lengths: Floats) -> tuple[Ints, Floats, Ints]:
+        """Windows that take longer than each of their streams alone: which, how long, and by which energy."""
         chain, windows = self._chain.events, self.windows
         load = np.zeros((1 + self.tiers, len(windows.end)))
-        for rank in range(self.ranks):
+        for rank in range(self.chains):
             nodes = np.array([[self.node(at, e, rank) for e in chain] for at in range(self.steps)]).ravel()
             own = windows.rank == rank
             of_nodes = _Stream(np.arange(len(nodes)))
             load[0, own] = of_nodes.load(
                 lengths[self.event_of[nodes]] + self.late[nodes], *windows.compute[:, own]
             )
+        alone = load[0].copy()
         for (tier, stream), (first, last) in zip(self._streams, windows.sent, strict=True):
-            load[1 + tier] += stream.load(lengths, first, last)
+            of_stream = stream.load(lengths, first, last)
+            load[1 + tier] += of_stream
+            np.maximum(alone, of_stream, out=alone)
         of_energies = self.energies @ load
+        mean = windows.rank == self.chains - 1
+        of_energies[: self.of_rank, mean] = 0.0
+        of_energies[self.of_rank :, ~mean] = 0.0
         best = of_energies.argmax(axis=0)
-        return of_energies[best, np.arange(len(best))], best
+        taken = of_energies[best, np.arange(len(best))]
+        long = np.flatnonzero(taken > alone * (1 + SAME))
+        return long, taken[long], best[long]
 
     def cycles(self, lengths: Floats) -> list[Cycle]:
         """The critical cycle, and the cycle that binds each stream's end, the longest first, for these
@@ -312,19 +324,14 @@ class EventGraph:
         shift = nodes - numbered
         by_end: list[list[tuple[int, float, int]]] = [[] for _ in range(nodes)]
         if len(self.windows.end):
-            window_lengths, best = self._window_lengths(lengths)
-            names = nodes + np.arange(len(best)) * len(self.energies) + best  # type: ignore[arg-type]
-            for end, begin, length, name in zip(
-                self.windows.end.tolist(),
-                self.windows.begin.tolist(),
-                window_lengths.tolist(),
-                names.tolist(),
-                strict=True,
-            ):
-                by_end[end].append((begin, length, name))
+            long, taken, best = self._long_windows(lengths)
+            names = nodes + long * len(self.energies) + best
+            of_end, of_begin = self.windows.end[long].tolist(), self.windows.begin[long].tolist()
+            for end, *window in zip(of_end, of_begin, taken.tolist(), names.tolist(), strict=True):
+                by_end[end].append(tuple(window))
         own = (lengths[self.event_of] + self.late).tolist()
         previous: list[float] = []
-        begins: list[float] = []
+        begun: list[float] = []
         found: list[list[int]] = []
         for _ in range(MAX_PASSES):
             ends: list[float] = []
@@ -344,15 +351,15 @@ class EventGraph:
                 ends.append(start + own[node])
                 binding.append(bound)
             found.append(binding)
-            begins.append(ends[self.begin])
+            begun.append(ends[self.begin])
             previous = ends
-            if _repeats(begins) and self._closed(found, self.begin) is not None:
+            if _repeats(begun) and self._closed(found, self.begin) is not None:
                 break
         return found
 
     def _behind(self, name: int) -> int:
         """What a window begins behind; below 0 in the cycle before."""
-        begin = int(self.windows.begin[(name - self.nodes) // len(self.energies)])  # type: ignore[arg-type]
+        begin = int(self.windows.begin[(name - self.nodes) // len(self.energies)])
         return begin if begin >= 0 else begin + self.nodes - self.numbered
 
     def _closed(self, before: Sequence[Sequence[int]], node: int) -> list[int] | None:
@@ -391,7 +398,6 @@ class EventGraph:
 
     def _count_window(self, name: int, counts: Floats) -> float:
         """Add a window's weights to the counts of events; what its lateness comes to."""
-        assert self.energies is not None
         window, energy = divmod(name - self.nodes, len(self.energies))
         of_compute, *of_tiers = self.energies[energy].tolist()
         first, last = self.windows.compute[:, window].tolist()
@@ -416,7 +422,7 @@ class EventGraph:
             if node >= self.nodes:
                 ok = before == self._behind(node)
             elif before % size >= self.nodes:
-                window = (before - self.nodes) // len(self.energies) if before >= 0 else -1  # type: ignore[arg-type]
+                window = (before - self.nodes) // len(self.energies) if before >= 0 else -1
                 ok = window >= 0 and int(self.windows.end[window]) == node
             else:
                 ok = (before if before >= 0 else before - shift) in self.before[node]
@@ -443,8 +449,8 @@ def event_graph(
 class _Windows(NamedTuple):
     """Windows, each an edge to the node ``end`` from the node ``begin`` (below 0 in the cycle before).
 
-    ``rank``: whose compute; ``compute``: first and last position of its chain, through all steps of a cycle
-    [2, windows]; ``sent``: likewise of every stream of messages [streams, 2, windows].
+    ``rank``: whose compute, a rank's or the mean; ``compute``: first and last position of its chain, through
+    all steps of a cycle [2, windows]; ``sent``: likewise of every stream of messages [streams, 2, windows].
     """
 
     end: Ints
@@ -459,9 +465,9 @@ _NONE = _Windows(_EMPTY, _EMPTY, _EMPTY, _EMPTY.reshape(2, 0), _EMPTY.reshape(0,
 
 
 def _lengths(size: int) -> list[int]:
-    """Lengths of windows: of 2 uses and more, each at most a half longer than the one before."""
-    found, length = list[int](), 2
-    while length <= size:
+    """From the last event that a window's end waits for, and earlier ones, each at most half as far again."""
+    found, length = [0], 1
+    while length < size:
         found.append(length)
         length += max(1, length // 2)
     return found

@@ -270,9 +270,10 @@ def test_compute_and_communication_slow_each_other() -> None:
     cost = Interference((0.5,), (1.2,), (1.0,))
     # Of 5 the link takes 6 beside compute, which gets 3 done meanwhile, and needs 7 more.
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 6 + 7 + 5)
-    assert objective_ns(schedule, lengths, cost) == pytest.approx(max(45, 40 + 0.5 * 1.2 * 10))
+    # One window from u1's gradient to u0's: 10 of compute beside 5 of the link, then those 5 again.
+    assert objective_ns(schedule, lengths, cost) == pytest.approx(30 + 10 + 0.5 * 1.2 * 5 + 5)
     cost = Interference((0.8,), (1.0,), (1.0,))
-    assert objective_ns(schedule, lengths, cost) == pytest.approx(40 + 0.8 * 10)
+    assert objective_ns(schedule, lengths, cost) == pytest.approx(30 + 10 + 0.8 * 5 + 5)
     assert replay_shared(schedule, lengths, cost).period_ns == pytest.approx(30 + 5 + 9 + 5)
 
 
