@@ -16,7 +16,7 @@ from hzplan.core.order import within
 from hzplan.core.schedule import MessageOrder
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
-from hzplan.cost.simulate import floor_ns, objective_ns
+from hzplan.cost.simulate import floor_ns, objective_ns, replay
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import Profile
 from hzplan.solver.search import paces
@@ -56,6 +56,7 @@ def random_profile(
         for name in names
     ]
     _add_recomputation(uses)
+    _add_late_ranks(uses)
     own = random.Random(json.dumps(units))  # what was drawn before this was added stays as it was
     return Profile.model_validate(
         {
@@ -120,6 +121,14 @@ def _add_recomputation(uses: list[dict[str, Any]]) -> None:
                         "retained_bytes": cost["retained_bytes"] - rng.randint(-500, 4000),
                         "peak_bytes": cost["peak_bytes"] + rng.randint(0, 500),
                     }
+
+
+def _add_late_ranks(uses: list[dict[str, Any]]) -> None:
+    """To a third of all profiles. What is drawn depends on the rest alone."""
+    rng = random.Random(f"late {json.dumps(uses)}")
+    if rng.random() < 1 / 3:
+        for cost in (cost for use in uses for cost in use["costs"]):
+            cost["straggler_seconds"] = cost["seconds"] * rng.choice([0.0, rng.uniform(0, 1.5)])
 
 
 def _use_cost(rng: random.Random, size: int) -> dict[str, Any]:
@@ -195,9 +204,13 @@ def try_everything(profile: Profile, request: Request, order: MessageOrder | Non
                 if needed <= request.memory_bytes:
                     durations = model.durations(schedule, units, size)
                     pace = size, depth, schedule.gradient_buffers
-                    if floor_ns(schedule, durations, model.interference) >= by_pace.get(pace, float("inf")):
-                        continue  # no better than one that was tried
-                    objective = objective_ns(schedule, durations, model.interference)
+                    tried = by_pace.get(pace, float("inf"))
+                    if floor_ns(schedule, durations, model.interference) >= tried:
+                        continue
+                    if replay(schedule, durations).period_ns >= tried:  # a part of the objective
+                        continue
+                    graph = model.event_graph(schedule, size)
+                    objective = objective_ns(schedule, durations, model.interference, graph)
                     best = objective if best is None else min(best, objective)
                     by_pace[pace] = min(objective, by_pace.get(pace, objective))
     assert smallest is not None

@@ -134,6 +134,7 @@ class EventGraph:
                     late.append(0.0)
                 nodes += [number] * (len(late) - len(nodes))
         self.event_of, self.late = np.array(nodes), np.array(late)
+        self.nodes = len(nodes)  # windows not counted
         self.before = self._edges()
         """By node, its predecessors; below 0, less the number of nodes, in the cycle before."""
         self.begin = self._first[0][0]
@@ -145,6 +146,8 @@ class EventGraph:
         self.of_rank = len(of_rank)  # energies of one rank among several; the others are of all
         disturbs = any(interference.compute_loss) or any(s > 1 for s in interference.communication_slowdown)
         self.windows = self._windows() if self._streams and disturbs else _NONE
+        self.numbered = self.nodes + len(self.windows.end) * len(self.energies)
+        """Nodes, and windows with each of the energies: what walks count with."""
 
     @property
     def plain(self) -> bool:
@@ -154,16 +157,6 @@ class EventGraph:
     def node(self, step: int, event: int, rank: int) -> int:
         """The node of an event; of compute that of a rank, or of their mean, which is the last."""
         return self._first[step][event] + (rank if self.is_compute[event] else 0)
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes, windows not counted."""
-        return len(self.event_of)
-
-    @property
-    def numbered(self) -> int:
-        """The number of nodes and of windows, each with every energy: walks count with it."""
-        return self.nodes + len(self.windows.end) * len(self.energies)
 
     def _edges(self) -> list[list[int]]:
         found: list[list[int]] = []
@@ -367,11 +360,11 @@ class EventGraph:
 
         None where the first step is reached before a cycle closes.
         """
-        step = len(before) - 1
+        step, nodes, numbered = len(before) - 1, self.nodes, self.numbered
         walk: list[int] = [node]
         entered: dict[int, int] = {}  # where steps were entered -> how long the walk was
         while True:
-            binding = before[step][node] if node < self.nodes else self._behind(node)
+            binding = before[step][node] if node < nodes else self._behind(node)
             if binding == node:
                 return None
             if binding < 0:
@@ -380,7 +373,7 @@ class EventGraph:
                 entered[binding] = len(walk)
                 step -= 1
             walk.append(binding)
-            node = binding % self.numbered
+            node = binding % numbered
             if step < 0:
                 return None
 

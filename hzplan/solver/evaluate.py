@@ -68,18 +68,19 @@ class Evaluation:
     @cached_property
     def objective_ns(self) -> float:
         """The ILP's objective, nanoseconds: a lower bound on the predicted step in any message order."""
-        shared = self.schedule.shared
-        if shared is None:
-            return self.in_order_ns
-        durations = self.model.durations(shared, self.units, self.micro_batch)
-        graph = self.model.event_graph(shared, self.micro_batch)
-        return objective_ns(shared, durations, self.model.interference, graph)
+        return self._objective_ns(self.schedule.shared or self.schedule)
 
     @cached_property
     def in_order_ns(self) -> float:
         """The objective in the plan's own message order, nanoseconds: a lower bound on the predicted step."""
-        graph = self.model.event_graph(self.schedule, self.micro_batch)
-        return objective_ns(self.schedule, self.durations_ns, self.model.interference, graph)
+        if self.schedule.shared is None:
+            return self.objective_ns
+        return max(self.objective_ns, self._objective_ns(self.schedule))
+
+    def _objective_ns(self, schedule: Schedule) -> float:
+        durations = self.model.durations(schedule, self.units, self.micro_batch)
+        graph = self.model.event_graph(schedule, self.micro_batch)
+        return objective_ns(schedule, durations, self.model.interference, graph)
 
     @cached_property
     def communication_ns(self) -> int:
