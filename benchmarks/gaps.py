@@ -1,8 +1,8 @@
 """How far plans are from the best choice, at most: ``python -m benchmarks.gaps``.
 
 Twelve models profiled in shapes, on networks of three speeds: the predicted step over the bound of the plan's
-own message order, over the bound of any order, and what the step was without message orders. Then the golden
-questions, measured profiles among them.
+own message order, over the bound of any order, and what the step was without message orders. ``--golden``:
+the golden questions instead; ``--measured``: ten profiles measured on emulated clusters and on one node.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.questions import made
+from hzplan.core.hierarchy import Levels
 from hzplan.cost.collectives import with_nodes
+from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.solver import refine
+from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.guard import request_of
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Solved, solve
 from hzplan.solver.sweep import with_network
 
 ROOT = Path(__file__).parent.parent
+MEASURED = Path(__file__).parent / "measured"
+"""Profiles made on 2026-11-25 on two processors with ``benchmarks.measure.profiled``, by their names: model
+(``benchmarks.models``), tiers, slowest tier's rate, dtype; those of one node with ``hzplan profile
+benchmarks.models:MODEL --nproc 4 --mesh 2,2 --micro-batch 2``."""
 SPEEDS = (0.25, 0.5, 1.0)
 NODES = 8
 SHARE = 0.95
@@ -56,6 +63,17 @@ def modelled(folder: Path) -> Iterator[tuple[str, Profile, Request]]:
             batch = profile.data_ranks * profile.micro_batches[-1] * 2
             budget = int(profile.cluster.memory_bytes * SHARE)
             yield f"{path.stem}, network × {speed}", profile, Request(budget, batch, time_limit_s=LIMIT_S)
+
+
+def measured() -> Iterator[tuple[str, Profile, Request]]:
+    """Every measured profile, in 70 % of what replicas take, two forward passes a step."""
+    for path in sorted(MEASURED.glob("*.json")):
+        profile = Profile.load(path)
+        model, size = CostModel(profile), profile.micro_batches[-1]
+        schedule = model.schedule(prefetch=1, accumulation=2, clip=True)
+        replicas = evaluate(model, uniform(profile, Levels(0, 0, 0)), schedule, size)
+        budget, batch = replicas.memory.peak * 7 // 10, profile.data_ranks * size * 2
+        yield path.stem, profile, Request(budget, batch, time_limit_s=LIMIT_S)
 
 
 def golden() -> Iterator[tuple[str, Profile, Request]]:
@@ -102,12 +120,15 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Gaps of the plans of modelled and golden questions.")
     parser.add_argument("--made", type=Path, default=Path("build/questions"), help="where profiles are kept")
-    parser.add_argument("--golden", action="store_true", help="the golden questions instead")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--golden", action="store_true", help="the golden questions instead")
+    which.add_argument("--measured", action="store_true", help="measured profiles instead")
     given = parser.parse_args()
     print("| question | step | shared links | gap | in any order | messages | seconds |")
     print("|---|--:|--:|--:|--:|---|--:|")
     cells = []
-    for about, profile, request in golden() if given.golden else modelled(given.made):
+    asked = golden() if given.golden else measured() if given.measured else modelled(given.made)
+    for about, profile, request in asked:
         cell = answered(about, profile, request)
         if cell is None:
             print(f"| {about} | does not fit | | | | | |", flush=True)

@@ -19,7 +19,7 @@ from benchmarks.published.parameters import Values
 from benchmarks.published.predict import Traces
 from benchmarks.published.report import Result, document, plot, summary
 from benchmarks.published.scored import Coverage, Question, Scored, questions, scorable, score
-from benchmarks.published.settings import apart
+from benchmarks.published.settings import apart, counted
 from benchmarks.published.write import expected_errors, fitted_count, write_models
 from hzplan.errors import UserError
 from hzplan.formats.published import MicroRow, TrainingRow, read_rows, shipped_rows
@@ -44,6 +44,8 @@ def main() -> int:
         print(summary(result))
         for row, why in coverage.left_out:
             print(f"{row.id}: {why}")
+        other = sum(not counted(row) and not apart(row) for row in rows.rows)
+        print(f"{other} rows of experts, or not in 16 bits, are read and not predicted")
         if asked.each:
             _each(shipped)
         return 0

@@ -302,6 +302,11 @@ def _from_flops(row: TrainingRow) -> float | None:
     return rate / (flops * (4 / 3 if again else 1))
 
 
+RECOMPUTE = ("none", "selective", "full", "unknown")
+"""What rows may say is recomputed."""
+OTHER_ARCHITECTURES = r"(?i)mamba|hybrid|rwkv|ssm|hyena|\bt5\b|conv"
+
+
 def _outside(row: TrainingRow) -> str | None:
     """Why a row cannot be predicted at all; None where it can."""
     if row.kind != "dense" or row.dtype not in HALF:
@@ -310,6 +315,10 @@ def _outside(row: TrainingRow) -> str | None:
         return "experts in parallel"
     if row.device_name is None:
         return f"no file in cost_models/devices/ for {row.device}"
+    if row.recompute not in RECOMPUTE:
+        return f"recompute {row.recompute!r} is none of {', '.join(RECOMPUTE)}"
+    if re.search(OTHER_ARCHITECTURES, row.arch or ""):
+        return f"arch {row.arch!r} is no transformer with dense attention"
     if "offload" in f"{row.sharding}".lower():
         return f"parameters or state offloaded to the host ({row.sharding})"
     missing = [
@@ -331,13 +340,19 @@ def _network(row: TrainingRow, usual: Options) -> str:
 def _sharding(text: str | None) -> tuple[Scheme, bool] | None:
     """A scheme, and whether its groups lie inside a node, from free text."""
     said = (text or "").lower()
-    inside = bool(re.search(r"within|in node|one node|hsdp|inside", said)) and "over all" not in said
-    if re.search(r"hsdp|fsdp|zero-?3|full.?shard", said) and not re.search(r"zero-?[12]", said):
+    inside = bool(re.search(r"within|in node|one node|hsdp|hybrid.?shard|inside", said))
+    inside &= "over all" not in said
+    whole = r"hsdp|fsdp|zero-?3|full.?shard|hybrid.?shard"
+    if re.search(whole, said) and not re.search(r"zero-?[12]|grad.?op|no.?shard", said):
         return "zero3", inside
-    for pattern, scheme in (("zero-?3", "zero3"), ("zero-?2", "zero2"), ("zero-?1", "zero1")):
+    for pattern, scheme in (
+        ("zero-?3", "zero3"),
+        ("zero-?2|grad.?op", "zero2"),
+        ("zero-?1|distributed.optim", "zero1"),
+    ):
         if re.search(pattern, said):
             return scheme, inside  # type: ignore[return-value]
-    if re.search(r"ddp|none|unknown|not stated|^$", said):
+    if re.search(r"ddp|none|unknown|not stated|no.?shard|^$", said):
         return "ddp", False
     return None
 

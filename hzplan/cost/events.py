@@ -268,7 +268,7 @@ class EventGraph:
             )
         return _Windows(*(np.concatenate(of, axis=-1) for of in zip(*parts, strict=True)))
 
-    def _long_windows(self, lengths: Floats) -> tuple[Ints, Floats, Ints]:
+    def long_windows(self, lengths: Floats) -> tuple[Ints, Floats, Ints]:
         """Windows that take longer than each of their streams alone: which, how long, and by which energy."""
         chain, windows = self._chain.events, self.windows
         load = np.zeros((1 + self.tiers, len(windows.end)))
@@ -317,7 +317,7 @@ class EventGraph:
         shift = nodes - numbered
         by_end: list[list[tuple[int, float, int]]] = [[] for _ in range(nodes)]
         if len(self.windows.end):
-            long, taken, best = self._long_windows(lengths)
+            long, taken, best = self.long_windows(lengths)
             names = nodes + long * len(self.energies) + best
             of_end, of_begin = self.windows.end[long].tolist(), self.windows.begin[long].tolist()
             for end, *window in zip(of_end, of_begin, taken.tolist(), names.tolist(), strict=True):

@@ -209,7 +209,7 @@ def known_clusters() -> list[str]:
     return _stems("clusters")
 
 
-COMPOSED = re.compile(r"(?P<device>[a-z0-9-]+)-(?P<ranks>\d+)x(?P<gbit>\d+)g(-(?P<network>[a-z]+))?")
+COMPOSED = re.compile(r"(?P<device>[a-z0-9-]+)-(?P<ranks>[1-9]\d*)x(?P<gbit>[1-9]\d*)g(-(?P<network>[a-z]+))?")
 """Names of clusters that are composed: device, devices a node, Gbit/s of each one's NIC, network."""
 USUAL_NODES = 8
 """Nodes of a composed cluster when the user does not say."""
@@ -240,7 +240,10 @@ def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
         )
     stem = _device_file(name, named["device"])
     device_model = load_device(stem)
-    network = load_network(named["network"] or USUAL_NETWORK)
+    kind = named["network"] or USUAL_NETWORK
+    if kind not in (networks := _stems("networks")):
+        raise UserError(f"--cluster {name}: no network {kind}; networks: {', '.join(networks)}")
+    network = load_network(kind)
     return composed(name, stem, device_model, network, int(named["ranks"]), int(named["gbit"])), device_model
 
 

@@ -28,6 +28,17 @@ def test_parts_add_up_to_the_gap(name: str) -> None:
     assert described(found).startswith(max(found).cause)
 
 
+def test_late_ranks_alone_leave_nothing_between_bound_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of a tier one after another: the replay of late ranks is the longest path through them."""
+    _, one = golden("gpt-tiny-2x2x2")
+    assert one.schedule.order is not None
+    monkeypatch.setitem(one.model.__dict__, "interference", Interference.none(one.schedule.tiers))
+    one.model._graphs.clear()
+    fresh = evaluate(one.model, one.levels, one.schedule, one.micro_batch, modes=one.modes)
+    assert fresh.predicted.period_ns > 1.05 * fresh.undisturbed.period_ns  # ranks are late indeed
+    assert fresh.predicted.period_ns == pytest.approx(fresh.in_order_ns, rel=1e-6)
+
+
 def test_without_interference_and_wake_ups_sharing_and_the_search_are_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pulp
 import pytest
 from hypothesis import given, settings
@@ -260,6 +261,22 @@ def test_interference_makes_nothing_faster_and_keeps_the_bound(
     assert shared.period_ns >= objective_ns(schedule, lengths, cost) * (1 - 1e-9) - 1e-6
     none = replay_shared(schedule, lengths, Interference.none(schedule.tiers))
     assert none == replay_shared(schedule, lengths)
+
+
+@given(disturbed())
+def test_no_window_is_longer_than_the_time_between_its_ends(
+    drawn: tuple[Schedule, list[int], Interference],
+) -> None:
+    """Of every window that lies in a step, in the replay."""
+    schedule, lengths, cost = drawn
+    graph, found = event_graph(schedule, cost), replay_shared(schedule, lengths, cost)
+    if not len(graph.windows.end):
+        return
+    which, taken, _ = graph.long_windows(np.array(lengths, dtype=float))
+    for window, least in zip(which, taken, strict=True):
+        begin, end = int(graph.windows.begin[window]), int(graph.windows.end[window])
+        if begin >= 0:
+            assert found.start_ns[end] - found.end_ns[begin] >= least * (1 - 1e-9) - 1e-3
 
 
 def test_compute_and_communication_slow_each_other() -> None:
