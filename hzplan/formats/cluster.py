@@ -209,7 +209,9 @@ def known_clusters() -> list[str]:
     return _stems("clusters")
 
 
-COMPOSED = re.compile(r"(?P<device>[a-z0-9-]+)-(?P<ranks>[1-9]\d*)x(?P<gbit>[1-9]\d*)g(-(?P<network>[a-z]+))?")
+COMPOSED = re.compile(
+    r"(?P<device>[a-z0-9-]+)-(?P<ranks>[1-9]\d*)x(?P<gbit>[1-9]\d*)g(-(?P<network>[a-z]+))?"
+)
 """Names of clusters that are composed: device, devices a node, Gbit/s of each one's NIC, network."""
 USUAL_NODES = 8
 """Nodes of a composed cluster when the user does not say."""

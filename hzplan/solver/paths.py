@@ -95,9 +95,8 @@ class Network:
             """Of a node of compute; that for the micro-batches between lasts as long as all of those."""
             if not late or nodes[node][0].stream != COMPUTE_STREAM:
                 return ()
-            placed = [
-                divmod(task.position, len(whole.uses)) for task in nodes[node] if task.kind is Kind.COMPUTE
-            ]
+            uses = [task for task in nodes[node] if task.kind is Kind.COMPUTE]
+            placed = [divmod(task.position, len(whole.uses)) for task in uses]
             if node < len(short.tasks):
                 at = [(use, n if n < left_out.start else n + between, late[use]) for n, use in placed]
             else:
