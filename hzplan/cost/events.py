@@ -293,11 +293,11 @@ class EventGraph:
         long = np.flatnonzero(taken > alone * (1 + SAME))
         return long, taken[long], best[long]
 
-    def cycles(self, lengths: Floats) -> list[Cycle]:
+    def cycles(self, lengths: Floats, *, windows: bool = True) -> list[Cycle]:
         """The critical cycle, and the cycle that binds each stream's end, the longest first, for these
-        lengths of events."""
+        lengths of events. ``windows``: whether through windows as well, which takes longer."""
         found: dict[tuple[int, ...], Cycle] = {}
-        before = self._passes(lengths)
+        before = self._passes(lengths, windows=windows)
         for tail in self.tails:
             walk = self._closed(before, tail)
             if walk is not None:
@@ -308,7 +308,7 @@ class EventGraph:
         """The least time of a step for these lengths of events."""
         return max((cycle.at(lengths) for cycle in self.cycles(lengths)), default=0.0)
 
-    def _passes(self, lengths: Floats) -> list[list[int]]:
+    def _passes(self, lengths: Floats, *, windows: bool) -> list[list[int]]:
         """Longest paths, cycle after cycle, until what binds repeats; ``[cycle][node]`` is what binds.
 
         A node without a predecessor is its own.
@@ -316,7 +316,7 @@ class EventGraph:
         nodes, numbered = self.nodes, self.numbered
         shift = nodes - numbered
         by_end: list[list[tuple[int, float, int]]] = [[] for _ in range(nodes)]
-        if len(self.windows.end):
+        if windows and len(self.windows.end):
             long, taken, best = self.long_windows(lengths)
             names = nodes + long * len(self.energies) + best
             of_end, of_begin = self.windows.end[long].tolist(), self.windows.begin[long].tolist()

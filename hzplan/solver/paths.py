@@ -148,13 +148,13 @@ class Network:
         parts = self.term_times * durations.ravel()[self.term_at]
         return self.constants + np.bincount(self.term_node, parts, minlength=len(self.constants))
 
-    def critical_cycles(self, durations: Weights) -> list[LazyConstraint]:
+    def critical_cycles(self, durations: Weights, *, windows: bool = True) -> list[LazyConstraint]:
         """The critical cycle, and the cycle that binds each stream's end, the largest value first.
 
-        ``durations``: milliseconds [units, keys].
+        ``durations``: milliseconds [units, keys]; ``windows``: whether through windows as well.
         """
         found: dict[bytes, LazyConstraint] = {}
-        for cycle in self.graph.cycles(self.lengths(durations)):
+        for cycle in self.graph.cycles(self.lengths(durations), windows=windows):
             cut = self._cut(cycle)
             found.setdefault(cut.weights.tobytes(), cut)
         return sorted(found.values(), key=lambda cut: -cut.at(durations))

@@ -24,7 +24,7 @@ from hzplan.cost.unit import UnitCost
 from hzplan.formats.plan import Recompute
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
-from hzplan.solver.paths import MS, Network
+from hzplan.solver.paths import MS, LazyConstraint, Network
 from hzplan.solver.patterns import RECOMPUTE_KEY, ColumnPool
 from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
 from hzplan.solver.relaxation import INFINITY, TOLERANCE, Relaxation
@@ -308,10 +308,14 @@ class Search:
             tree.see(bound, lp.multipliers())
             period = float(lp.values[lp.period]) * (1 + 1e-7)
             durations = lp.durations()
-            cycles = network.critical_cycles(durations)
+            at = [durations]
             if self.rounded is not None:  # cycles half-way to the rounded plan cut deeper
-                cycles += network.critical_cycles((durations + self.rounded) / 2)
-            cycles = [cycle for cycle in cycles if cycle.at(durations) > period]
+                at.append((durations + self.rounded) / 2)
+            cycles: list[LazyConstraint] = []
+            for windows in (False, True):  # windows take longer to look through
+                if not cycles and (not windows or not network.graph.plain):
+                    some = [cycle for one in at for cycle in network.critical_cycles(one, windows=windows)]
+                    cycles = [cycle for cycle in some if cycle.at(durations) > period]
             widened = lp.add_event_rows()
             converged = not lp.grow(reduced) and not cycles and not widened
             done = converged or not self._may_improve(best, found)

@@ -26,7 +26,9 @@ def test_the_chain_is_the_objective(path: Path) -> None:
     found = replay(plan, Profile.load(path.parent / plan.source.profile), path)
     chain = longest_chain(found, plan.cluster.tier_names)
     period = longest(found.schedule, found.durations_ns).period_ns / 1e9
-    assert chain.seconds == pytest.approx(period, rel=1e-6)
+    if found.model.event_graph(found.schedule, found.micro_batch).plain:
+        assert chain.seconds == pytest.approx(period, rel=1e-6)
+    assert chain.seconds >= period * (1 - 1e-6)
     assert sum(part.seconds for part in chain.parts) == pytest.approx(chain.seconds, rel=1e-9)
     floor = floor_ns(found.schedule, found.durations_ns, found.model.interference) / 1e9
     if chain.binding is None:
