@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class _Stream:
-    """The events of a stream in order; ``cumulated``: lengths up to a position, over all steps."""
+    """The events of a stream in order; positions count on through all steps."""
 
     events: Ints
 
@@ -273,7 +273,7 @@ class EventGraph:
         chain, windows = self._chain.events, self.windows
         load = np.zeros((1 + self.tiers, len(windows.end)))
         for rank in range(self.chains):
-            nodes = np.array([[self.node(at, e, rank) for e in chain] for at in range(self.steps)]).ravel()
+            nodes = (np.array(self._first)[:, chain] + rank).ravel()
             own = windows.rank == rank
             of_nodes = _Stream(np.arange(len(nodes)))
             load[0, own] = of_nodes.load(
@@ -413,7 +413,9 @@ class EventGraph:
         for at, before in zip(walk, (*walk[1:], walk[0]), strict=True):
             node = at % size
             if node >= self.nodes:
-                ok = before == self._behind(node)
+                window, energy = divmod(node - self.nodes, len(self.energies))
+                of_all = int(self.windows.rank[window]) == self.chains - 1
+                ok = before == self._behind(node) and (energy >= self.of_rank) == of_all
             elif before % size >= self.nodes:
                 window = (before - self.nodes) // len(self.energies) if before >= 0 else -1
                 ok = window >= 0 and int(self.windows.end[window]) == node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from hzplan.core.schedule import MessageOrder
@@ -49,6 +50,22 @@ def test_the_longest_row_is_the_objective(seed: int) -> None:
         capacities = max(cut.at(durations) for cut in network.capacities)
         assert capacities == pytest.approx(found.floor_ns * MS, rel=1e-9)
         assert max(longest, capacities) == pytest.approx(found.objective_ns * MS, rel=1e-9)
+
+
+def test_a_window_with_the_energy_of_others_is_no_row() -> None:
+    """Of a rank a message is slowed by a quarter, of the mean in full; a proof cannot mix them."""
+    for seed in range(200):
+        graph = _search(seed, 1).question.network.graph
+        if not graph.is_late or not len(graph.windows.end):
+            continue
+        window = int(np.flatnonzero((graph.windows.rank == 0) & (graph.windows.begin < 0))[0])
+        end, energies = int(graph.windows.end[window]), len(graph.energies)
+        name = graph.nodes + window * energies + graph.of_rank  # the first energy of the mean
+        begin = int(graph.windows.begin[window]) + graph.nodes - graph.numbered
+        with pytest.raises(ValueError, match=f"node {name} does not wait"):
+            graph.checked([end, name, begin])
+        return
+    pytest.fail("no profile has late ranks and windows")
 
 
 def _cuts(search: Search, choices: list[dict[str, int]]) -> list[LazyConstraint]:
