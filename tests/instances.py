@@ -16,7 +16,7 @@ from hzplan.core.order import within
 from hzplan.core.schedule import MessageOrder
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
-from hzplan.cost.simulate import floor_ns, objective_ns, replay
+from hzplan.cost.simulate import floor_ns, objective_ns, replay, replay_shared
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import Profile
 from hzplan.solver.search import paces
@@ -153,18 +153,23 @@ def _points(rng: random.Random) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Truth:
-    """The least objective within the budget (None: nothing fits) and the least peak memory of all; and the
-    least objective by micro-batch size, depth and gradient buffers, where something fits."""
+    """The least objective and the shortest replayed step within the budget (None: nothing fits), and the
+    least peak memory of all; and the least objective by micro-batch size, depth and gradient buffers, where
+    something fits. ``step_ns``: None where steps were not replayed, too."""
 
     objective_ns: float | None
+    step_ns: float | None
     smallest_bytes: int
     by_pace: Mapping[tuple[int, int, int], float]
 
 
-def try_everything(profile: Profile, request: Request, order: MessageOrder | None = None) -> Truth:
+def try_everything(
+    profile: Profile, request: Request, order: MessageOrder | None = None, *, steps: bool = False
+) -> Truth:
     """Every triple for every tensor, every micro-batch size and depth; no ILP, no pruning.
 
-    ``order``: with messages in it, at every depth as far as its prefetch allows.
+    ``order``: with messages in it, at every depth as far as its prefetch allows. ``steps``: whether steps are
+    replayed too.
     """
     model = CostModel(profile, request.reduce_dtype)
     tensors = tensors_of(profile)
@@ -172,7 +177,7 @@ def try_everything(profile: Profile, request: Request, order: MessageOrder | Non
     pins = dict(pin.split("=") for pin in request.pins)
     options = [_options(tensors[name], model, pins, offload=request.host_bytes > 0) for name in names]
     nothing = UnitCost.zero(len(model.mesh.tiers))
-    best: float | None = None
+    best = shortest = float("inf")
     by_pace: dict[tuple[int, int, int], float] = {}
     smallest: int | None = None
     for size, (depth, buffers) in itertools.product(profile.micro_batches, paces(model, request.depths)):
@@ -188,6 +193,8 @@ def try_everything(profile: Profile, request: Request, order: MessageOrder | Non
             order=order and within(order, depth + 1),
         )
         slots = assign_slots(schedule, tensors)
+        late = model.late_ns(schedule, size)
+        graph = model.event_graph(schedule, size)
         for again in _agains(model, request):
             peak = model.activation_peak_bytes(size, again)
             costs = [
@@ -205,16 +212,20 @@ def try_everything(profile: Profile, request: Request, order: MessageOrder | Non
                     durations = model.durations(schedule, units, size)
                     pace = size, depth, schedule.gradient_buffers
                     tried = by_pace.get(pace, float("inf"))
-                    if floor_ns(schedule, durations, model.interference) >= tried:
+                    enough = max(tried, shortest) if steps else tried
+                    if floor_ns(schedule, durations, model.interference) >= enough:
                         continue
-                    if replay(schedule, durations).period_ns >= tried:  # a part of the objective
-                        continue
-                    graph = model.event_graph(schedule, size)
-                    objective = objective_ns(schedule, durations, model.interference, graph)
-                    best = objective if best is None else min(best, objective)
-                    by_pace[pace] = min(objective, by_pace.get(pace, objective))
+                    part = replay(schedule, durations).period_ns  # of the objective, and of the step
+                    if part < tried:
+                        objective = objective_ns(schedule, durations, model.interference, graph)
+                        best = min(best, objective)
+                        by_pace[pace] = min(objective, by_pace.get(pace, objective))
+                    if steps and part < shortest:
+                        again_ns = replay_shared(schedule, durations, model.interference, late).period_ns
+                        shortest = min(again_ns, shortest)
     assert smallest is not None
-    return Truth(best, smallest, by_pace)
+    step = shortest if shortest < float("inf") else None
+    return Truth(best if by_pace else None, step, smallest, by_pace)
 
 
 def _agains(model: CostModel, request: Request) -> list[frozenset[str]]:

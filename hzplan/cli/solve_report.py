@@ -50,6 +50,7 @@ class SolveReport:
                 "gap": self.plan.proof.gap,
                 "objective_s": self.plan.proof.objective_s,
                 "bound_s": self.plan.proof.bound_s,
+                "replayed": self.plan.proof.replayed,
                 "solve_s": round(self.solved.seconds, 3),
                 "modelled": self.profile.modelled is not None,
                 "predicted": predicted.model_dump(exclude={"memory_bytes"}),
@@ -127,16 +128,22 @@ class SolveReport:
         sizes = [n for n in self.profile.micro_batches if self.request.global_batch % (world * n) == 0]
         step = console.duration(self.plan.predicted.step_s)
         any_order = console.duration(proof.bound_s)
+        above = f", so it is at most {proof.gap:.2%} above the best"
         searched, depths = console.duration(self.solved.seconds), ", ".join(map(str, self.request.depths))
-        if proof.in_order_bound_s is None:
-            least, beside = f"no choice searched is below {any_order}", ""
+        if proof.replayed is not None:
+            within = "" if proof.in_order_bound_s is None else " or messages in this order"
+            least = (
+                f"no choice searched is faster with links shared{within}: all {proof.replayed} that might be"
+            )
+            beside = f" were replayed (in no order is any below {any_order})"
+        elif proof.in_order_bound_s is None:
+            least, beside = f"no choice searched is below {any_order}", above
         else:
             in_order = console.duration(proof.in_order_bound_s)
             least = f"no choice searched is below {in_order} with messages in this order"
-            beside = f" (in no order below {any_order})"
+            beside = f"{above} (in no order below {any_order})"
         return (
-            f"predicted {step}; in this model {least}, so it is at most {proof.gap:.2%} above the best"
-            f"{beside}. Searched for {searched}: micro-batch "
+            f"predicted {step}; in this model {least}{beside}. Searched for {searched}: micro-batch "
             f"{', '.join(map(str, sizes))}, prefetch {depths}, shards tensor by tensor (at most "
             f"{MAX_BUCKETS} kinds in a unit, its smallest tensors together)"
         )
@@ -177,11 +184,6 @@ class SolveReport:
             more = f"by more than {tie:.1%}" if tie else "at all"
             return f"none: no faster than {name}; use {name}, which is this plan. None found is faster {more}"
         said = f"{gained.share:.1%} faster than {name}, the best that fits of the schemes set by hand"
-        if gained.share < 0:
-            return (
-                f"none: {name} is predicted {-gained.share:.1%} faster. --gap 0 asks for the proven optimum "
-                "of an objective in which links are not shared; a gap above 0 would take the faster one"
-            )
         known = None if self.profile.modelled is not None else published(self.profile.cluster.backend)
         if known is not None and gained.share < known.step_mean:
             said += (

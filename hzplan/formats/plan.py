@@ -23,9 +23,6 @@ from hzplan.formats.base import (
 )
 from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 
-EXACT = 1e-6
-"""Relative difference of objective and bound within which a plan counts as the optimum."""
-
 
 class Shards(Strict):
     """Into how many shards parameter, gradient and optimizer state are cut."""
@@ -121,6 +118,8 @@ class Proof(Strict):
     predicted step over the bound, that in its order if it has one, less 1.
     ``objective_s``: what the ILP minimises, a lower bound on the plan's predicted step. ``status``:
     "optimal" where the search found an objective within the gap that was asked for, else "feasible".
+    ``replayed``: how many choices were replayed so that none is left that may be faster, with links shared or
+    in the plan's message order; None where not all were.
     """
 
     status: Literal["optimal", "feasible", "given"]
@@ -128,12 +127,8 @@ class Proof(Strict):
     bound_s: Seconds
     in_order_bound_s: Seconds | None = None
     gap: Gap
+    replayed: NonNegativeInt | None = None
     solver: str
-
-    @property
-    def exact(self) -> bool:
-        """Whether no choice searched has a smaller objective (to the places that the file keeps)."""
-        return self.objective_s <= self.bound_s * (1 + EXACT)
 
 
 class Predicted(Strict):

@@ -36,6 +36,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         bound_s=_seconds(solved.bound_ns),
         in_order_bound_s=_seconds(solved.in_order_bound_ns) if solved.best.schedule.order else None,
         gap=round(solved.gap, 6),
+        replayed=solved.replayed,
         solver=f"highs {version('highspy')}",
     )
     source = Source(

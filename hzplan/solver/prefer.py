@@ -7,8 +7,7 @@ free, never filled for nothing.
 
 A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
 plan would gain is less than the model can tell. Any other plan has to be ahead of every row by more than the
-tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order). Where the proven optimum
-of the objective is asked for (a gap of 0), only what reaches it counts, and a row may be predicted faster.
+tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order).
 """
 
 from __future__ import annotations

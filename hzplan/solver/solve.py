@@ -24,6 +24,7 @@ from hzplan.solver.evaluate import (
     within,
     within_objective,
 )
+from hzplan.solver.exhaust import exhaust
 from hzplan.solver.in_order import InOrder
 from hzplan.solver.paths import MS
 from hzplan.solver.patterns import ColumnPool, enumerate_patterns, recompute_names, recompute_pool
@@ -53,7 +54,9 @@ class Solved:
     in whatever order of messages; none in the plan's own order below ``in_order_bound_ns``.
 
     ``status``: "optimal" where the search found an objective within the gap that was asked for. The
-    plan's own may be larger, where its predicted step is shorter.
+    plan's own may be larger, where its predicted step is shorter. At a gap of 0 where no choice searched is
+    predicted to be faster, with links shared or in the plan's order: all that may be were ``replayed``, so
+    many (``exhaust``).
     ``rows``: the schemes that users set by hand, and the user's own setting, each at its best.
     ``searches``, ``inside``: what the bounds follow from (``certificate``).
     """
@@ -66,6 +69,7 @@ class Solved:
     rows: tuple[Row, ...] = ()
     searches: Sequence[Search] = ()
     inside: InOrder | None = None
+    replayed: int | None = None
 
     @property
     def gap(self) -> float:
@@ -147,6 +151,7 @@ def solve(
     searches = searches_of(profile, request)
     found, rows = Candidates(), list[Row]()
     inside: InOrder | None = None
+    replayed: int | None = None
     feasible: Sequence[Search] = searches
     settings = Settings(searches, request)
 
@@ -169,13 +174,13 @@ def solve(
         if like is not None:
             like = _replayed(like, request)
             found.all += [like] if _answers(like, profile, request) else []
-        kept = KEPT_SHARE * request.time_limit_s if request.gap > 0 else 0.0
+        kept = KEPT_SHARE * request.time_limit_s
         tie = tie_of(request.gap, request.tie)
 
         def refine(until: float) -> None:
             """Add what is faster in the simulator than what was found."""
             nonlocal inside
-            if request.gap == 0 or within_tie(bound_ns(), own, tie):  # no plan is faster by more
+            if within_tie(bound_ns(), own, tie):  # no plan is faster by more
                 return
             tell("improving in the simulator")
             more, searched = improved(found, searches, request, until, bound_ns())
@@ -186,7 +191,7 @@ def solve(
         if found.all:
             refine(deadline - kept / 2)
         before = found.all and fastest_of(found.all)
-        if not _is_proven(inside, found, request):
+        if request.gap == 0 or not _is_proven(inside, found, request):  # at 0, other orders count too
             feasible = _with_ilps(searches, found, deadline, tell)
         if not found.all and not all(search.certainly_too_large for search in feasible):
             reason = "no plan was found in the time, and none was proven impossible; raise --time-limit"
@@ -199,21 +204,29 @@ def solve(
             _add_plain(settings, found, bound_ns() * (1 + tie), profile, request)
         if fastest_of(found.all) is not before:
             refine(deadline)
+        if request.gap == 0:
+            tell("replaying what may be faster")
+            replayed = exhaust(feasible, inside, found, deadline)
     except KeyboardInterrupt:
         if not interruptible or not found.all:
             raise
         deadline = time.monotonic()
     tell("choosing")
     best, rows = _decided(found, rows, settings, bound_ns(), request, deadline, like, inside)
+    if best.schedule.order is not None and (inside is None or not inside.covers(best)):
+        replayed = None
     tell("done")
     bound = bound_ns()
     in_order = inside.bound_ns if inside is not None and inside.covers(best) else bound
     goal = 1 + request.gap + TOLERANCE  # floating point of the solver
     least = min(found.least_ns, best.objective_ns)
     proven = least <= bound * goal or best.in_order_ns <= in_order * goal
+    if request.gap == 0:
+        proven = replayed is not None
     status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
     bounds = bound, max(bound, in_order)
-    return Solved(status, best, *bounds, time.monotonic() - started, tuple(rows), searches, inside)
+    seconds = time.monotonic() - started
+    return Solved(status, best, *bounds, seconds, tuple(rows), searches, inside, replayed)
 
 
 def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
@@ -300,12 +313,8 @@ def _decided(
 ) -> tuple[Evaluation, list[Row]]:
     """The plan, by the order of preference, and the rows beside it."""
     tie = tie_of(request.gap, request.tie)
-    # Where the proven optimum is asked for, only plans that reach it count.
-    enough = max(found.least_ns, bound_ns) if request.gap == 0 else INFINITY
-    near = [one for one in found.all if within_objective(one, enough)]
-    fastest = fastest_of(near)
-    reached = {id(one) for one in near}
-    own = [row for row in rows if row.fits and row.allowed and id(row.found) in reached]
+    fastest = fastest_of(found.all)
+    own = [row for row in rows if row.fits and row.allowed]
     limit = fastest.predicted.period_ns * (1 + tie)
     tied = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
     if tie:
@@ -314,8 +323,8 @@ def _decided(
         return preferred([row.found for row in rows if row.name in tied], limit, like), list(rows)
     ceiling = ceiling_ns(fastest, own, tie)
     # Of plans that count as equal those come first of which more is proven.
-    proven_too = [one for one in near if inside is not None and inside.covers(one) and within(one, ceiling)]
-    best = preferred(proven_too or near, ceiling, like)
+    covered = [one for one in found.all if inside is not None and inside.covers(one) and within(one, ceiling)]
+    best = preferred(covered or found.all, ceiling, like)
     if tie:
         proven = bound_ns * (1 + request.gap)  # what is proven stays so
         most = proven if within_objective(best, proven) else INFINITY

@@ -37,6 +37,7 @@ def test_solve_writes_a_plan_and_says_how_good_it_is(tmp_path: Path, profile: Pr
         "gap",
         "objective_s",
         "bound_s",
+        "replayed",
         "solve_s",
         "modelled",
         "predicted",
