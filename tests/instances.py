@@ -12,13 +12,13 @@ from typing import Any
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import TensorSpec, bucketise
-from hzplan.core.order import within
-from hzplan.core.schedule import MessageOrder
+from hzplan.core.order import in_order, within
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.cost.simulate import floor_ns, objective_ns, replay, replay_shared
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import Profile
+from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.search import paces
 from hzplan.solver.solve import Request
 
@@ -164,12 +164,12 @@ class Truth:
 
 
 def try_everything(
-    profile: Profile, request: Request, order: MessageOrder | None = None, *, steps: bool = False
+    profile: Profile, request: Request, like: Evaluation | None = None, *, steps: bool = False
 ) -> Truth:
     """Every triple for every tensor, every micro-batch size and depth; no ILP, no pruning.
 
-    ``order``: with messages in it, at every depth as far as its prefetch allows. ``steps``: whether steps are
-    replayed too.
+    ``like``: with messages in its order, at other paces as far as prefetch allows. ``steps``: whether steps
+    are replayed too.
     """
     model = CostModel(profile, request.reduce_dtype)
     tensors = tensors_of(profile)
@@ -190,8 +190,12 @@ def try_everything(
             clip=request.clip,
             gradient_buffers=buffers,
             offload=request.host_bytes > 0,
-            order=order and within(order, depth + 1),
         )
+        if like is not None and like.schedule.order is not None:
+            own = like.micro_batch, like.schedule.prefetch, like.schedule.gradient_buffers
+            same = own == (size, depth, schedule.gradient_buffers)
+            order = like.schedule.order if same else within(like.schedule.order, depth + 1)
+            schedule = in_order(schedule, order)
         slots = assign_slots(schedule, tensors)
         late = model.late_ns(schedule, size)
         graph = model.event_graph(schedule, size)

@@ -23,7 +23,7 @@ from hzplan.solver.search import Search
 
 MOST_CHOICES = 200_000
 """Choices, or parts of such, that are kept at once at most; more are not tried at all."""
-MOST_EVENTS = 3_000_000
+MOST_EVENTS = 20_000_000
 """Task ends that all replays together simulate at most."""
 
 

@@ -71,10 +71,14 @@ def test_equals_trying_everything(seed: int) -> None:
     assert isinstance(outcome, Solved)
     assert outcome.bound_ns == pytest.approx(truth.objective_ns, rel=1e-6)
     assert outcome.best.fits(request.memory_bytes, request.host_bytes)
-    step_ns, order = outcome.best.predicted.period_ns, outcome.best.schedule.order
+    step_ns = outcome.best.predicted.period_ns
     assert outcome.status == "optimal" and step_ns >= outcome.in_order_bound_ns * (1 - 1e-9)
     assert truth.step_ns is not None and step_ns <= truth.step_ns * (1 + 1e-12)
-    same = truth if order is None else try_everything(profile, request, order, steps=True)
+    same = (
+        truth
+        if outcome.best.schedule.order is None
+        else try_everything(profile, request, outcome.best, steps=True)
+    )
     assert step_ns == pytest.approx(same.step_ns, rel=1e-12)
 
 
