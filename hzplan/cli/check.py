@@ -116,6 +116,13 @@ def _conclude(verdicts: Sequence[Verdict], command: str, *, update: bool) -> Non
         raise CheckFailed(
             f"{_named(beyond)}: not updated, because solving again found no plan (why is said above)"
         )
+    if (
+        refused := [v for v in failed if any(c.kind == "proof" and c.fails for c in v.changes)]
+    ) and not update:
+        raise CheckFailed(
+            f"{_named(refused)}: the proof does not hold (why is said above); write what is proven now with "
+            f"{command} --update"
+        )
     if failed and not update:
         raise CheckFailed(
             f"{len(failed)} of {len(verdicts)} plans got worse: {_named(failed)}; "

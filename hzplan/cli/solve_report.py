@@ -127,8 +127,8 @@ class SolveReport:
         proof, world = self.plan.proof, self.profile.data_ranks
         sizes = [n for n in self.profile.micro_batches if self.request.global_batch % (world * n) == 0]
         step = console.duration(self.plan.predicted.step_s)
-        any_order = console.duration(proof.bound_s)
-        above = f", so it is at most {proof.gap:.2%} above the best"
+        any_order = readable.at_least(proof.bound_s)
+        above = f", so it is at most {readable.at_most(proof.gap)} above the best"
         searched, depths = console.duration(self.solved.seconds), ", ".join(map(str, self.request.depths))
         if proof.replayed is not None:
             within = "" if proof.in_order_bound_s is None else " or messages in this order"
@@ -139,7 +139,7 @@ class SolveReport:
         elif proof.in_order_bound_s is None:
             least, beside = f"no choice searched is below {any_order}", above
         else:
-            in_order = console.duration(proof.in_order_bound_s)
+            in_order = readable.at_least(proof.in_order_bound_s)
             least = f"no choice searched is below {in_order} with messages in this order"
             beside = f"{above} (in no order below {any_order})"
         return (

@@ -18,6 +18,7 @@ from hzplan.formats.certificate import save
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.profile import Profile
 from hzplan.show import front
+from hzplan.show.readable import at_most
 from hzplan.solver.certificate import certify
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation
@@ -208,7 +209,7 @@ def show(profile: Profile, rows: Sequence[dict[str, object]]) -> None:
                 str(row["point"]),
                 console.duration(float(str(row["step_s"]))),
                 console.size(int(str(row["peak_memory_bytes"]))),
-                f"{row['gap']:.2%}",
+                at_most(float(str(row["gap"]))),
                 "yes" if row["on_front"] is False else "",
             )
         else:

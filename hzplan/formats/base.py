@@ -96,7 +96,7 @@ def read_json(path: Path) -> Any:
         content = _content(path)
         if len(content) > MAX_FILE_BYTES:
             raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a file of hzplan")
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse)
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_once)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -187,6 +187,15 @@ def _render(value: Any, indent: str) -> str:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number that a file may hold")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's keys and values; of two values under one key readers would take different ones."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {twice!r} appears twice in one object")
+    return found
 
 
 def _one_line(text: str) -> str:

@@ -75,8 +75,8 @@ class Certificate(Document):
 
 
 def path_of(plan: Path) -> Path:
-    """Where the certificate of a plan lies."""
-    return plan.with_suffix(SUFFIX)
+    """Where the certificate of a plan lies: beside the file, not beside a link to it."""
+    return plan.resolve().with_suffix(SUFFIX)
 
 
 def save(plan: Document, certificate: Certificate, path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
@@ -63,7 +63,7 @@ def _with_gap_of_step(data: dict[str, Any]) -> dict[str, Any]:
     step_s, bound_s = _positive(predicted.get("step_s")), _positive(proof.get("bound_s"))
     if proof.get("status") == "given" or not step_s or not bound_s:
         return data
-    return {**data, "proof": {**proof, "gap": round(max(0.0, step_s / bound_s - 1), 6)}}
+    return {**data, "proof": {**proof, "gap": ceil(max(0.0, step_s / bound_s - 1) * 1e6) / 1e6}}
 
 
 def _positive(value: Any) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -129,6 +130,11 @@ class Proof(Strict):
     gap: Gap
     replayed: NonNegativeInt | None = None
     solver: str
+
+
+def gap_of(step_s: float, bound_s: float) -> float:
+    """The share by which a step is above a bound, at most: rounded up to six places."""
+    return ceil(max(0.0, step_s / max(bound_s, 1e-9) - 1) * 1e6) / 1e6
 
 
 class Predicted(Strict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, floor, log10
 
 SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -13,6 +14,17 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{_digits(seconds / size)} {unit}"
     return f"{_digits(seconds / 1e-6)} µs"
+
+
+def at_least(seconds: float) -> str:
+    """A duration whose three digits are rounded down: for a bound."""
+    places = 10.0 ** (2 - floor(log10(seconds))) if seconds > 0 else 1.0
+    return duration(floor(seconds * places * (1 + 1e-12)) / places)
+
+
+def at_most(share: float) -> str:
+    """``1.23%``: a share rounded up."""
+    return f"{ceil(share * 1e4 * (1 - 1e-12)) / 1e4:.2%}"
 
 
 def size(nbytes: float) -> str:

@@ -8,14 +8,17 @@ events ask of shared buffers b, and γ of the counts n, every plan of a leaf has
 
 where Σ λ ≤ 1, and μ is at least what each buffer asks of it. Its least value over b, n and each unit's
 patterns by itself is a bound (weak duality), whatever the multipliers are. So they may be rounded: what is
-written here cannot be wrong, only weak.
+written here cannot be wrong, only weak. Large terms that nearly cancel would leave only what they were
+rounded by: by so much the bound is less.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isnan
 
 import numpy as np
 
@@ -30,6 +33,7 @@ from hzplan.solver.search import Search
 from hzplan.solver.solve import Solved
 from hzplan.solver.tree import Limits, Split, halves
 
+EPSILON = float(np.finfo(float).eps)
 DIGITS = 9
 """Significant digits that are kept of a multiplier."""
 ROUNDING = 1e-9
@@ -140,8 +144,14 @@ def multiplied(certificate: Certificate, plan: Evaluation, searches: Sequence[Se
 
     Refused where a pace has no proof, or a row, a split or a bound does not follow.
     """
-    proofs = _by_pace(certificate.paces)
     known = {pace_of(search): search for search in searches}
+    for (pace, in_order), times in Counter((_named(of), of.in_order) for of in certificate.paces).items():
+        where = f"micro-batch {pace[0]}, prefetch {pace[1]}, {pace[2]} gradient buffers"
+        if pace not in known:
+            raise Refused(f"a proof of {where}, which the question does not have")
+        if times > 1:
+            raise Refused(f"{times} proofs of {where}{', in the order' * in_order}; one is needed")
+    proofs = _by_pace(certificate.paces)
     order = plan.schedule.order if certificate.in_order_bound_s is not None else None
     found: dict[tuple[int, int, int], tuple[float, float]] = {}
     for pace, search in known.items():
@@ -208,6 +218,25 @@ def _named(proof: PaceProof) -> tuple[int, int, int]:
     return proof.micro_batch, proof.prefetch, proof.gradient_buffers
 
 
+class _Sum:
+    """A sum of floating-point numbers; ``at_least`` is below the exact one, or NaN where it is too large."""
+
+    def __init__(self) -> None:
+        self.total = self.sizes = 0.0
+        self.terms = 0
+
+    def add(self, value: float, size: float | None = None, terms: int = 1) -> None:
+        """A value that is itself a sum of so many ``terms``, whose absolute values add up to ``size``."""
+        self.total += value
+        self.sizes += abs(value) if size is None else size
+        self.terms += terms
+
+    @property
+    def at_least(self) -> float:
+        """Less what n products and their sum are rounded by at most: 2 n ε Σ |terms|."""
+        return self.total - 2 * self.terms * EPSILON * self.sizes
+
+
 class Multiplication:
     """The proof of one pace multiplied out for a question. ``weakest``: the leaf with the lowest bound, by
     its number among the nodes."""
@@ -237,6 +266,8 @@ class Multiplication:
                 bound = self._leaf_ms(limits, multipliers)
             except (IndexError, KeyError):
                 raise Refused(f"leaf {number}: multiplies a row that does not exist") from None
+            if isnan(bound):
+                raise Refused(f"leaf {number}: its multipliers are too large for a bound to be left")
             if bound < least:
                 least, self.weakest = bound, number
         return max(0.0, least) / 1e3
@@ -277,6 +308,8 @@ class Multiplication:
         """A split leaves no plan out: no pattern, and no count, is between its two values."""
         index, below, above = split
         shared = self.question.memory_use.shared
+        if below >= above:
+            raise Refused(f"the split at node {number} splits nothing")
         if index < len(shared):
             sizes = shared[index].sizes.values()
             ok = not any(((of > below) & (of < above)).any() for of in sizes)
@@ -290,11 +323,12 @@ class Multiplication:
         """The bound of a leaf, ms; see the module."""
         question = self.question
         use, network = question.memory_use, question.network
+        total = _Sum()
         scale = max(1.0, sum(value for _, value in of.rows))
-        bound, price = 0.0, np.zeros(network.shape)
+        price = np.zeros(network.shape)
         for number, value in of.rows:
             row = self.rows[number]
-            bound += value / scale * row.constant
+            total.add(value / scale * row.constant)
             price += value / scale * row.weights
         asked = np.zeros(len(use.shared))
         extra: dict[str, Coefficients] = {}
@@ -308,7 +342,7 @@ class Multiplication:
         for number, event, value in of.events:
             asked[number] += value
             events = use.shared[number].events
-            bound += value * float(events.base[event])
+            total.add(value * float(events.base[event]))
             for unit, added in events.added.items():
                 add(unit, value * added[:, event])
         for group, value in of.counts:
@@ -316,28 +350,38 @@ class Multiplication:
             for binary in binaries:
                 add(binary, value * question.pools[binary].recompute.astype(float))
             low, high = limits.get(len(use.shared) + group, (0.0, INFINITY))
-            bound -= value * (min(high, len(binaries)) if value > 0 else low)
+            total.add(-value * (min(high, len(binaries)) if value > 0 else low))
         memory = max(of.memory, float(asked.max(initial=0.0)))  # a buffer's size may be anything from low on
-        bound -= memory * question.budget_mib + of.host * question.host_budget_mib
+        total.add(-memory * question.budget_mib)
+        total.add(-of.host * question.host_budget_mib)
         for number in range(len(use.shared)):
             low, _ = limits.get(number, (0.0, INFINITY))
-            bound += (memory - float(asked[number])) * low
-        least: dict[tuple[int, bytes], float] = {}  # like units without rows of their own cost the same
+            total.add(memory * low)
+            total.add(-float(asked[number]) * low)
+        least: dict[
+            tuple[int, bytes], tuple[float, float, int]
+        ] = {}  # like units without rows of their own cost the same
         for unit, at in network.rows.items():
             alike = self._kinds[unit], price[at].tobytes()
             plain = unit not in extra and not self._limited(unit, limits)
             if not plain or alike not in least:
-                costs = question.durations_ms[unit] @ price[at] + memory * use.resident[unit]
-                costs = costs + extra.get(unit, 0.0)
+                terms = [question.durations_ms[unit] * price[at], memory * use.resident[unit][:, None]]
+                if unit in extra:
+                    terms.append(extra[unit][:, None])
                 if unit in use.host:
-                    costs = costs + of.host * use.host[unit]
-                lowest = float(np.where(self._allowed(unit, limits), costs, INFINITY).min())
+                    terms.append(of.host * use.host[unit][:, None])
+                allowed = self._allowed(unit, limits)
+                if not allowed.any():
+                    return INFINITY
+                costs = np.column_stack(terms)[allowed]
+                sums, sizes = costs.sum(axis=1), np.abs(costs).sum(axis=1)
+                lowest = float(sums.min()), float(sizes.max()), costs.shape[1]
                 if plain:
                     least[alike] = lowest
             else:
                 lowest = least[alike]
-            bound += lowest
-        return bound
+            total.add(*lowest)
+        return total.at_least
 
     @cached_property
     def _kinds(self) -> dict[str, int]:

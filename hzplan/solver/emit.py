@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
+from math import floor
 from pathlib import Path
 
 from hzplan.core.hierarchy import Levels, Mesh
@@ -22,6 +23,7 @@ from hzplan.formats.plan import (
     Proof,
     Shards,
     Source,
+    gap_of,
 )
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Evaluation
@@ -30,12 +32,16 @@ from hzplan.solver.solve import Request, Solved
 
 def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Path, plan_path: Path) -> Plan:
     """The plan file's content; the profile is named relative to where the plan will lie."""
+    step_s = _seconds(solved.best.predicted.period_ns)
+    bound_s, in_order_s = (
+        min(step_s, floor(bound) / 1e9) for bound in (solved.bound_ns, solved.in_order_bound_ns)
+    )
     proof = Proof(
         status=solved.status,
         objective_s=_seconds(solved.best.objective_ns),
-        bound_s=_seconds(solved.bound_ns),
-        in_order_bound_s=_seconds(solved.in_order_bound_ns) if solved.best.schedule.order else None,
-        gap=round(solved.gap, 6),
+        bound_s=bound_s,
+        in_order_bound_s=in_order_s if solved.best.schedule.order else None,
+        gap=gap_of(step_s, in_order_s),
         replayed=solved.replayed,
         solver=f"highs {version('highspy')}",
     )

@@ -10,7 +10,7 @@ from typing import Literal
 from hzplan.errors import UserError, printable
 from hzplan.formats.base import has_fingerprint, to_text
 from hzplan.formats.certificate import Certificate, path_of
-from hzplan.formats.plan import Plan
+from hzplan.formats.plan import Plan, gap_of
 from hzplan.formats.source import profile_of, profile_path
 from hzplan.solver.certificate import Refused, certify, multiplied
 from hzplan.solver.difference import choices
@@ -27,6 +27,9 @@ TIME_LIMIT_S = 300.0
 
 EXACT = 1e-9
 """Relative difference below which two figures count as equal."""
+
+GAP_PLACE = 1e-6
+"""The last place of a gap in a plan."""
 
 NEARLY = 1e-6
 """Share by which a plan's bound may be above its certificate's, whose multipliers are rounded."""
@@ -93,6 +96,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
     now = replay(plan, profile, path)
     same_data = has_fingerprint(profile, plan.source.profile_sha256)
     changes = [*_replayed(plan, now, tolerance, same_data=same_data)]
+    changes += _stated(plan)
     changes += _proven(path, plan, now)
     fresh = certificate = None
     if not replay_only:
@@ -157,11 +161,35 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
             yield Change(kind, what, after > before * (1 + tolerance))
 
 
-def _proven(path: Path, plan: Plan, now: Evaluation) -> Iterator[Change]:
-    """What the certificate beside a plan does not give; nothing where there is none."""
-    proof = path_of(path)
-    if not proof.exists():
+def _stated(plan: Plan) -> Iterator[Change]:
+    """Figures of a plan's proof that contradict each other."""
+    proof, step_s = plan.proof, plan.predicted.step_s
+    if proof.status == "given":
         return
+    bounds = {"bound_s": proof.bound_s}
+    if proof.in_order_bound_s is not None:
+        bounds["in_order_bound_s"] = proof.in_order_bound_s
+        if plan.message_order is None:
+            yield Change("proof", "in_order_bound_s is of a message order, and the plan has none", True)
+    for name, bound_s in bounds.items():
+        if bound_s > step_s * (1 + EXACT) + EXACT:
+            what = f"{name} is {bound_s:.9g} s, above the step of {step_s:.9g} s that it is a bound of"
+            yield Change("proof", what, True)
+    gap = gap_of(step_s, max(bounds.values()))
+    if abs(proof.gap - gap) > 2 * GAP_PLACE:
+        yield Change("proof", f"gap is {proof.gap:.6f}, step and bound give {gap:.6f}", True)
+
+
+def _proven(path: Path, plan: Plan, now: Evaluation) -> Iterator[Change]:
+    """What the certificate beside a plan does not give."""
+    proof = path_of(path)
+    if plan.proof.status == "given":
+        return
+    if not proof.exists():
+        yield Change("proof", f"{proof.name} is not there, so bounds follow only from solving again", False)
+        return
+    if not proof.is_file():  # reading a pipe would wait
+        raise UserError(f"{proof}: is no regular file")
     certificate = Certificate.load(proof)
     if certificate.profile_sha256 != plan.source.profile_sha256:
         yield Change("proof", f"{proof.name} is of another profile", True)
@@ -189,12 +217,14 @@ def _solved(plan: Plan, fresh: Plan, now: Evaluation, tolerance: float) -> Itera
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         yield Change("choice", f"solving again chooses otherwise: {different[0]}{more}", False)
     figures = _figures(plan, now)
-    if plan.source.asked_gap > 0:
-        # With a gap to spare a plan may be chosen for a shorter predicted step that has a larger objective.
-        del figures["objective"]
+    del figures["objective"]  # a plan with a larger one may have a shorter predicted step
     for name, (before, after, unit) in figures.items():
         if after > before * (1 + tolerance):
             yield Change("choice", f"solving again gives {name} {_compared(before, after, unit)}", True)
+    recorded, again = plan.proof, fresh.proof
+    if recorded.bound_s > again.bound_s * (1 + tolerance):
+        what = f"bound_s is {recorded.bound_s:.6g} s, solving again proves {again.bound_s:.6g} s"
+        yield Change("proof", what, True)
 
 
 def _text(path: Path, plan: Plan, fresh: Plan, *, same_data: bool) -> Iterator[Change]:

@@ -11,7 +11,7 @@ from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.show.occupancy import activations
-from hzplan.show.readable import cluster, count, duration, size, worker
+from hzplan.show.readable import at_least, at_most, cluster, count, duration, size, worker
 from hzplan.show.report import Beside, ComparedScheme, Occupancy, Report, TaskSpan, Tensor, Tier
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
@@ -114,13 +114,13 @@ def _proof(plan: Plan) -> str:
     if proof.status == "given":
         return "none: the choice was given"
     if proof.in_order_bound_s is None:
-        said = f"no choice searched is predicted below {duration(proof.bound_s)}"
+        said = f"no choice searched is predicted below {at_least(proof.bound_s)}"
     else:
         said = (
             f"no choice searched with messages in this order is predicted below "
-            f"{duration(proof.in_order_bound_s)}, in no order below {duration(proof.bound_s)}"
+            f"{at_least(proof.in_order_bound_s)}, in no order below {at_least(proof.bound_s)}"
         )
-    return f"gap {proof.gap:.2%}: {said} ({proof.status})"
+    return f"gap {at_most(proof.gap)}: {said} ({proof.status})"
 
 
 def _tensors(plan: Plan, profile: Profile) -> list[Tensor]:

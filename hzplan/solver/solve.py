@@ -225,6 +225,7 @@ def solve(
         proven = replayed is not None
     status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
     bounds = bound, max(bound, in_order)
+    assert bounds[1] <= best.predicted.period_ns * (1 + TOLERANCE), "a bound is above a plan's step"
     seconds = time.monotonic() - started
     return Solved(status, best, *bounds, seconds, tuple(rows), searches, inside, replayed)
 

@@ -12,9 +12,11 @@ import pytest
 
 from hzplan.core.hierarchy import Levels
 from hzplan.cost.model import CostModel
-from hzplan.formats.plan import Plan
+from hzplan.formats.certificate import save
+from hzplan.formats.plan import Plan, gap_of
 from hzplan.formats.profile import Profile
 from hzplan.solver import guard as guarding
+from hzplan.solver.certificate import certify
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, sent_bytes, uniform
 from hzplan.solver.guard import guard
@@ -34,14 +36,21 @@ def solved(folder: Path, name: str = "plan", *, seed: int = 4, **options: object
     assert isinstance(outcome, Solved)
     path = folder / f"{name}.json"
     plan = emit(profile, request, outcome, profile_path=folder / "profile.json", plan_path=path)
-    plan.save(path)
+    save(plan, certify(profile, outcome), path)
     return plan
 
 
 def worse(plan: Plan, path: Path, share: float = 0.98) -> None:
     """As if steps had been faster when the plan was recorded."""
     faster = plan.predicted.model_copy(update={"step_s": plan.predicted.step_s * share})
-    plan.model_copy(update={"predicted": faster}).save(path)
+    stated, step_s = plan.proof, faster.step_s
+    bounds = {
+        name: min(bound_s, step_s)
+        for name in ("bound_s", "in_order_bound_s")
+        if (bound_s := getattr(stated, name)) is not None
+    }
+    proof = stated.model_copy(update={**bounds, "gap": gap_of(step_s, max(bounds.values()))})
+    plan.model_copy(update={"predicted": faster, "proof": proof}).save(path)
 
 
 def test_what_changed_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +119,7 @@ def _only_plans(folder: Path) -> Path:
     data = json.loads((folder / "plan.json").read_text())
     data["source"]["profile"] = "../profile.json"
     (plans / "plan.json").write_text(json.dumps(data))
+    (plans / "plan.proof").write_bytes((folder / "plan.proof").read_bytes())
     return plans
 
 
@@ -313,7 +323,8 @@ def test_file_names_are_data(tmp_path: Path) -> None:
     worse(plan, plans / "plan.json")
     data = json.loads((plans / "plan.json").read_text())
     data["source"]["profile"] = "../profile.json"
-    (plans / "plan.json").unlink()
+    for file in plans.iterdir():
+        file.unlink()
     for name in (b"::error::x", b"a\x1b[31m|`b`", b"\xff\xfe", b"two\nlines"):
         with open(bytes(plans) + b"/" + name + b".json", "w") as file:
             json.dump(data, file)
@@ -322,7 +333,7 @@ def test_file_names_are_data(tmp_path: Path) -> None:
     )
     assert done.code == 1 and "Traceback" not in done.stderr
     lines = done.stdout.splitlines()
-    assert sum(line.lstrip().startswith("::") for line in lines) == 4
+    assert sum(line.lstrip().startswith("::") for line in lines) == 8  # it is worse, and has no proof
     assert all("file=" in line for line in lines if line.lstrip().startswith("::"))
     assert "\x1b" not in done.stdout + (plans / "s.md").read_text()
     assert len(ElementTree.parse(plans / "j.xml").getroot()) == 4

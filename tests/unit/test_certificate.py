@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 
 from hzplan.errors import UserError
 from hzplan.formats.certificate import Certificate, Multipliers, Node, PaceProof, path_of, save
+from hzplan.formats.plan import gap_of
 from hzplan.formats.profile import Profile
 from hzplan.solver.certificate import Multiplication, Refused, certify, multiplied
 from hzplan.solver.emit import emit
 from hzplan.solver.guard import guard
 from hzplan.solver.in_order import pace_of
+from hzplan.solver.problem import Question
 from hzplan.solver.solve import Request, Solved, searches_of, solve
 from tests.instances import random_profile, try_everything
 
@@ -118,7 +121,7 @@ def test_what_does_not_follow_is_refused_by_name() -> None:
             multiplied(wrong, outcome.best, searches)
 
     walk, split = with_walk[0], with_split[0]
-    proof = certificate.paces[walk]
+    proof, question = certificate.paces[walk], searches[0].question
     higher = proof.bound_s * 1.001 + 1e-8
     refused(_changed(certificate, walk, bound_s=higher), "leaf .* gives .* its largest row is")
     refused(certificate.model_copy(update={"bound_s": certificate.bound_s * 2}), "field bound_s")
@@ -133,6 +136,84 @@ def test_what_does_not_follow_is_refused_by_name() -> None:
     apart = tuple(Node(split=(at, 0.0, above + 1e6)) if node.split else node for node in nodes)
     assert below < above
     refused(_changed(certificate, split, nodes=apart), "leaves plans out")
+    idle = tuple(Node(split=(at, above, above)) if node.split else node for node in nodes)
+    refused(_changed(certificate, split, nodes=idle), "splits nothing")
+    twice = certificate.model_copy(update={"paces": (*certificate.paces, certificate.paces[0])})
+    refused(twice, "2 proofs of micro-batch .* one is needed")
+    strange = certificate.paces[0].model_copy(update={"prefetch": 99})
+    unknown = certificate.model_copy(update={"paces": (*certificate.paces, strange)})
+    refused(unknown, "a proof of .* prefetch 99, .* which the question does not have")
+    for size in (1e200, 1e308):  # whose sum is no number, or only what it was rounded by
+        large = Multipliers(rows=((0, 1.0),), memory=size, counts=((0, size),) if question.alike else ())
+        wrong = _changed(certificate, 0, bound_s=1e12, walks=(), nodes=(Node(multipliers=large),))
+        refused(wrong, "too large for a bound|leaf 0 gives")
+
+
+def _memory_alone(question: Question, price: float) -> Multipliers:
+    """All compute, and the least memory: each buffer has the price of what asks for most of it."""
+    buffers, events = [], []
+    for number, buffer in enumerate(question.memory_use.shared):
+        sizes = {unit: float(of.min()) for unit, of in buffer.sizes.items()}
+        least = sum((of.min(axis=0) for of in buffer.events.added.values()), buffer.events.base)
+        if len(least) and least.max() > max(sizes.values(), default=0.0):
+            events.append((number, int(least.argmax()), price))
+        elif sizes:
+            buffers.append((number, max(sizes, key=sizes.__getitem__), price))
+    return Multipliers(rows=((0, 1.0),), memory=price, buffers=tuple(buffers), events=tuple(events))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rounding_forges_no_bound(seed: int) -> None:
+    """Where the budget is exactly what the smallest plan takes, a price of memory cancels out."""
+    profile, request, outcome = solved(seed, share=1.0)
+    truth = try_everything(profile, request)
+    tried = 0
+    for search in outcome.searches:
+        pace = pace_of(search)
+        if pace not in truth.by_pace or search.smallest.memory.peak != request.memory_bytes:
+            continue
+        for scale in range(0, 40, 2):
+            node = Node(multipliers=_memory_alone(search.question, 10.0**scale / 3))
+            proof = PaceProof(
+                micro_batch=pace[0],
+                prefetch=pace[1],
+                gradient_buffers=pace[2],
+                in_order=False,
+                bound_s=0.0,
+                walks=(),
+                nodes=(node,),
+            )
+            assert Multiplication(search.question, proof).bound_s * 1e9 <= truth.by_pace[pace] * NEARLY + 1
+            tried += 1
+    assert tried
+
+
+def test_check_refuses_figures_that_do_not_follow(tmp_path: Path) -> None:
+    profile, request, outcome = solved(5, gap=0.05)
+    profile.save(tmp_path / "profile.json")
+    path = tmp_path / "plan.json"
+    plan = emit(profile, request, outcome, profile_path=tmp_path / "profile.json", plan_path=path)
+    save(plan, certify(profile, outcome), path)
+    assert guard(path).changes == () and plan.message_order is None
+    step_s, bound_s = plan.predicted.step_s, plan.proof.bound_s
+    between = (step_s + bound_s) / 2
+    assert bound_s * 1.006 < between < step_s
+
+    def said(**figures: object) -> list[tuple[str, bool]]:
+        plan.model_copy(update={"proof": plan.proof.model_copy(update=figures)}).save(path)
+        changes = guard(path, replay_only=True).changes
+        return [(change.what, change.fails) for change in changes]
+
+    ((what, fails),) = said(gap=plan.proof.gap / 2)
+    assert fails and what.startswith("gap is ")
+    (what, fails), *_ = said(bound_s=step_s * 1.001, gap=0.0)
+    assert fails and "above the step of" in what
+    (what, fails), *_ = said(in_order_bound_s=bound_s)
+    assert fails and "the plan has none" in what
+    ((what, fails),) = said(bound_s=between, gap=gap_of(step_s, between))
+    assert not fails and "an ILP proved the rest" in what  # perhaps: without solving nobody can tell
+    found = guard(path)
+    assert not found.ok and "solving again proves" in found.reason
 
 
 def test_check_refuses_a_proof_of_other_data(tmp_path: Path) -> None:
@@ -143,13 +224,14 @@ def test_check_refuses_a_proof_of_other_data(tmp_path: Path) -> None:
     certificate = certify(profile, outcome)
     save(plan, certificate, path)
     assert guard(path, replay_only=True).changes == ()
-    bold = plan.model_copy(
-        update={"proof": plan.proof.model_copy(update={"bound_s": plan.proof.bound_s * 1.1})}
-    )
-    bold.save(path)  # remarked: multiplications do not give it
+    path_of(path).unlink()
     found = guard(path, replay_only=True)
-    assert found.ok and [change.kind for change in found.changes] == ["proof"]
-    plan.save(path)
+    assert found.ok and "plan.proof is not there" in str(found.changes[0])
+    os.mkfifo(path_of(path))
+    with pytest.raises(UserError, match=r"plan.proof: is no regular file"):
+        guard(path, replay_only=True)
+    path_of(path).unlink()
+    save(plan, certificate, path)
     faster = [
         use.model_copy(
             update={"costs": tuple(c.model_copy(update={"seconds": c.seconds / 2}) for c in use.costs)}

@@ -252,6 +252,14 @@ def test_a_plan_of_a_profile_of_version_1_has_its_hash_still() -> None:
     assert not base.has_fingerprint(profile, "0" * 64)
 
 
+def test_one_key_has_one_value(tmp_path: Path) -> None:
+    """Two programs would read different ones."""
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": "hzplan.plan", "proof": {"gap": 1, "gap": 2}}')
+    with pytest.raises(UserError, match="the key 'gap' appears twice"):
+        base.read_json(path)
+
+
 @pytest.mark.parametrize("depth", [300, 900, 20_000])
 def test_deep_nonsense_of_version_1_is_one_line(depth: int, tmp_path: Path) -> None:
     nested = "[" * depth + "]" * depth

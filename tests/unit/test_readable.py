@@ -6,7 +6,7 @@ import pytest
 
 from hzplan.cli.quantities import parse_bytes, parse_share
 from hzplan.errors import UserError
-from hzplan.show.readable import cluster, difference, shards, worker
+from hzplan.show.readable import at_least, at_most, cluster, difference, shards, worker
 
 
 def test_bytes_may_have_a_unit_or_be_plain() -> None:
@@ -34,6 +34,17 @@ def test_differences_are_in_a_unit_that_suits() -> None:
     assert difference(284.6, 219.0) == "+65.6 s (+30.0%)"
     assert difference(1.0, 1.00001) == "-10.0 µs (+0.0%)" and difference(1.0, 1.0) == "+0.00 µs (+0.0%)"
     assert difference(0.5, 0.0) == "+500 ms"
+
+
+def test_bounds_are_rounded_down_and_gaps_up() -> None:
+    assert (at_least(0.31899), at_least(0.319), at_least(2.0), at_least(0.0)) == (
+        "318 ms",
+        "319 ms",
+        "2.00 s",
+        "0.00 µs",
+    )
+    assert (at_least(12.999), at_least(0.99999), at_least(1234.5)) == ("12.9 s", "999 ms", "1230 s")
+    assert (at_most(0.012301), at_most(0.0123), at_most(0.0)) == ("1.24%", "1.23%", "0.00%")
 
 
 def test_meshes_and_shards_in_words() -> None:
