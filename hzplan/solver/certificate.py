@@ -14,7 +14,7 @@ rounded by: by so much the bound is less.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +25,12 @@ import numpy as np
 from hzplan.formats.base import fingerprint
 from hzplan.formats.certificate import Certificate, Multipliers, Node, PaceProof
 from hzplan.formats.profile import Profile
+from hzplan.solver import rows
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.in_order import order_at, pace_of
 from hzplan.solver.paths import LazyConstraint
-from hzplan.solver.problem import Coefficients, Question
+from hzplan.solver.question import Coefficients, Question
+from hzplan.solver.rows import ALL, INFINITY, Row
 from hzplan.solver.search import Search
 from hzplan.solver.solve import Solved
 from hzplan.solver.tree import Limits, Split, halves
@@ -38,7 +40,6 @@ DIGITS = 9
 """Significant digits that are kept of a multiplier."""
 ROUNDING = 1e-9
 """By how much a stated bound may be above the multiplied one, as a share of it and in seconds: its digits."""
-INFINITY = float("inf")
 
 
 class Refused(ValueError):
@@ -321,58 +322,51 @@ class Multiplication:
 
     def _leaf_ms(self, limits: Limits, of: Multipliers) -> float:
         """The bound of a leaf, ms; see the module."""
-        question = self.question
-        use, network = question.memory_use, question.network
-        total = _Sum()
+        question, network = self.question, self.question.network
+        shared = question.memory_use.shared
+        total, price = _Sum(), np.zeros(network.shape)
         scale = max(1.0, sum(value for _, value in of.rows))
-        price = np.zeros(network.shape)
         for number, value in of.rows:
-            row = self.rows[number]
-            total.add(value / scale * row.constant)
-            price += value / scale * row.weights
-        asked = np.zeros(len(use.shared))
-        extra: dict[str, Coefficients] = {}
+            cut = self.rows[number]
+            total.add(value / scale * cut.constant)
+            price += value / scale * cut.weights
+        needs: dict[str, list[Coefficients]] = {unit: [] for unit in question.pools}
+        taken: dict[str, list[float]] = defaultdict(list)  # by variable, what the rows' sum has of it
 
-        def add(unit: str, costs: Coefficients) -> None:
-            extra[unit] = extra[unit] + costs if unit in extra else costs
+        def multiply(row: Row, value: float) -> None:
+            total.add(value * row.low)
+            for name, coefficient in row.columns.items():
+                taken[name].append(value * coefficient)
+            for unit in row.units:
+                needs[unit].append(value * row.of(unit, ALL))
 
         for number, unit, value in of.buffers:
-            asked[number] += value
-            add(unit, value * use.shared[number].sizes[unit])
+            multiply(rows.holds(question, number, unit), value)
         for number, event, value in of.events:
-            asked[number] += value
-            events = use.shared[number].events
-            total.add(value * float(events.base[event]))
-            for unit, added in events.added.items():
-                add(unit, value * added[:, event])
+            multiply(rows.event(question, number, event), value)
         for group, value in of.counts:
-            binaries = question.alike[group]
-            for binary in binaries:
-                add(binary, value * question.pools[binary].recompute.astype(float))
-            low, high = limits.get(len(use.shared) + group, (0.0, INFINITY))
-            total.add(-value * (min(high, len(binaries)) if value > 0 else low))
-        memory = max(of.memory, float(asked.max(initial=0.0)))  # a buffer's size may be anything from low on
+            multiply(rows.count(question, group), value)
+        own = {unit for unit, terms in needs.items() if terms}
+        # A buffer may be as large as it likes, so each MiB costs no less than what rows ask for it.
+        memory = max([of.memory, *(sum(taken[buffer.name]) for buffer in shared)])
+        multiply(rows.memory(question), memory)
+        multiply(rows.host(question), of.host)
         total.add(-memory * question.budget_mib)
-        total.add(-of.host * question.host_budget_mib)
-        for number in range(len(use.shared)):
-            low, _ = limits.get(number, (0.0, INFINITY))
-            total.add(memory * low)
-            total.add(-float(asked[number]) * low)
-        least: dict[
-            tuple[int, bytes], tuple[float, float, int]
-        ] = {}  # like units without rows of their own cost the same
+        for number, name in enumerate(rows.columns(question)):
+            low, high = limits.get(number, (0.0, INFINITY))
+            if number >= len(shared) and sum(taken[name]) > 0:
+                low = min(high, len(question.alike[number - len(shared)]))
+            parts = [-low * coefficient for coefficient in taken[name]]
+            total.add(sum(parts), sum(map(abs, parts)), len(parts))
+        least: dict[tuple[int, bytes], tuple[float, float, int]] = {}  # like units cost the same
         for unit, at in network.rows.items():
             alike = self._kinds[unit], price[at].tobytes()
-            plain = unit not in extra and not self._limited(unit, limits)
+            plain = unit not in own and not self._limited(unit, limits)
             if not plain or alike not in least:
-                terms = [question.durations_ms[unit] * price[at], memory * use.resident[unit][:, None]]
-                if unit in extra:
-                    terms.append(extra[unit][:, None])
-                if unit in use.host:
-                    terms.append(of.host * use.host[unit][:, None])
                 allowed = self._allowed(unit, limits)
                 if not allowed.any():
                     return INFINITY
+                terms = [question.durations_ms[unit] * price[at], *(of[:, None] for of in needs[unit])]
                 costs = np.column_stack(terms)[allowed]
                 sums, sizes = costs.sum(axis=1), np.abs(costs).sum(axis=1)
                 lowest = float(sums.min()), float(sizes.max()), costs.shape[1]

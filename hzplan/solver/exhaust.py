@@ -18,7 +18,7 @@ from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import fastest_of, within
 from hzplan.solver.in_order import InOrder
 from hzplan.solver.paths import MS, LazyConstraint
-from hzplan.solver.problem import Coefficients
+from hzplan.solver.question import Coefficients
 from hzplan.solver.search import Search
 
 MOST_CHOICES = 200_000

@@ -18,7 +18,7 @@ from hzplan.core.schedule import Ahead, Kind, MessageOrder, Schedule
 from hzplan.cost.simulate import longest_paths
 from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.local import LEAST_GAIN
-from hzplan.solver.relaxation import INFINITY
+from hzplan.solver.rows import INFINITY
 
 MOST_KINDS = 8
 """Kinds of units that have numbers of their own, at most: those with the longest messages."""

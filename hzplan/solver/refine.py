@@ -15,7 +15,7 @@ from hzplan.solver.message_order import in_best_order
 from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
-from hzplan.solver.relaxation import INFINITY
+from hzplan.solver.rows import INFINITY
 from hzplan.solver.search import MAX_NODES, Request, Search
 
 MOST_ORDERS = 4

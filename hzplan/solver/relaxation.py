@@ -1,13 +1,7 @@
-"""The LP relaxation over all patterns. Rows and columns are generated when a solution needs them.
+"""The LP relaxation over all patterns. Rows and columns (``rows``) are generated when a solution needs them.
 
-    min T                    (or the memory, for the least that fits)
-    Σ_p x[u,p] = 1           for every unit u
-    T ≥ every cycle          (``paths``)
-    memory ≥ Σ bytes·x + Σ buffers,  buffer ≥ bytes of every unit that uses it, and at every event
-                             (``problem.MemoryUse``)
-    memory ≤ budget + violation           where the penalty of a violation rises until it is 0
-    Σ host bytes·x ≤ the host's memory + violation
-    count_k = Σ x[s,on]      over the binaries of like units (``problem.alike``), between limits
+The period is minimised (or the memory, for the least that fits), with a penalty of a violation of the memory
+budget that rises until the violation is 0; counts of recomputed units are between limits.
 
 With r_p the reduced costs at some duals and m_u = min(0, min_p r_p), any plan with pattern p of unit u costs
 at least z + Σ_v m_v + (r_p − m_u), because it takes one pattern per unit. So every round gives a bound and,
@@ -17,6 +11,7 @@ columns exist.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,15 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hzplan.formats.certificate import Multipliers
+from hzplan.solver import rows
 from hzplan.solver.paths import LazyConstraint
-from hzplan.solver.problem import MemoryUse, Question
+from hzplan.solver.question import MemoryUse, Question
+from hzplan.solver.rows import ALL, INFINITY, MEMORY, PERIOD, VIOLATION, Key, Row
 from hzplan.solver.tree import Limits
 
 Coefficients = NDArray[np.floating[Any]]
 TOLERANCE = 1e-7
 PENALTY_MS, MAX_PENALTY_MS = 1e3, 1e9
 """Penalty of a violation of the memory budget, milliseconds per MiB: the first and the largest one tried."""
-INFINITY = float("inf")
 OFFERED_AT_ONCE = 2
 """Columns per unit that one round of column generation adds at most."""
 
@@ -53,67 +49,42 @@ class Relaxation:
         self.lp.setOptionValue("primal_feasibility_tolerance", 1e-9)
         self.lp.setOptionValue("dual_feasibility_tolerance", 1e-9)
         self.solved = False  # whether the LP was solved since ``restrict``
-        self.rows = 0
-        self.columns = 0
         self.cycles: list[tuple[int, LazyConstraint]] = []
-        self.offered: dict[str, list[int]] = {unit: [] for unit in self.units}
-        self._places: dict[str, list[int]] = {unit: [] for unit in self.units}
-        timed = 0.0 if least_memory else 1.0
-        self.period = self._column(timed, 0.0, INFINITY)
-        budget = INFINITY if least_memory else question.budget_mib
-        self.memory = self._column(1.0 - timed, -INFINITY, budget)
-        self.penalty_ms = PENALTY_MS
-        self.violation = self._column(self.penalty_ms, 0.0, 0.0 if least_memory else INFINITY)
-        self.assignment_row = {unit: self._row(1.0, 1.0, {}) for unit in self.units}
-        self.buffers = [self._column(0.0, 0.0, INFINITY) for _ in self.use.shared]
-        buffers = dict.fromkeys(self.buffers, -1.0)
-        self.memory_row = self._row(0.0, INFINITY, {self.memory: 1.0, self.violation: 1.0, **buffers})
-        counted: list[tuple[str, int]] = []
-        self.buffer_rows = [
-            {unit: self._row(0.0, INFINITY, {column: 1.0}) for unit in buffer.sizes}
-            for column, buffer in zip(self.buffers, self.use.shared, strict=True)
-        ]
-        self.recompute_counts = []  # columns: the number of recomputed units of each group of like units
-        self._count_rows = []
-        for binaries in question.alike:
-            count = self._column(0.0, 0.0, INFINITY)
-            self.recompute_counts.append(count)
-            row = self._row(0.0, 0.0, {count: 1.0})
-            self._count_rows.append(row)
-            for binary in binaries:
-                counted.append((binary, row))
         self.allowed = {unit: np.ones(len(f.levels), dtype=bool) for unit, f in question.pools.items()}
-        # By unit: the memory rows in which its patterns have coefficients, and the MiB of each pattern.
-        self._bytes: dict[str, list[tuple[int, Coefficients]]] = {
-            unit: [(self.memory_row, self.use.resident[unit])] for unit in self.units
-        }
-        for rows, buffer in zip(self.buffer_rows, self.use.shared, strict=True):
-            for unit, row in rows.items():
-                self._bytes[unit].append((row, buffer.sizes[unit]))
-        for binary, row in counted:
-            on = question.pools[binary].recompute.astype(float)
-            self._bytes[binary].append((row, on))
-        self._host_row = None
+        self.offered: dict[str, list[int]] = {unit: [] for unit in self.units}
+        self.penalty_ms = PENALTY_MS
+        self._places: dict[str, list[int]] = {unit: [] for unit in self.units}
+        self._columns: dict[str, int] = {}
+        self._rows: dict[Key, int] = {}
+        self._rows_of: dict[str, list[tuple[int, Row]]] = {unit: [] for unit in self.units}
+        self._memory_of: dict[str, list[tuple[int, Row]]] = {unit: [] for unit in self.units}
+        timed = 0.0 if least_memory else 1.0
+        self._add_column(PERIOD, timed, 0.0, INFINITY)
+        self._add_column(MEMORY, 1.0 - timed, -INFINITY, INFINITY if least_memory else question.budget_mib)
+        self._add_column(VIOLATION, self.penalty_ms, 0.0, 0.0 if least_memory else INFINITY)
+        for unit in self.units:
+            self._add(rows.one_pattern(question, unit))
+        for name in rows.columns(question):
+            self._add_column(name, 0.0, 0.0, INFINITY)
+        for row in (rows.memory(question), *rows.of_buffers(question)):
+            self._add(row)
+        for group in range(len(question.alike)):
+            self._add(rows.count(question, group))
         if self.use.host:
-            self._host_row = self._row(-question.host_budget_mib, INFINITY, {self.violation: 1.0})
-            for unit, sizes in self.use.host.items():
-                self._bytes[unit].append((self._host_row, sizes))
-        self._events: list[dict[int, int]] = [{} for _ in self.buffers]  # the row of an event, by buffer
+            self._add(rows.host(question))
         for number, buffer in enumerate(self.use.shared):
             if len(buffer.events.base):
-                self._add_event_row(number, int(np.argmax(buffer.events.base)))
+                self._add(rows.event(question, number, int(np.argmax(buffer.events.base))))
 
-    def _add_event_row(self, number: int, event: int) -> None:
-        """Add the row: a buffer is at least as large as one event needs."""
-        events = self.use.shared[number].events
-        entries = {self.buffers[number]: 1.0}
-        for unit, of in events.added.items():
-            added = of[self.offered[unit], event]
-            entries |= dict(zip(self._places[unit], (-added).tolist(), strict=True))
-        row = self._row(float(events.base[event]), INFINITY, entries)
-        for unit, of in events.added.items():
-            self._bytes[unit].append((row, of[:, event]))
-        self._events[number][event] = row
+    @property
+    def buffers(self) -> list[int]:
+        """The columns of shared buffers."""
+        return [self._columns[buffer.name] for buffer in self.use.shared]
+
+    @property
+    def recompute_counts(self) -> list[int]:
+        """The columns of the numbers of recomputed units of each group of like units."""
+        return [self._columns[rows.count_name(group)] for group in range(len(self.question.alike))]
 
     def add_event_rows(self) -> bool:
         """Add, for every buffer, the row of the event that the solution violates most; True if any was."""
@@ -125,51 +96,48 @@ class Relaxation:
             for unit, of in buffer.events.added.items():
                 for pattern, share in self.shares(unit).items():
                     needed += share * of[pattern]
-            event = int(np.argmax(needed))
-            if needed[event] > float(self.values[column]) + TOLERANCE and event not in self._events[number]:
-                self._add_event_row(number, event)
+            row = rows.event(self.question, number, int(np.argmax(needed)))
+            if needed.max() > float(self.values[column]) + TOLERANCE and row.key not in self._rows:
+                self._add(row)
                 found = True
         return found
 
-    def _column(
-        self, cost: float, low: float, high: float, entries: Mapping[int, float] | None = None
-    ) -> int:
-        self.lp.addCol(cost, low, high, *_sparse(entries or {}))
-        self.columns += 1
-        return self.columns - 1
+    def _add_column(self, name: str, cost: float, low: float, high: float) -> None:
+        self.lp.addCol(cost, low, high, *_sparse({}))
+        self._columns[name] = self.lp.getNumCol() - 1
 
-    def _row(self, low: float, high: float, entries: Mapping[int, float]) -> int:
-        self.lp.addRow(low, high, *_sparse(entries))
-        self.rows += 1
-        return self.rows - 1
+    def _add(self, row: Row) -> int:
+        """Add a row over the columns that there are; returns its place."""
+        entries = {self._columns[name]: of for name, of in row.columns.items()}
+        for unit in row.units:
+            values = -row.of(unit, self.offered[unit])
+            entries |= dict(zip(self._places[unit], values.tolist(), strict=True))
+        self.lp.addRow(row.low, row.high, *_sparse(entries))
+        place = self._rows[row.key] = self.lp.getNumRow() - 1
+        for unit in row.units:
+            self._rows_of[unit].append((place, row))
+            if row.key[0] not in ("one", "cycle"):
+                self._memory_of[unit].append((place, row))
+        return place
 
     def offer(self, unit: str, patterns: Mapping[int, None] | list[int]) -> bool:
         """Add columns for patterns of a unit; True if any was new."""
         new = [pattern for pattern in patterns if pattern not in self.offered[unit]]
         if not new:
             return False
-        durations = self.question.durations_ms[unit][new]
-        row = self.question.network.rows[unit]
-        values = [(place, -(durations @ cut.weights[row])) for place, cut in self.cycles]
+        values = [(place, -row.of(unit, new)) for place, row in self._rows_of[unit]]
         for number, pattern in enumerate(new):
-            entries = {self.assignment_row[unit]: 1.0}
-            entries |= {place: -float(sizes[pattern]) for place, sizes in self._bytes[unit]}
-            entries |= {place: float(of[number]) for place, of in values}
-            self._places[unit].append(self._column(0.0, 0.0, INFINITY, entries))
+            entries = {place: float(of[number]) for place, of in values}
+            self.lp.addCol(0.0, 0.0, INFINITY, *_sparse(entries))
+            self._places[unit].append(self.lp.getNumCol() - 1)
             self.offered[unit].append(pattern)
         return True
 
     def add_cycles(self, cuts: list[LazyConstraint]) -> None:
         """Add a row for every cycle."""
         for cut in cuts:
-            entries = {self.period: 1.0}
-            for unit in self.units:
-                values = (
-                    self.question.durations_ms[unit][self.offered[unit]]
-                    @ cut.weights[self.question.network.rows[unit]]
-                )
-                entries |= dict(zip(self._places[unit], (-values).tolist(), strict=True))
-            self.cycles.append((self._row(cut.constant, INFINITY, entries), cut))
+            row = rows.cycle(self.question, len(self.cycles), cut)
+            self.cycles.append((self._add(row), cut))
 
     def restrict(self, limits: Limits) -> bool:
         """Set the limits of a branch-and-bound node; False when a unit has no pattern left.
@@ -200,7 +168,7 @@ class Relaxation:
         if self.penalty_ms >= MAX_PENALTY_MS:
             return False
         self.penalty_ms *= 1e3
-        self.lp.changeColCost(self.violation, self.penalty_ms)
+        self.lp.changeColCost(self._columns[VIOLATION], self.penalty_ms)
         return True
 
     def fractional_buffer(self) -> tuple[int, float, float] | None:
@@ -245,9 +213,14 @@ class Relaxation:
         return True
 
     @property
+    def period_ms(self) -> float:
+        """The solution's period."""
+        return float(self.values[self._columns[PERIOD]])
+
+    @property
     def memory_violation_mib(self) -> float:
         """MiB by which the solution exceeds the memory budget."""
-        return float(self.values[self.violation])
+        return float(self.values[self._columns[VIOLATION]])
 
     def shares(self, unit: str) -> dict[int, float]:
         """The values of x[unit, pattern] that are above 0 in the last solution, by pattern."""
@@ -278,31 +251,24 @@ class Relaxation:
         found = {}
         for unit in self.units:
             reduced = self.question.durations_ms[unit] @ price[self.question.network.rows[unit]]
-            reduced = reduced - self.duals[self.assignment_row[unit]] + self.memory_ms(unit)
+            reduced = reduced - self.duals[self._rows["one", unit]] + self.memory_ms(unit)
             found[unit] = np.where(self.allowed[unit], reduced, INFINITY)
         return found
 
     def multipliers(self) -> Multipliers:
         """The last solution's duals, by what their rows say."""
-        of = self.duals.tolist()
-        known = len(of)  # a row added since has no dual yet
+        duals = self.duals.tolist()  # a row added since has none yet
+        of: dict[object, list[tuple[Any, ...]]] = defaultdict(list)
+        for (family, *index), place in self._rows.items():
+            if place < len(duals) and (duals[place] > 0 or (duals[place] and family == "count")):
+                of[family].append((*index, duals[place]))
         return Multipliers(
-            rows=tuple((n, of[at]) for n, (at, _) in enumerate(self.cycles, 1) if at < known and of[at] > 0),
-            memory=max(0.0, of[self.memory_row]),
-            host=max(0.0, of[self._host_row]) if self._host_row is not None else 0.0,
-            buffers=tuple(
-                (number, unit, of[row])
-                for number, rows in enumerate(self.buffer_rows)
-                for unit, row in rows.items()
-                if of[row] > 0
-            ),
-            events=tuple(
-                (number, event, of[row])
-                for number, rows in enumerate(self._events)
-                for event, row in sorted(rows.items())
-                if row < known and of[row] > 0
-            ),
-            counts=tuple((group, of[row]) for group, row in enumerate(self._count_rows) if of[row]),
+            rows=tuple((number + 1, value) for number, value in of["cycle"]),
+            memory=sum(value for (value,) in of["memory"]),
+            host=sum(value for (value,) in of["host"]),
+            buffers=tuple(of["buffer"]),
+            events=tuple(sorted(of["event"])),
+            counts=tuple(of["count"]),
         )
 
     def bound(self, reduced: Mapping[str, Coefficients]) -> tuple[float, dict[str, Coefficients]]:
@@ -322,9 +288,9 @@ class Relaxation:
     def memory_ms(self, unit: str) -> Coefficients:
         """The memory rows' part of the reduced cost of a unit's patterns, ms [patterns]."""
         found = np.zeros(len(self.question.pools[unit].levels))
-        for place, sizes in self._bytes[unit]:
+        for place, row in self._memory_of[unit]:
             if place < len(self.duals) and self.duals[place]:  # a row added since has no dual yet
-                found += self.duals[place] * sizes
+                found += self.duals[place] * row.of(unit, ALL)
         return found
 
 

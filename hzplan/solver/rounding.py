@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from hzplan.solver.problem import Question
+from hzplan.solver.question import Question
 from hzplan.solver.relaxation import Relaxation
 
 Choice = dict[str, int]

@@ -26,9 +26,11 @@ from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
 from hzplan.solver.paths import MS, LazyConstraint, Network
 from hzplan.solver.patterns import RECOMPUTE_KEY, ColumnPool
-from hzplan.solver.problem import MIB, Coefficients, Question, build_fastest, build_smallest, optimise
-from hzplan.solver.relaxation import INFINITY, TOLERANCE, Relaxation
+from hzplan.solver.problem import build_fastest, build_smallest, optimise
+from hzplan.solver.question import MIB, Coefficients, Question
+from hzplan.solver.relaxation import TOLERANCE, Relaxation
 from hzplan.solver.rounding import rounded
+from hzplan.solver.rows import INFINITY, PERIOD
 from hzplan.solver.tree import Limits, Split, Tree, halves
 
 PREFETCH_DEPTHS = (1, 2, 3)
@@ -306,7 +308,7 @@ class Search:
             costs = {unit: np.maximum(costs[unit], of) for unit, of in mine.items()} if costs else mine
             best = max(best, bound)
             tree.see(bound, lp.multipliers())
-            period = float(lp.values[lp.period]) * (1 + 1e-7)
+            period = lp.period_ms * (1 + 1e-7)
             durations = lp.durations()
             at = [durations]
             if self.rounded is not None:  # cycles half-way to the rounded plan cut deeper
@@ -474,7 +476,7 @@ class Search:
         problem, gap = build_fastest(question, offered, [cut for _, cut in self.lp.cycles]), self.request.gap
         while True:
             better = found.least_ms / (1 + gap / 2)  # the longest period that is a gain
-            problem.period.upBound = better if better < INFINITY else None
+            problem.columns[PERIOD].upBound = better if better < INFINITY else None
             enough = self.bound_ms * (1 + gap)
             proof = found.least_ms / (1 + gap)
             solved = optimise(problem, gap / 2, max(0.5, deadline - time.monotonic()), enough, proof)
@@ -496,7 +498,7 @@ class Search:
                 problem = build_fastest(question, offered, [cut for _, cut in self.lp.cycles])
                 continue
             found.all.append(evaluated)
-            durations, period = question.durations_of(choice), problem.period.value() * (1 + 1e-9)
+            durations, period = question.durations_of(choice), problem.columns[PERIOD].value() * (1 + 1e-9)
             cycles = [
                 cycle for cycle in question.network.critical_cycles(durations) if cycle.at(durations) > period
             ]

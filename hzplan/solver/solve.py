@@ -31,7 +31,8 @@ from hzplan.solver.patterns import ColumnPool, enumerate_patterns, recompute_nam
 from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.refine import improved, simplified
-from hzplan.solver.relaxation import INFINITY, TOLERANCE
+from hzplan.solver.relaxation import TOLERANCE
+from hzplan.solver.rows import INFINITY
 from hzplan.solver.schemes import Row, Settings, schemes
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, paces
 

@@ -17,7 +17,7 @@ from hzplan.solver.certificate import Multiplication, Refused, certify, multipli
 from hzplan.solver.emit import emit
 from hzplan.solver.guard import guard
 from hzplan.solver.in_order import pace_of
-from hzplan.solver.problem import Question
+from hzplan.solver.question import Question
 from hzplan.solver.solve import Request, Solved, searches_of, solve
 from tests.instances import random_profile, try_everything
 

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 
 import numpy as np
+import pulp
 import pytest
 
 from hzplan.core.schedule import MessageOrder
@@ -13,6 +14,7 @@ from hzplan.cost.simulate import replay
 from hzplan.formats.profile import Profile
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.paths import MS, LazyConstraint
+from hzplan.solver.problem import build_fastest
 from hzplan.solver.relaxation import Relaxation
 from hzplan.solver.rounding import rounded
 from hzplan.solver.search import Request, Search
@@ -136,3 +138,28 @@ def test_the_least_memory_is_not_beaten(seed: int) -> None:
         assert lp.solve()
     assert lp.value <= least * 2.0**-20 + 1e-9
     assert all(search.evaluate(_choice(search, rng)).memory.peak >= least for _ in range(50))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_relaxation_and_the_ilp_have_one_bound(seed: int) -> None:
+    """Where choices are fractional and both have all patterns and the same cycles."""
+    search, rng = _search(seed, 1 + seed % 2), random.Random(seed)
+    every = {unit: list(range(len(pool.levels))) for unit, pool in search.pools.items()}
+    lp = Relaxation(search.question)
+    for unit, patterns in every.items():
+        lp.offer(unit, patterns)
+    network = search.question.network
+    some = [network.critical_cycles(search.question.durations_of(_choice(search, rng))) for _ in range(5)]
+    lp.add_cycles([*network.capacities, *(cut for cuts in some for cut in cuts)])
+    assert lp.solve()
+    while lp.add_event_rows() or (lp.memory_violation_mib > 1e-7 and lp.raise_penalty()):
+        assert lp.solve()
+    problem = build_fastest(search.question, every, [cut for _, cut in lp.cycles])
+    for variable in problem.lp.variables():
+        variable.cat = pulp.LpContinuous
+    status = problem.lp.solve(pulp.HiGHS(msg=False))
+    if lp.memory_violation_mib > 1e-7:
+        assert status == pulp.LpStatusInfeasible
+        return
+    assert status == pulp.LpStatusOptimal
+    assert pulp.value(problem.lp.objective) == pytest.approx(lp.value, rel=1e-6)
