@@ -22,6 +22,7 @@ import pulp
 import typer
 
 from benchmarks.__main__ import about
+from benchmarks.replays import table
 from hzplan.cost.model import CostModel
 from hzplan.cost.parallel import share
 from hzplan.formats.base import write_text
@@ -251,7 +252,14 @@ at most {LIMIT_S:g} s each.
 | model and ranks | patterns | rows | HiGHS s | gap | CBC s | gap |
 |---|--:|--:|--:|--:|--:|--:|
 """
-    return page + "".join(f"| {' | '.join(_pair(pair))} |\n" for pair in both)
+    page += "".join(f"| {' | '.join(_pair(pair))} |\n" for pair in both)
+    return f"""{page}
+## Replays
+
+A choice is decided by a replay: the simulator's steady state, with messages in order or links shared. How
+many there are in a second for the golden plans, one core (`python -m benchmarks.replays`):
+
+{table()}"""
 
 
 def _pair(pair: Beside) -> list[str]:
