@@ -21,7 +21,7 @@ Values = Mapping[str, float]
 
 CHIPS = {
     "a100": ("a100-sxm-80g", "a100-sxm-40g", "a800-sxm-80g"),
-    "h100": ("h100-sxm", "h200-sxm"),
+    "h100": ("h100-sxm", "h800-sxm", "h200-sxm"),
     "b200": ("b200-sxm", "b300-sxm"),
     "gb200": ("gb200-nvl72", "gb300-nvl72"),
     "mi300x": ("mi300x",),

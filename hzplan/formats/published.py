@@ -236,13 +236,15 @@ DEVICES = (
     (r"\bB200", "b200-sxm"),
     (r"GH200", None),
     (r"\bH200", "h200-sxm"),
-    (r"\bH[18]00", "h100-sxm"),
+    (r"\bH[18]00\W+H[18]00|H100[ -]?NVL\b", None),
+    (r"\bH800", "h800-sxm"),
+    (r"\bH100", "h100-sxm"),
     (r"\bA800", "a800-sxm-80g"),
     (r"\bA100", "a100-sxm-80g"),
     (r"MI300X?\b", "mi300x"),
     (r"MI325X?\b", "mi325x"),
 )
-"""Patterns of a device's name, the more particular first, and its file; None: none yet."""
+"""Patterns of a device's name, the more particular first, and its file; None: none yet, or which is not said."""
 
 
 def _near(one: float, other: float, apart: float = MOST_APART) -> bool:
