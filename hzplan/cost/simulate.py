@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
+from operator import mul
 
 import numpy as np
 
@@ -202,15 +203,23 @@ class _SharedReplay:
         self.steps = STEPS_OF_MANY if late else STEPS
         self.total = len(schedule.tasks)
         self.computes = [task.stream == COMPUTE_STREAM for task in schedule.tasks]
+        other = schedule.tiers  # kinds of tasks: of each tier, others, and compute
+        self.kinds = [
+            other + 1 if compute else task.tier if task.tier >= 0 else other
+            for task, compute in zip(schedule.tasks, self.computes, strict=True)
+        ]
+        self.slowdowns: dict[tuple[int, ...], list[float]] = {}
         uses = max(len(schedule.uses), 1)
         self.uses_of = [(task.position % uses, task.position // uses) for task in schedule.tasks]
-        self.followers: list[list[int]] = [[] for _ in schedule.tasks]
-        self.next_followers: list[list[int]] = [[] for _ in schedule.tasks]
+        # By task, how far ahead each follower's number is and whether it is compute; without the next step's.
+        self.last_followers: list[list[tuple[int, bool]]] = [[] for _ in schedule.tasks]
         for task in schedule.tasks:
             for before in task.after:
-                self.followers[before].append(task.index)
+                self.last_followers[before].append((task.index, self.computes[task.index]))
+        self.followers = [list(of) for of in self.last_followers]
+        for task in schedule.tasks:
             for before in task.after_previous:
-                self.next_followers[before].append(task.index)
+                self.followers[before].append((self.total + task.index, self.computes[task.index]))
         self.waiting = [self._needed(rank) for rank in range(self.ranks)]
         self.streams = [task.stream for task in schedule.tasks]
         self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
@@ -294,18 +303,13 @@ class _SharedReplay:
         own = self.computes[index]
         for ends in self._of(rank, index, self.ends):
             ends[key] = self.now
-        base = key - index
-        keys = [base + follower for follower in self.followers[index]]
-        if step + 1 < self.steps:
-            keys += [base + self.total + follower for follower in self.next_followers[index]]
-        for follower in keys:
-            if self.computes[follower % self.total]:
-                ranks: Sequence[int] = (rank,) if own else range(self.ranks)
-            else:
-                ranks = (0,)
-            for one in ranks:
-                self.waiting[one][follower] -= 1
-                if not self.waiting[one][follower]:
+        base, everyone = key - index, range(self.ranks)
+        for ahead, compute in self.followers[index] if step + 1 < self.steps else self.last_followers[index]:
+            follower = base + ahead
+            for one in ((rank,) if own else everyone) if compute else (0,):
+                waiting = self.waiting[one]
+                waiting[follower] -= 1
+                if not waiting[follower]:
                     ready.append((one, follower, by))
 
     def _duration_ns(self, rank: int, key: int) -> float:
@@ -323,53 +327,39 @@ class _SharedReplay:
 
     def _pass_time(self) -> None:
         """Advance the time to the next end of a task, or of a wake-up."""
-        tasks, total = self.schedule.tasks, self.total
-        on_tier = [0] * self.schedule.tiers
-        computing = 0.0
-        for _, key in self.under_way:
-            task = tasks[key % total]
-            if task.tier >= 0:
-                on_tier[task.tier] += 1
-            elif task.stream == COMPUTE_STREAM:
-                computing += 1.0 / self.ranks
-        speed = prod(
-            1.0 - lost for lost, beside in zip(self.cost.compute_loss, on_tier, strict=True) if beside
-        )
-        slowdown = [
-            _slowdown(tasks[key % total], on_tier, speed, self.cost, computing) for _, key in self.under_way
-        ]
-        left = (work * slow for work, slow in zip(self.under_way.values(), slowdown, strict=True))
-        arrival = min(self.waking.values(), default=inf)
-        elapsed = min(min(left, default=inf), arrival - self.now)
+        total, under_way, kinds = self.total, self.under_way, self.kinds
+        placed = tuple([kinds[key % total] for _, key in under_way])
+        slowdown = self.slowdowns.get(placed) or self._slowdowns(placed)
+        elapsed = min(map(mul, under_way.values(), slowdown), default=inf)
+        if self.waking:
+            elapsed = min(elapsed, min(self.waking.values()) - self.now)
         self.now += elapsed
         ready: list[_Ready] = []
-        for (one, work), slow in zip(list(self.under_way.items()), slowdown, strict=True):
+        for (one, work), slow in zip(list(under_way.items()), slowdown, strict=True):
             more = work - elapsed / slow
             if more <= 1e-6:
-                del self.under_way[one]
+                del under_way[one]
                 self._end(*one, self.streams[one[1] % total], ready)
             else:
-                self.under_way[one] = more
-        for one in [one for one, begin in self.waking.items() if begin <= self.now + 1e-6]:
-            del self.waking[one]
-            self._begin(*one, self._duration_ns(*one))
+                under_way[one] = more
+        if self.waking:
+            for one in [one for one, begin in self.waking.items() if begin <= self.now + 1e-6]:
+                del self.waking[one]
+                self._begin(*one, self._duration_ns(*one))
         self._start(ready)
 
-
-def _slowdown(
-    task: Task, on_tier: Sequence[int], speed: float, cost: Interference, computing: float
-) -> float:
-    """The factor by which other tasks under way lengthen a task.
-
-    ``computing``: the share of ranks that compute.
-    """
-    if task.stream == COMPUTE_STREAM:
-        return 1.0 / speed
-    if task.tier < 0:
-        return 1.0
-    beside = on_tier[task.tier]
-    shared = beside * cost.contention[task.tier] if beside > 1 else 1.0
-    return shared * (1.0 + (cost.communication_slowdown[task.tier] - 1.0) * computing)
+    def _slowdowns(self, kinds: tuple[int, ...]) -> list[float]:
+        """By task under way, given their kinds, the factor by which the others lengthen it."""
+        cost, other = self.cost, self.schedule.tiers
+        on_tier = [kinds.count(tier) for tier in range(other)]
+        computing = sum([1.0 / self.ranks] * kinds.count(other + 1))  # the share of ranks that compute
+        losses = zip(cost.compute_loss, on_tier, strict=True)
+        speed = prod(1.0 - lost for lost, beside in losses if beside)
+        shared = (n * c if n > 1 else 1.0 for n, c in zip(on_tier, cost.contention, strict=True))
+        beside_compute = (1.0 + (slower - 1.0) * computing for slower in cost.communication_slowdown)
+        factors = [*map(mul, shared, beside_compute), 1.0, 1.0 / speed]
+        self.slowdowns[kinds] = [factors[kind] for kind in kinds]
+        return self.slowdowns[kinds]
 
 
 def _steady(begins: Sequence[float]) -> float | None:

@@ -244,7 +244,7 @@ DEVICES = (
     (r"MI300X?\b", "mi300x"),
     (r"MI325X?\b", "mi325x"),
 )
-"""Patterns of a device's name, the more particular first, and its file; None: none yet, or which is not said."""
+"""Patterns of a device's name, the more particular first, and its file; None: none yet, or not said which."""
 
 
 def _near(one: float, other: float, apart: float = MOST_APART) -> bool:
