@@ -38,6 +38,10 @@ def main() -> int:
     for line in (*rows.problems, *micro.problems):
         print(line, file=sys.stderr)
     coverage = scorable(questions(rows.rows), traces)
+    if not coverage.questions:
+        for row, why in coverage.left_out:
+            print(f"{row.id}: {why}", file=sys.stderr)
+        raise UserError(f"{asked.rows or 'the rows'}: no row can be predicted")
     shipped = score(coverage.questions, traces, {})
     if asked.rows:
         result = Result(coverage, shipped, (), (), (), None, rows.problems, _apart(rows.rows, traces, {}))
@@ -142,4 +146,8 @@ def _each(scored: list[Scored]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"benchmarks.published: {error}", file=sys.stderr)
+        sys.exit(UserError.exit_code)

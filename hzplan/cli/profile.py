@@ -332,11 +332,12 @@ class _ModelProfiling:
     def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, DeviceModel, Mesh]:
         """A cluster that is known by name or file, with so many nodes."""
         from hzplan.core.hierarchy import Mesh
+        from hzplan.cost.collectives import MOST_NODES
         from hzplan.formats.cluster import find_cluster
 
         cluster, device = find_cluster(name)
-        if nodes is not None and nodes < 1:
-            raise UserError(f"--nodes {nodes}: a cluster has at least 1 node")
+        if nodes is not None and not 1 <= nodes <= MOST_NODES:
+            raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
         if self.mesh is not None and nodes is not None:
             raise UserError("--mesh says how many nodes there are; leave --nodes out")
         sizes = [tier.ranks for tier in cluster.tiers]

@@ -246,6 +246,10 @@ def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
     if kind not in (networks := _stems("networks")):
         raise UserError(f"--cluster {name}: no network {kind}; networks: {', '.join(networks)}")
     network = load_network(kind)
+    if network.tier == "node":
+        raise UserError(f"--cluster {name}: {kind} joins the devices of one node, not nodes")
+    if len(named["gbit"]) > 6 or len(named["ranks"]) > 4:
+        raise UserError(f"--cluster {name}: at most 9999 devices a node, and 999999 Gbit/s each")
     return composed(name, stem, device_model, network, int(named["ranks"]), int(named["gbit"])), device_model
 
 

@@ -70,7 +70,7 @@ class TrainingRow(Row):
     ffn: Size
     vocab: Size
     seq_len: Size
-    micro_batch: Size
+    micro_batch: Annotated[int, Field(ge=1, le=2**20)] | None
     accumulation: Size
     global_batch: Size
     global_batch_tokens: Size
@@ -79,7 +79,7 @@ class TrainingRow(Row):
     sharding: str | None
     devices: Size
     devices_per_node: Size
-    network_gbps_per_node: Positive
+    network_gbps_per_node: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None
     tokens_per_s_per_device: Positive
     mfu: Share
     tflops: Positive
@@ -215,12 +215,15 @@ def device_name(text: str) -> str | None:
 
     What is in brackets only decides where nothing else does, as in "B200 (table says H200)".
     """
+    text = re.sub(r"_|(?<=\d)x(?=[A-Z])", " ", text)
+    if re.search(r"PCIe|H[128]00[ -]?NVL\b", text, re.IGNORECASE):
+        return None  # cards that no NVSwitch joins
     outside = re.sub(r"\(.*?\)", " ", text)
     for said in (outside, text):
         for pattern, name in DEVICES:
             if re.search(pattern, said, re.IGNORECASE):
                 found = name
-                if name == "a100-sxm-80g" and re.search(r"\b40 ?GB", text, re.IGNORECASE):
+                if name == "a100-sxm-80g" and re.search(r"\b40 ?Gi?B?\b", text, re.IGNORECASE):
                     found = "a100-sxm-40g"
                 if name == "h100-sxm" and re.search(r"\b9[46] ?GB|HBM2e", text, re.IGNORECASE):
                     found = "h100-hbm2e-96g"
@@ -229,14 +232,13 @@ def device_name(text: str) -> str | None:
 
 
 DEVICES = (
-    (r"PCIe", None),
     (r"GB300", "gb300-nvl72"),
     (r"GB200", "gb200-nvl72"),
     (r"\bB300", "b300-sxm"),
     (r"\bB200", "b200-sxm"),
     (r"GH200", None),
     (r"\bH200", "h200-sxm"),
-    (r"\bH[18]00\W+H[18]00|H100[ -]?NVL\b", None),
+    (r"\bH[18]00\W+H[18]00", None),
     (r"\bH800", "h800-sxm"),
     (r"\bH100", "h100-sxm"),
     (r"\bA800", "a800-sxm-80g"),

@@ -177,6 +177,14 @@ def test_a_hugging_face_model_is_measured_planned_and_trained(tmp_path: Path) ->
         (("gpt:nano", *ANALYTIC, "--links", "l.json"), "choose one"),
         (("gpt:nano", "--cluster", "h100-8x400g"), "has h100-sxm, and here is only a cpu to measure on"),
         (("gpt:nano", "--analytic", "--cluster", "mine"), "--cluster mine: not known; use a100-8x200g"),
+        (
+            ("gpt:nano", "--analytic", "--cluster", "h100-8x400g-xgmi"),
+            "xgmi joins the devices of one node, not nodes",
+        ),
+        (
+            ("gpt:nano", "--analytic", "--cluster", f"h100-8x{'9' * 20}g"),
+            "at most 9999 devices a node, and 999999 Gbit/s each",
+        ),
         (("gpt:nano", *ANALYTIC, "--nodes", 0), "--nodes 0: a cluster has at least 1 node"),
         (("gpt:nano", *ANALYTIC, "--mesh", "8|2", "--nodes", 2), "leave --nodes out"),
         (("hf:nothing", *ANALYTIC), "hf:nothing: no such file; use a config.json, its folder, or gpt3-175b"),
