@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,20 @@ def test_a_certificate_is_as_good_as_the_relaxation_and_below_every_plan(seed: i
             assert proof.bound_s * 1e9 <= truth.by_pace[pace] * NEARLY + 1
 
 
+def _of_one_leaf(
+    pace: tuple[int, int, int], walks: Iterable[tuple[int, ...]], multipliers: Multipliers
+) -> PaceProof:
+    return PaceProof(
+        micro_batch=pace[0],
+        prefetch=pace[1],
+        gradient_buffers=pace[2],
+        in_order=False,
+        bound_s=0.0,
+        walks=tuple(walks),
+        nodes=(Node(multipliers=multipliers),),
+    )
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_multipliers_give_a_bound(seed: int) -> None:
     rng = random.Random(seed)
@@ -86,15 +101,7 @@ def test_any_multipliers_give_a_bound(seed: int) -> None:
                 ),
                 counts=tuple((group, rng.gauss(0, 0.1)) for group in range(len(question.alike))),
             )
-            proof = PaceProof(
-                micro_batch=pace[0],
-                prefetch=pace[1],
-                gradient_buffers=pace[2],
-                in_order=False,
-                bound_s=0.0,
-                walks=tuple(known),
-                nodes=(Node(multipliers=multipliers),),
-            )
+            proof = _of_one_leaf(pace, known, multipliers)
             assert Multiplication(question, proof).bound_s * 1e9 <= truth.by_pace[pace] * NEARLY + 1
 
 
@@ -173,16 +180,7 @@ def test_rounding_forges_no_bound(seed: int) -> None:
         if pace not in truth.by_pace or search.smallest.memory.peak != request.memory_bytes:
             continue
         for scale in range(0, 40, 2):
-            node = Node(multipliers=_memory_alone(search.question, 10.0**scale / 3))
-            proof = PaceProof(
-                micro_batch=pace[0],
-                prefetch=pace[1],
-                gradient_buffers=pace[2],
-                in_order=False,
-                bound_s=0.0,
-                walks=(),
-                nodes=(node,),
-            )
+            proof = _of_one_leaf(pace, (), _memory_alone(search.question, 10.0**scale / 3))
             assert Multiplication(search.question, proof).bound_s * 1e9 <= truth.by_pace[pace] * NEARLY + 1
             tried += 1
     assert tried
