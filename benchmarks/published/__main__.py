@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.published.fitting import Fit, Training, fit_micro
@@ -18,7 +17,7 @@ from benchmarks.published.micro import measured
 from benchmarks.published.parameters import Values
 from benchmarks.published.predict import Traces
 from benchmarks.published.report import Result, document, plot, summary
-from benchmarks.published.scored import Coverage, Question, Scored, questions, scorable, score
+from benchmarks.published.scored import Coverage, Question, Scored, order, questions, scorable, score
 from benchmarks.published.settings import apart, counted
 from benchmarks.published.write import expected_errors, fitted_count, write_models
 from hzplan.errors import UserError
@@ -37,16 +36,17 @@ def main() -> int:
     micro = read_rows(shipped_rows() / "micro.jsonl", MicroRow)
     for line in (*rows.problems, *micro.problems):
         print(line, file=sys.stderr)
-    coverage = scorable(questions(rows.rows), traces)
+    coverage = scorable(questions(rows.rows, marked=rows.marked), traces)
     if not coverage.questions:
         for row, why in coverage.left_out:
             print(f"{row.id}: {why}", file=sys.stderr)
         raise UserError(f"{asked.rows or 'the rows'}: no row can be predicted")
     shipped = score(coverage.questions, traces, {})
     if asked.rows:
-        result = Result(coverage, shipped, (), (), (), None, rows.problems, _apart(rows.rows, traces, {}))
+        apart_scored, apart_out = _apart(rows.rows, traces, {})
+        result = Result(coverage, shipped, (), (), (), None, rows.problems, apart_scored, apart_out)
         print(summary(result))
-        for row, why in coverage.left_out:
+        for row, why in (*coverage.left_out, *apart_out):
             print(f"{row.id}: {why}")
         other = sum(not counted(row) and not apart(row) for row in rows.rows)
         print(f"{other} rows of experts, or not in 16 bits, are read and not predicted")
@@ -64,7 +64,8 @@ def main() -> int:
         _left_out(training, coverage, "device"),
         found,
         (*rows.problems, *micro.problems),
-        _apart(rows.rows, traces, found.values),
+        *_apart(rows.rows, traces, found.values),
+        [row for row in rows.rows if not counted(row) and not apart(row)],
     )
     print(summary(result))
     too_many = _too_many(found)
@@ -102,13 +103,20 @@ def _left_out(training: Training, coverage: Coverage, what: str) -> list[Scored]
     return found
 
 
-def _apart(rows: Sequence[TrainingRow], traces: Traces, values: Values) -> list[Scored]:
-    """Rows that are predicted, but are neither fitted to nor among those that the model is held to."""
+def _apart(
+    rows: Sequence[TrainingRow], traces: Traces, values: Values
+) -> tuple[list[Scored], list[tuple[TrainingRow, str]]]:
+    """Rows that are predicted, but are neither fitted to nor among those that the model is held to; and rows
+    of their kind that cannot be predicted, with the reason."""
     found: list[Scored] = []
-    for one in scorable(questions(rows, apart), traces).questions:
-        with suppress(UserError):  # degrees that do not divide the mesh
+    coverage = scorable(questions(rows, apart), traces)
+    left_out = [*coverage.left_out]
+    for one in coverage.questions:
+        try:
             found += score([one], traces, values)
-    return found
+        except UserError as error:  # degrees that do not divide the mesh
+            left_out.append((one.row, str(error)))
+    return found, left_out
 
 
 def _too_many(found: Fit) -> bool:
@@ -125,7 +133,8 @@ def _too_many(found: Fit) -> bool:
 def _write(result: Result, found: Fit, traces: Traces, root: Path) -> None:
     models = root / "cost_models"
     write_models(found, models)
-    expected_errors(result.without_source, result.without_device, result.ordered).save(
+    alike = order(result.without_source, alike=True)
+    expected_errors(result.scored, result.without_source, result.without_device, alike).save(
         models / "expected.json"
     )
     plot(result.scored, root / "docs" / "published.svg")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import log, sqrt
@@ -74,15 +74,22 @@ class Coverage:
         return len(self.questions) / total if total else 0.0
 
 
-def questions(rows: Iterable[TrainingRow], wanted: Callable[[TrainingRow], bool] = counted) -> Coverage:
-    """The rows that the model is held to, or others that are ``wanted``."""
+def questions(
+    rows: Iterable[TrainingRow],
+    wanted: Callable[[TrainingRow], bool] = counted,
+    marked: Container[str] = (),
+) -> Coverage:
+    """The rows that the model is held to, or others that are ``wanted``; not those ``marked``, by their ids,
+    as contradicting themselves."""
     found, left_out = [], []
     for row in rows:
         if not wanted(row):
             continue
         options = settings(row)
         published = published_tokens_per_s(row)
-        if isinstance(options, str):
+        if row.id in marked:
+            left_out.append((row, "it contradicts itself"))
+        elif isinstance(options, str):
             left_out.append((row, options))
         elif published is None:
             left_out.append((row, "neither tokens per second nor seconds of a step are published"))
@@ -158,11 +165,12 @@ class Order:
         return self.right / self.pairs if self.pairs else 1.0
 
 
-def order(scored: Iterable[Scored]) -> Order:
-    """The order of pairs."""
+def order(scored: Iterable[Scored], *, alike: bool = False) -> Order:
+    """The order of pairs; ``alike``: of those with one number of devices and one length only, which differ in
+    what a planner chooses."""
     right = pairs = 0
     differences = []
-    for group in _groups(scored):
+    for group in _groups(scored, lengths=alike, sizes=alike):
         for one, other in combinations(group, 2):
             published = log(one.question.published / other.question.published)
             if abs(published) <= APART:
@@ -204,12 +212,13 @@ def regret(scored: Iterable[Scored]) -> Regret:
     return Regret(len(found), sum(cost for cost, _ in found) / max(1, len(found)), *worst)
 
 
-def _groups(scored: Iterable[Scored], *, lengths: bool = False) -> list[list[Scored]]:
+def _groups(scored: Iterable[Scored], *, lengths: bool = False, sizes: bool = False) -> list[list[Scored]]:
     found: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for one in scored:
         row = one.question.row
         if row.family not in NOISY:
-            key = (row.family, row.model, one.question.options[0].device, lengths and row.seq_len)
+            device = one.question.options[0].device
+            key = (row.family, row.model, device, lengths and row.seq_len, sizes and row.devices)
             found[key].append(one)
     return list(found.values())
 

@@ -15,7 +15,7 @@ from benchmarks.published.loss import METRIC_PASSES, fused_loss
 from hzplan.core.layout import Dtype
 from hzplan.formats.cluster import load_device
 from hzplan.formats.parallel import ModelParallel
-from hzplan.formats.published import TrainingRow
+from hzplan.formats.published import HALF, TrainingRow
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.workload import Workload, next_token_loss
 from hzplan.profiler.model.kernels import Kernels
@@ -23,8 +23,6 @@ from hzplan.profiler.model.kernels import Kernels
 Recompute = Literal["none", "full", "attention", "operations"]
 Scheme = Literal["ddp", "zero1", "zero2", "zero3"]
 
-HALF = {"bf16": "bfloat16", "fp16": "bfloat16"}
-"""Dtypes of 16 bits have the same rates on all devices here."""
 USUAL_GBIT = {"a100": 200, "a800": 200}
 """Gbit/s of each device's NIC where the row does not say: of the maker's reference node; 400 for the rest."""
 MOST_MICRO_TOKENS = 16384
@@ -157,7 +155,7 @@ def settings(row: TrainingRow) -> list[Setting] | str:
     sharding = _sharding(row.sharding)
     if sharding is None:
         return f"sharding {row.sharding!r} is not known"
-    scheme, inside = sharding
+    scheme, inside = sharding if row.devices > 1 else ("ddp", False)  # one device shards nothing
     again: tuple[Recompute, ...] = ("none", "full") if row.recompute == "unknown" else (_recompute(row),)
     tensor, pipeline, context, _ = row.degrees
     parallel = ModelParallel(tensor=tensor, pipeline=pipeline, context=context)
@@ -304,7 +302,8 @@ def _from_flops(row: TrainingRow) -> float | None:
 
 RECOMPUTE = ("none", "selective", "full", "unknown")
 """What rows may say is recomputed."""
-OTHER_ARCHITECTURES = r"(?i)mamba|hybrid|rwkv|ssm|hyena|\bt5\b|conv"
+ARCHITECTURES = ("gpt", "llama")
+"""What is built: two matrices in a block's MLP and learned positions, or three and rotary ones."""
 
 
 def _outside(row: TrainingRow) -> str | None:
@@ -317,8 +316,10 @@ def _outside(row: TrainingRow) -> str | None:
         return f"no file in cost_models/devices/ for {row.device}"
     if row.recompute not in RECOMPUTE:
         return f"recompute {row.recompute!r} is none of {', '.join(RECOMPUTE)}"
-    if re.search(OTHER_ARCHITECTURES, row.arch or ""):
-        return f"arch {row.arch!r} is no transformer with dense attention"
+    if row.arch not in ARCHITECTURES:
+        return f"arch {row.arch!r} is none of {', '.join(ARCHITECTURES)}"
+    if row.arch == "gpt" and row.kv_heads and row.kv_heads != row.heads:
+        return f"arch 'gpt' with {row.kv_heads} kv_heads of {row.heads} heads is not built"
     if "offload" in f"{row.sharding}".lower():
         return f"parameters or state offloaded to the host ({row.sharding})"
     missing = [
@@ -337,9 +338,15 @@ def _network(row: TrainingRow, usual: Options) -> str:
     return "roce" if re.search(r"\bRoCE", said) else usual.network
 
 
+UNKNOWN_SHARDING = r"zero\+\+|quanti|\bqwz|\bqgz|\bhpz|\bq(?:lora|adam)|int8|fp8|1-?bit|\bnot? (?:fsdp|zero)"
+"""Sharding that sends other bytes than the model's, or of which a source says only what it is not."""
+
+
 def _sharding(text: str | None) -> tuple[Scheme, bool] | None:
     """A scheme, and whether its groups lie inside a node, from free text."""
     said = (text or "").lower()
+    if re.search(UNKNOWN_SHARDING, said):
+        return None
     inside = bool(re.search(r"within|in node|one node|hsdp|hybrid.?shard|inside", said))
     inside &= "over all" not in said
     whole = r"hsdp|fsdp|zero-?3|full.?shard|hybrid.?shard"

@@ -106,29 +106,28 @@ def _figure(path: str, value: float, found: Fit) -> dict[str, object]:
         f"{found.sustained:.2f}, which is what training reaches of that on the devices that have rows"
         if share and chip in found.best
         else "as on the devices that have rows"
+        if chip in CHIPS
+        else "as before the fit: no published row that is used depends on it"
     )
-    return _fields(value, source, 1, value / spread, value * spread)
+    return _fields("assumed", value, source, None, value / spread, value * spread)
 
 
 def _said(fitted: Fitted, path: str, value: float, of: str) -> dict[str, object]:
-    low, high = fitted.interval(path)
-    rows = fitted.touched[path]
-    return _fields(
-        value,
-        f"{of} of cost_models/published/ that it matters to, by python -m benchmarks.published",
-        rows,
-        low,
-        high,
-    )
+    chip = CHIPS.get(path.partition(".")[0], ())
+    devices = f" of {' and '.join(chip)}, which share a chip," if len(chip) > 1 else ""
+    source = f"{of} of cost_models/published/{devices} that it matters to, by python -m benchmarks.published"
+    return _fields("fitted", value, source, fitted.touched[path], *fitted.interval(path))
 
 
-def _fields(value: float, source: str, rows: int, low: float, high: float) -> dict[str, object]:
+def _fields(
+    kind: str, value: float, source: str, rows: int | None, low: float, high: float
+) -> dict[str, object]:
     def rounded(number: float) -> float:
         return float(f"{number:.{SIGNIFICANT}g}")
 
     return {
         "value": rounded(value),
-        "kind": "fitted",
+        "kind": kind,
         "source": source,
         "rows": rows,
         "low": rounded(low),
@@ -137,39 +136,55 @@ def _fields(value: float, source: str, rows: int, low: float, high: float) -> di
 
 
 def expected_errors(
-    without_source: Sequence[Scored], without_device: Sequence[Scored], ordered: Order
+    scored: Sequence[Scored], without_source: Sequence[Scored], without_device: Sequence[Scored], alike: Order
 ) -> Expected:
-    """What a user should expect, from rows that the model had not seen."""
-    entries = []
+    """What a user should expect, from rows that the model had not seen where there are such.
+
+    ``alike``: pairs that differ in nothing but what a planner chooses.
+    """
+    entries, few = [], {}
     for chip, stems in CHIPS.items():
-        rows = [one for one in without_source if one.question.chip == chip]
-        if len(rows) >= LEAST_ROWS:
-            low, high = np.exp(np.quantile([one.error for one in rows], [0.1, 0.9]))
-            for stem in stems:
-                entries.append(_entry(stem, rows, float(low), float(high)))
+        rows = [one for one in scored if one.question.chip == chip]
+        if len({one.question.row.family for one in rows}) > 1:
+            rows = [one for one in without_source if one.question.chip == chip]
+        for stem in stems:
+            if len(rows) >= LEAST_ROWS:
+                entries.append(_entry(stem, rows))
+            elif rows:
+                few[load_device(stem).name] = len(rows)
     errors = [one.error for one in without_device]
-    low, high = np.exp(np.quantile(errors, [0.1, 0.9]))
+    low, high = _between(without_device)
     return Expected(
         entries=tuple(entries),
         rows=len(errors),
-        low=round(float(low), 2),
-        high=round(float(high), 2),
-        pairs=max(1, ordered.pairs),
-        difference=round(exp(ordered.most) - 1, 3),
+        low=low,
+        high=high,
+        few=few,
+        pairs=alike.pairs,
+        difference=round(exp(alike.most) - 1, 3),
     )
 
 
-def _entry(stem: str, rows: Sequence[Scored], low: float, high: float) -> ExpectedEntry:
+def _between(rows: Sequence[Scored]) -> tuple[float, float]:
+    """Published over predicted seconds, between which eight of ten rows are."""
+    low, high = np.exp(np.quantile([one.error for one in rows], [0.1, 0.9]))
+    return round(float(low), 2), round(float(high), 2)
+
+
+def _entry(stem: str, rows: Sequence[Scored]) -> ExpectedEntry:
     asked = [one.question.row for one in rows]
+    low, high = _between(rows)
     return ExpectedEntry(
         device=load_device(stem).name,
         rows=len(rows),
+        own=sum(one.question.options[0].device == stem for one in rows),
         sources=len({row.family for row in asked}),
-        low=round(low, 2),
-        high=round(high, 2),
+        low=low,
+        high=high,
         seq_len=_range([row.seq_len or 1 for row in asked]),
         devices=_range([row.devices or 1 for row in asked]),
         parameters=_range([one.prediction.parameters for one in rows]),
+        kernels=tuple(sorted({one.question.options[0].kernels for one in rows})),
     )
 
 

@@ -41,26 +41,37 @@ def described(profile: Profile, plan: Plan) -> str | None:
     said = f"{console.duration(step)}, expect {console.duration(found[0])} to {console.duration(found[1])}"
     entry = known.of(modelled.device)
     if entry is None:
-        return (
-            f"{said}: no published row is of this device; of {known.rows} rows of others, predicted without "
-            f"their device, eight of ten were {known.low} to {known.high} times as long"
-        )
-    said += (
-        f": of {entry.rows} published rows of this chip, predicted without their source, eight of ten were "
-        f"{entry.low} to {entry.high} times as long"
-    )
+        return f"{said}: {_whose(known, modelled.device)}"
+    said += f": of {_from(entry)}, eight of ten were {entry.low} to {entry.high} times as long"
     beyond = ", ".join(_beyond(entry, profile, plan))
     return f"{said}; outside what rows cover: {beyond}" if beyond else said
+
+
+def _whose(known: Expected, device: str) -> str:
+    """Of which rows the range of a device without an entry is."""
+    few = known.few.get(device)
+    own = "no published row is" if few is None else f"only {few} published rows are"
+    return (
+        f"{own} of this chip; of {known.rows} rows, each predicted without the rows of its own chip, eight "
+        f"of ten were {known.low} to {known.high} times as long"
+    )
+
+
+def _from(entry: ExpectedEntry) -> str:
+    """The rows of an entry, and whether the model had seen them."""
+    other = "" if entry.own == entry.rows else f" ({entry.own or 'none'} of this device)"
+    how = "to which the model was fitted" if entry.sources == 1 else "predicted without their source"
+    return f"{entry.rows} published rows of this chip{other}, {how}"
 
 
 def within_error(profile: Profile, share: float) -> str | None:
     """A line where a plan's lead is smaller than the error of predicted differences; None elsewhere."""
     known = known_for(profile)
-    if known is None or share >= known.difference:
+    if known is None or not known.pairs or share >= known.difference:
         return None
     return (
-        f"In {known.pairs} published pairs of settings of one model the predicted difference was wrong by up "
-        f"to {known.difference:.0%} (nine of ten): this lead is within that"
+        f"In {known.pairs} published pairs of settings of one model on one number of devices the predicted "
+        f"difference was wrong by up to {known.difference:.0%} (nine of ten): this lead is within that"
     )
 
 
@@ -76,4 +87,9 @@ def _beyond(entry: ExpectedEntry, profile: Profile, plan: Plan) -> list[str]:
         for value, unit, covered, said in asked
         if value not in covered
     ]
+    modelled = profile.modelled
+    if profile.model.dtype == "float32":
+        found.append("compute in float32 (rows: 16 bits)")
+    if modelled is not None and modelled.kernels not in (None, *entry.kernels):
+        found.append(f"{modelled.kernels} kernels (rows: {', '.join(entry.kernels)})")
     return found + ["model parallelism"] * (plan.parallel is not None)

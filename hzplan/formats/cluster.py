@@ -24,7 +24,7 @@ class Figure(Strict):
     """A number and its origin: a data sheet, a measurement, an assumption that a user should check, or a fit.
 
     A fitted one says on how many ``rows`` of ``cost_models/published/`` and, as ``low`` and ``high``, the
-    interval that they leave it with 90 % confidence.
+    interval that they leave it with 90 % confidence. An assumed one may say between which values it is.
     """
 
     value: Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
@@ -39,6 +39,8 @@ class Figure(Strict):
         """A fitted figure says on what."""
         if self.kind == "fitted" and (self.rows is None or self.low is None or self.high is None):
             raise ValueError("a fitted figure needs rows, low and high")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
         return self
 
 
@@ -174,7 +176,7 @@ class TierModel(LinkModel):
 
 class NetworkModel(Document, LinkModel):
     """A kind of link, without the number of ranks that it joins. ``tier``: the name of its tier;
-    ``bytes_per_s``: None where clusters' names say it."""
+    ``bytes_per_s``: None where clusters' names say it; ``most``: ranks that it can join, None: any number."""
 
     format: Literal["hzplan.network"] = "hzplan.network"
     version: Literal[1] = 1
@@ -182,12 +184,15 @@ class NetworkModel(Document, LinkModel):
     about: str
     tier: str
     bytes_per_s: RateFigure | None = None
+    most: PositiveInt | None = None
 
     def joining(self, ranks: int, bytes_per_s: RateFigure | None = None) -> TierModel:
         """The tier of a cluster in which such links join ``ranks`` groups."""
         rate = bytes_per_s or self.bytes_per_s
         if rate is None:
             raise UserError(f"network {self.name}: its rate is not known; the cluster's name must say it")
+        if self.most is not None and ranks > self.most:
+            raise UserError(f"network {self.name} joins at most {self.most} devices, not {ranks}")
         reached = {name: getattr(self, name) for name in LinkModel.model_fields}
         return TierModel(name=self.tier, ranks=ranks, bytes_per_s=rate, **reached)
 
@@ -233,7 +238,13 @@ def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
             raise UserError(
                 f"{path}: field device: no {cluster.device}.json beside it, and none that is shipped"
             )
-        return cluster, DeviceModel.load(device)
+        model = DeviceModel.load(device)
+        if not _is_shipped(device) and (same := _named(model.name)) is not None:
+            raise UserError(
+                f"{device}: field name: {model.name} is the device {same} that comes with hzplan; give yours "
+                "another name, since published errors are of that one"
+            )
+        return cluster, model
     named = COMPOSED.fullmatch(name)
     if named is None:
         raise UserError(
@@ -286,6 +297,15 @@ def _device_file(name: str, short: str) -> str:
         listed = ", ".join(sorted(one for one in known if one))
         raise UserError(f"--cluster {name}: no device {short}; devices: {listed}")
     return known[short]
+
+
+def _is_shipped(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in FOLDERS)
+
+
+def _named(name: str) -> str | None:
+    """The file's name of the shipped device of a name; None where none has it."""
+    return next((stem for stem in known_devices() if load_device(stem).name == name), None)
 
 
 def _stems(kind: str) -> list[str]:

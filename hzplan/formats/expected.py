@@ -1,7 +1,8 @@
 """How far published runs were from modelled predictions, ``cost_models/expected.json``, by device.
 
 Written by ``python -m benchmarks.published``. Ratios are published over predicted seconds of a step, each row
-predicted by a model that was fitted without its source.
+predicted by a model that was fitted without its source; where all rows of a chip are of one source, by the
+model fitted with them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hzplan.errors import UserError
-from hzplan.formats.base import Document, PositiveInt, Strict
+from hzplan.formats.base import Document, NonNegativeInt, PositiveInt, Strict
 from hzplan.formats.cluster import FOLDERS
 
 Ratio = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
@@ -28,21 +29,25 @@ class Range(Strict):
 
 
 class ExpectedEntry(Strict):
-    """A device's rows. ``low``, ``high``: eight of ten rows lie between."""
+    """The rows of a device's chip, ``own`` of which are of the device itself. ``low``, ``high``: eight of ten
+    rows lie between; ``sources``: with 1, the model had seen the rows."""
 
     device: str
     rows: PositiveInt
+    own: NonNegativeInt
     sources: PositiveInt
     low: Ratio
     high: Ratio
     seq_len: Range
     devices: Range
     parameters: Range
+    kernels: tuple[str, ...] = Field(min_length=1)
 
 
 class Expected(Document):
-    """``others``: of devices without rows of their own, as each device's rows came out when the model was
-    fitted without them; ``difference``: of two settings of one model, how much the predicted ratio of their
+    """``low``, ``high``: of devices without an entry, as each chip's ``rows`` came out when the model was
+    fitted without them; ``few``: rows of chips that have too few for an entry, by device; ``difference``: of
+    two settings of one model, at one length and number of devices, how much the predicted ratio of their
     steps was off in nine of ten of ``pairs``."""
 
     format: Literal["hzplan.expected"] = "hzplan.expected"
@@ -51,7 +56,8 @@ class Expected(Document):
     rows: PositiveInt
     low: Ratio
     high: Ratio
-    pairs: PositiveInt
+    few: dict[str, PositiveInt]
+    pairs: NonNegativeInt
     difference: Annotated[float, Field(ge=0, le=10)]
 
     def of(self, device: str) -> ExpectedEntry | None:

@@ -234,11 +234,13 @@ class ProvenanceEntry(Strict):
 class ModelledEntry(Strict):
     """The sources of modelled seconds: names of files in ``cost_models/``.
 
-    ``device``: None where units were measured and only links are modelled.
+    ``device``: None where units were measured and only links are modelled; ``kernels``: each operation's own
+    (eager), or fused by a compiler (compiled).
     """
 
     cluster: str
     device: str | None = None
+    kernels: str | None = None
 
     @property
     def what(self) -> str:

@@ -18,12 +18,14 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from hzplan.errors import UserError
 from hzplan.formats.base import Strict
-from hzplan.formats.cluster import FOLDERS
+from hzplan.formats.cluster import FOLDERS, load_device
 
 Size = Annotated[int, Field(ge=1, le=2**40)] | None
 Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)] | None
 Share = Annotated[float, Field(gt=0, le=1)] | None
 
+HALF = ("bf16", "fp16")
+"""Dtypes of 16 bits, as rows name them; all devices compute as fast in one as in the other."""
 MOST_APART = 0.06
 """Relative difference between two statements of one quantity that rounding may explain."""
 UNITS = {
@@ -128,8 +130,46 @@ class TrainingRow(Row):
                     f"global_batch {self.global_batch} is not micro_batch {self.micro_batch} × accumulation "
                     f"{self.accumulation} × {self.devices // ways} ranks"
                 )
+        yield from self._beyond_device()
+        yield from self._beyond_model()
         if self.hidden and self.heads and self.kv_heads and self.heads % self.kv_heads:
             yield f"heads {self.heads} are no multiple of kv_heads {self.kv_heads}"
+
+    def _beyond_device(self) -> Iterator[str]:
+        """Statements that the device's data sheet rules out."""
+        if self.device_name is None:
+            return
+        device = load_device(self.device_name)
+        peak = max(rate.value for rate in device.flops_per_s.values()) / 1e12
+        if self.dtype in HALF and self.tflops and self.tflops > peak:
+            yield f"tflops {self.tflops:g} is above the {peak:g} that {self.device_name} reaches at most"
+        card = device.memory_bytes.value / 2**30
+        if self.memory_gib and self.memory_gib > card * (1 + MOST_APART):
+            yield f"memory_gib {self.memory_gib:g} is above the {card:.0f} GiB of {self.device_name}"
+
+    def _beyond_model(self) -> Iterator[str]:
+        """A rate of FLOPs and one of tokens that no way of counting FLOPs (the rows' README) joins."""
+        rate, sizes = self._flops_per_s(), (self.layers, self.hidden, self.ffn, self.vocab, self.seq_len)
+        if self.kind != "dense" or rate is None or not self.tokens_per_s_per_device or None in sizes:
+            return
+        layers, hidden, ffn, vocab, seq_len = (int(size or 0) for size in sizes)
+        kept = (self.kv_heads or self.heads or 1) / (self.heads or 1)
+        least = 6 * layers * (2 * hidden**2 * (1 + kept) + 2 * hidden * ffn)
+        whole = least + 6 * (layers * hidden * ffn + 2 * vocab * hidden) + 12 * layers * hidden * seq_len
+        said = rate / self.tokens_per_s_per_device
+        if not (1 - 3 * MOST_APART) * least <= said <= (1 + 3 * MOST_APART) * 4 / 3 * whole:
+            yield (
+                f"tokens_per_s_per_device {self.tokens_per_s_per_device:g} and tflops or mfu give {said:.3g} "
+                f"FLOPs a token; the model has {least:.3g} to {4 / 3 * whole:.3g}"
+            )
+
+    def _flops_per_s(self) -> float | None:
+        """Per device, as published or by the share of the data sheet's peak."""
+        if self.tflops:
+            return self.tflops * 1e12
+        if self.mfu and self.device_name and self.dtype in HALF:
+            return self.mfu * load_device(self.device_name).flops_per_s["bfloat16"].value
+        return None
 
 
 class MicroRow(Row):

@@ -114,7 +114,7 @@ def modelled(
     uses = use_entries(shapes.uses, shapes.reads, [*costs.values()], recompute, shapes.recomputable)
     return Profile(
         provenance=provenance(),
-        modelled=ModelledEntry(cluster=cluster.name, device=device.name),
+        modelled=ModelledEntry(cluster=cluster.name, device=device.name, kernels=pricing.kernels),
         model=model_entry(workload, shapes.units, dtype),
         cluster=_cluster(cluster, mesh, int(device.memory_bytes.value), peak),
         optimizer=_optimizer(optimizer, pricing, largest_elements(shapes.units)),

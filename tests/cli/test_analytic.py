@@ -41,7 +41,7 @@ def test_a_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "modelled for h100-8x400g" in said and "on 16 GPUs (8 GPUs × 2 nodes)" in said
-    assert "published rows of this chip, predicted without their source" in said and "headroom" in said
+    assert "published rows of this chip, to which the model was fitted" in said and "headroom" in said
     assert "next: hzplan export plan.json --to fsdp2" in said
     assert "torchrun --nnodes 2" in said and "--nproc-per-node 8 -m hzplan run plan.json" in said
     asked = ("--global-batch", 64, "--gap", 0.05, "-o", "again.json", "--like", "plan.json")

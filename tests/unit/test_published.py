@@ -62,6 +62,9 @@ def test_rows_that_come_along_are_read_without_a_complaint() -> None:
         ({"step_s": 1.0}, "tokens_per_s_per_device 1007, but step_s 1 gives 16384"),
         ({"tp": 3}, "devices 512 are no multiple of tp × pp × cp = 3"),
         ({"kv_heads": 5}, "heads 64 are no multiple of kv_heads 5"),
+        ({"tflops": 1200.0, "hidden": None}, "tflops 1200 is above the 989.4 that h100-sxm reaches at most"),
+        ({"memory_gib": 94.0}, "memory_gib 94 is above the 79 GiB of h100-sxm"),
+        ({"tokens_per_s_per_device": 9000.0, "step_s": None}, "FLOPs a token; the model has"),
     ],
 )
 def test_a_row_that_cannot_be_right_is_named_in_one_line(
@@ -144,8 +147,16 @@ def test_what_a_row_leaves_open_stays_a_set_of_options() -> None:
         {"device": "NVIDIA V100"},
         {"layers": None},
         {"sharding": "diagonal"},
+        {"sharding": "zero3 (ZeRO++ qwZ)"},
+        {"sharding": "no FSDP"},
+        {"arch": "qwen3-moe"},
+        {"arch": "gpt", "kv_heads": 8},
     ):
         assert isinstance(settings(given.model_copy(update=change)), str)
+    alone = settings(given.model_copy(update={"devices": 1, "global_batch": 8}))
+    assert isinstance(alone, list) and alone[0].scheme == "ddp"
+    counted_out = questions([given], marked={given.id})
+    assert not counted_out.questions and counted_out.left_out[0][1] == "it contradicts itself"
     step = given.model_copy(update={"tokens_per_s_per_device": None, "step_s": 16.27})
     assert published_tokens_per_s(step) == pytest.approx(1007, rel=0.01)
     flops = given.model_copy(update={"tokens_per_s_per_device": None})
@@ -240,9 +251,19 @@ def test_clusters_are_composed_by_name() -> None:
     assert [tier.ranks for tier in cluster.tiers] == [8, 8]
     assert cluster.tiers[1].bytes_per_s.value == 50e9 / 8
     assert find_cluster("gb200-72x400g")[0].tiers[0].name == "rack"
-    for name in ("z9-8x50g", "a100-8x50g-pigeon", "a100"):
+    for name in ("z9-8x50g", "a100-8x50g-pigeon", "a100", "h100-200x400g"):
         with pytest.raises(UserError):
             find_cluster(name)
+
+
+def test_a_device_of_ones_own_has_a_name_of_its_own(tmp_path: Path) -> None:
+    cluster, device = find_cluster("h100-8x400g")
+    cluster.model_copy(update={"device": "mine"}).save(tmp_path / "here.json")
+    device.save(tmp_path / "mine.json")
+    with pytest.raises(UserError, match="NVIDIA H100 SXM 80 GB is the device h100-sxm that comes with"):
+        find_cluster(str(tmp_path / "here.json"))
+    device.model_copy(update={"name": "mine"}).save(tmp_path / "mine.json")
+    assert find_cluster(str(tmp_path / "here.json"))[1].name == "mine"
 
 
 def test_flat_rings_pass_every_rank_and_late_ranks_are_waited_for() -> None:
@@ -292,6 +313,8 @@ def test_order_and_regret_are_of_rows_that_can_be_compared() -> None:
     scored = [one(100, 90), one(110, 100), one(101, 120), one(500, 1, model="other")]
     found = order(scored)
     assert (found.pairs, found.right) == (2, 1) and found.low < 0.5 < found.high
+    others = [*scored, one(200, 180, devices=1024), one(300, 280, seq_len=1024)]
+    assert order(others).pairs > 2 and order(others, alike=True) == found
     lost = regret(scored)
     assert lost.groups == 1 and lost.worst == pytest.approx(110 / 101 - 1)
     errors = Errors.of([log(1.1), log(1.2), log(0.9)])
@@ -321,3 +344,6 @@ def test_what_to_expect_comes_along() -> None:
     assert entry is not None and entry.rows > 20 and entry.low < entry.high
     assert 2048 in entry.seq_len and 10**7 not in entry.seq_len
     assert found.of("a device without rows") is None
+    assert found.few.keys() >= {"NVIDIA B200 SXM 180 GB"} and 0 < found.pairs < 420
+    for known in found.entries:
+        assert known.own <= known.rows and set(known.kernels) <= {"eager", "compiled"}
