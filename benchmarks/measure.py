@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,7 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     """
     folder.mkdir(parents=True, exist_ok=True)
     model, profile = factory(regime), profiled(regime, folder.parent)
-    world = prod(int(size) for size in regime.tiers.split("x"))
-    global_batch = world * MICRO_BATCH * regime.accumulation
+    global_batch = regime.world * MICRO_BATCH * regime.accumulation
     ddp = ddp_peak_bytes(profile, global_batch, model, folder)
     budget = ddp * regime.budget_percent // 100
     made = make(profile, budget, global_batch, folder)

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from pathlib import Path
 
 FILE = Path(__file__).parent / "regimes.json"
@@ -40,6 +41,11 @@ class Regime:
         """As results and tables call it."""
         budget = f"{self.budget_percent}%"
         return f"{self.model}-{self.tiers}-{self.network}-{budget}-x{self.accumulation}-{self.dtype}"
+
+    @property
+    def world(self) -> int:
+        """Ranks, all on one machine."""
+        return prod(int(size) for size in self.tiers.split("x"))
 
     @property
     def rates(self) -> str:

@@ -20,9 +20,13 @@ FACTORS = {
 }
 
 
+LEAST_SHOWN_S = 5e-4
+"""Processor time that is worth a figure."""
+
+
 def markdown(results: Mapping[str, Any]) -> str:
     """The whole page."""
-    parts = (_head, _main, _ablations, _waits, _peers)
+    parts = (_head, _main, _ablations, _waits, _processors, _peers)
     return "\n".join([*(line for part in parts for line in part(results)), ""])
 
 
@@ -162,6 +166,37 @@ def _waits(results: Mapping[str, Any]) -> Iterator[str]:
             link += f", {verdict.peer} {_busy(regime, _entry(result, verdict.peer))}"
         yield f"| {regime.name} | {', '.join(cells)} | {apart:.1%} | {link} |"
     yield ""
+
+
+def _processors(results: Mapping[str, Any]) -> Iterator[str]:
+    """Processor time beside wall."""
+    known = [(r, x) for r, x, v in _judged(results) if v and _entry(x, OURS).get("processor_s")]
+    if not known:
+        return
+    yield "## Where processor time goes"
+    yield ""
+    yield (
+        "Milliseconds of processor time of a rank in a step, by thread, from the kernel's account: the "
+        "thread that computes, this runtime's streams (Python, sums and copies), and gloo's threads; under "
+        "the plan, DDP, and ranks that train alone. *busy*: of the processors, while a step lasts."
+    )
+    yield ""
+    yield "| regime | hzplan | ddp | alone |"
+    yield "|---|---|---|---|"
+    for regime, result in known:
+        cells = [_spent(result, name, regime.world, results) for name in (OURS, "ddp", LOCAL)]
+        yield f"| {regime.name} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _spent(result: Mapping[str, Any], name: str, world: int, results: Mapping[str, Any]) -> str:
+    if name not in _names(result):
+        return "–"
+    entry = _entry(result, name)
+    spent, total = entry["processor_s"], sum(entry["processor_s"].values())
+    parts = " + ".join(f"{1e3 * s:.0f} {what}" for what, s in spent.items() if s >= LEAST_SHOWN_S)
+    busy = total * world / entry["step_s"]["median"] / results["machine"]["cpus"]
+    return f"{1e3 * total:.0f}: {parts}; {busy:.0%} busy"
 
 
 def _busy(regime: Regime, entry: Mapping[str, Any]) -> str:

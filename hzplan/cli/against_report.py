@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from hzplan.cli import console
 from hzplan.peers import CONTROL, LOCAL, OURS, OURS_AGAIN
+
+LEAST_SHOWN_S = 1e-4
+"""Processor time that is worth a word."""
 
 if TYPE_CHECKING:
     from hzplan.peers.compare import ComparedPeer, Comparison
@@ -59,6 +63,7 @@ def _contender(
         "sent_bytes": {"in_node": entry.sent_bytes[0], "network": entry.sent_bytes[1]},
         "exposed_comm_s": None if free is None else max(0.0, entry.step_s - free),
         "waits_s": dict(entry.waits_s),
+        "processor_s": dict(entry.processor_s),
         "loss_error": error if error is None or isfinite(error) else None,
         "losses_agree": error is None
         or error <= max(AGREE[dtype] for dtype in (setting.plan.model.dtype, setting.plan.reduce_dtype)),
@@ -101,9 +106,26 @@ def _print(found: dict[str, Any]) -> None:
     out.print(f"ratio: step time over the plan's, paired by round.{itself}")
     waits = " waits: the step less that of ranks training alone." if LOCAL in names else ""
     out.print(f"sent: by the busiest node in a step.{waits} {found['tokens_per_step']:,} tokens a step.")
+    for line in _processors(found["contenders"]):
+        out.print(line)
     if not all(entry["fits"] for entry in found["contenders"]):
         out.print(f"! needs more than the plan's budget of {console.size(found['budget_bytes'])} per rank.")
     if not all(entry["losses_agree"] for entry in found["contenders"]):
         out.print("≠ losses differ from the plan's: not the same training.")
     for name, reason in found["absent"].items():
         out.print(f"{name} took no part: {reason}.")
+
+
+def _processors(contenders: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What the plan and its fastest peer ask of a rank's processors in a step."""
+    peers = [one for one in contenders if one["name"] not in (OURS, OURS_AGAIN, CONTROL, LOCAL)]
+    fastest = min(peers, key=lambda one: float(one["step_s"]["median"]), default=None)
+    asked = [one for one in contenders if one["name"] == OURS or one is fastest]
+    if all(one["processor_s"] for one in asked):
+        yield "processors, of a rank in a step: " + "; ".join(map(_processor, asked)) + "."
+
+
+def _processor(contender: dict[str, Any]) -> str:
+    spent = contender["processor_s"]
+    parts = ", ".join(f"{what} {console.duration(s)}" for what, s in spent.items() if s >= LEAST_SHOWN_S)
+    return f"{contender['name']} {console.duration(sum(spent.values()))} ({parts})"

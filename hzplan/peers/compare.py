@@ -36,7 +36,8 @@ class ComparedPeer:
     (over loopback, over other interfaces); ``loss_error``: the largest relative difference to DDP's losses in
     the first ten steps (the plan's, where DDP took no part), infinite where one is not finite, None for who
     does not train together; ``waits_s``: how long compute stood still in a step, by what for, the mean of all
-    ranks; empty where it is not known.
+    ranks; empty where it is not known; ``processor_s``: processor time of a step by what threads are for,
+    likewise.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ComparedPeer:
     losses: tuple[float, ...]
     loss_error: float | None
     waits_s: Mapping[str, float]
+    processor_s: Mapping[str, float]
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it needs no more than the budget."""
@@ -110,6 +112,7 @@ def compare(
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[tuple[int, int]]] = {name: [] for name in contenders}
     waits: dict[str, list[Mapping[str, float]]] = {name: [] for name in contenders}
+    spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in contenders}
     order = random.Random(seed)
     trained = steps_per_round + 1
     for number in range(rounds):
@@ -123,6 +126,7 @@ def compare(
             everyone = ranks.gather((turn, (after[0] - before[0], after[1] - before[1])))
             seconds[name].append(max(turn.seconds for turn, _ in everyone) / steps_per_round)
             waits[name].append(_mean([turn.waits_s for turn, _ in everyone], steps_per_round))
+            spent[name].append(_mean([turn.processor_s for turn, _ in everyone], steps_per_round))
             by_step = zip(*(turn.losses for turn, _ in everyone), strict=True)
             losses[name] += [statistics.fmean(step) for step in by_step]
             busiest = max((counted for _, counted in everyone), key=lambda pair: (pair[1], pair[0]))
@@ -140,6 +144,7 @@ def compare(
             tuple(losses[name]),
             None if name in alone else _deviation(losses[name], reference),
             _medians(waits[name]),
+            _medians(spent[name]),
         )
         for name in contenders
     }

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
+from hzplan.peers import processors
 from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.training.batches import Batches
@@ -101,12 +102,14 @@ class Turn:
 
     A step ends when ``optimizer.step()`` returns; what it left under way counts in the step after it. So a
     turn has one period of each of its steps, as a long run has, however they overlap. ``waits_s``: how long
-    compute stood still in these steps, by what for, where that is known.
+    compute stood still in these steps, by what for, where that is known. ``processor_s``: processor time of
+    these steps by what threads are for (``processors``), where the kernel says.
     """
 
     losses: list[float]
     seconds: float
     waits_s: Mapping[str, float]
+    processor_s: Mapping[str, float]
 
 
 class Contender(Protocol):
@@ -208,13 +211,13 @@ class Trainer:
     def turn(self, first: int, steps: int) -> Turn:
         """See ``Contender``."""
         losses, waits = [self.step(first)], Counter[str]()
-        began = time.perf_counter()
+        spent, began = processors.by_thread(), time.perf_counter()
         for step in range(first + 1, first + 1 + steps):
             losses.append(self.step(step))
             waits.update(self.waits_s())
         seconds = time.perf_counter() - began
-        self.finish()
-        return Turn(losses, seconds, waits)
+        self.finish()  # what is left under way, as the lead-in's was
+        return Turn(losses, seconds, waits, processors.since(spent))
 
     def close(self) -> None:
         """See ``Contender``."""

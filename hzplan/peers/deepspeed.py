@@ -82,7 +82,7 @@ class DeepSpeed:
     def turn(self, first: int, steps: int) -> Turn:
         """See ``Contender``."""
         answer = self._ask({"first": first, "steps": steps})
-        return Turn(answer["losses"], answer["seconds"], {})
+        return Turn(answer["losses"], answer["seconds"], {}, answer["processor_s"])
 
     def close(self) -> None:
         """The child ends when nobody will ask any more."""

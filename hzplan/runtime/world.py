@@ -19,8 +19,9 @@ from hzplan.runtime.hang_report import meet
 
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 
-MOST_TOLD, MOST_BYTES = 16, 1 << 14
-"""Up to so many ranks, and bytes of each, a sum goes straight from each rank to each."""
+MOST_TOLD, MOST_BYTES = 8, 1 << 14
+"""Up to so many ranks, and bytes of each, a sum goes straight from each rank to each: a connection for each
+pair, of which more ranks would need too many."""
 TELL_TAG = 1
 """Tag of these messages; the default group has no others between two ranks."""
 
@@ -91,8 +92,8 @@ class ProcessWorld:
             dist.broadcast(tensor, src=self._ranks[0], group=self._group)
 
     def all_reduce(self, tensor: Tensor, operation: Any = SUM) -> None:
-        """See World. Few numbers of few ranks go straight to each: the library's ring is 2·(n − 1) messages one
-        after the other, each of which waits until a busy processor gets to it."""
+        """See World. Few numbers of few ranks go straight to each: the library's ring is 2·(n − 1) messages
+        one after the other, each of which waits until a busy processor gets to it."""
         if self.size == 1:
             return
         small = self.size <= MOST_TOLD and tensor.nbytes <= MOST_BYTES

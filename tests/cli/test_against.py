@@ -24,6 +24,7 @@ KEYS = {
     "sent_bytes",
     "exposed_comm_s",
     "waits_s",
+    "processor_s",
     "loss_error",
     "losses_agree",
     "round_s",
