@@ -331,11 +331,19 @@ class _ModelProfiling:
 
     def _cluster(self, name: str, nodes: int | None) -> tuple[ClusterModel, DeviceModel, Mesh]:
         """A cluster that is known by name or file, with so many nodes."""
+        from hzplan.cli.console import remark
         from hzplan.core.hierarchy import Mesh
         from hzplan.cost.collectives import MOST_NODES
         from hzplan.formats.cluster import find_cluster
+        from hzplan.formats.topology import is_topology, load_topology
 
-        cluster, device = find_cluster(name)
+        if is_topology(name):
+            if nodes is not None:
+                raise UserError(f"--nodes {nodes}: {name} says how many nodes there are; leave it out")
+            cluster, device = load_topology(Path(name))
+            remark(f"{cluster.name}: {cluster.about}")
+        else:
+            cluster, device = find_cluster(name)
         if nodes is not None and not 1 <= nodes <= MOST_NODES:
             raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
         if self.mesh is not None and nodes is not None:

@@ -233,18 +233,7 @@ def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
     path = _shipped("clusters", name) or Path(name)
     if path.suffix == ".json" and path.exists():
         cluster = ClusterModel.load(path)
-        device = _shipped("devices", cluster.device) or path.parent / f"{cluster.device}.json"
-        if not device.exists():
-            raise UserError(
-                f"{path}: field device: no {cluster.device}.json beside it, and none that is shipped"
-            )
-        model = DeviceModel.load(device)
-        if not _is_shipped(device) and (same := _named(model.name)) is not None:
-            raise UserError(
-                f"{device}: field name: {model.name} is the device {same} that comes with hzplan; give yours "
-                "another name, since published errors are of that one"
-            )
-        return cluster, model
+        return cluster, near_device(cluster.device, path)
     named = COMPOSED.fullmatch(name)
     if named is None:
         raise UserError(
@@ -262,6 +251,20 @@ def find_cluster(name: str) -> tuple[ClusterModel, DeviceModel]:
     if len(named["gbit"]) > 6 or len(named["ranks"]) > 4:
         raise UserError(f"--cluster {name}: at most 9999 devices a node, and 999999 Gbit/s each")
     return composed(name, stem, device_model, network, int(named["ranks"]), int(named["gbit"])), device_model
+
+
+def near_device(stem: str, path: Path) -> DeviceModel:
+    """The device that a cluster's file names: one that comes with hzplan, or a file beside it."""
+    device = _shipped("devices", stem) or path.parent / f"{stem}.json"
+    if not device.exists():
+        raise UserError(f"{path}: field device: no {stem}.json beside it, and none that is shipped")
+    model = DeviceModel.load(device)
+    if not _is_shipped(device) and (same := _named(model.name)) is not None:
+        raise UserError(
+            f"{device}: field name: {model.name} is the device {same} that comes with hzplan; give yours "
+            "another name, since published errors are of that one"
+        )
+    return model
 
 
 def composed(
