@@ -54,7 +54,8 @@ def main(
         return
     if (reason := available()) is not None:
         sys.exit(f"benchmarks need emulated clusters: {reason}")
-    chosen = [r for r in regimes.load() if (full or r.quick or only) and (only or "") in r.name]
+    everything = (*regimes.load(), *(regimes.load_drawn() if full or only else ()))
+    chosen = [r for r in everything if (full or r.quick or only) and (only or "") in r.name]
     chosen.sort(key=lambda r: -regimes.bits_per_s(r.network))  # where steps are short first
     results = about()
     path = output or ROOT / "benchmarks" / "results" / f"{results['date']}{'-full' if full else ''}.json"

@@ -30,7 +30,7 @@ def make(
     None where no plan fits.
     """
     profile = Profile.load(profile_path)
-    request = Request(memory_bytes, global_batch, recompute="none")
+    request = Request(memory_bytes, global_batch)
     outcome = solve(profile, request)
     if not isinstance(outcome, Solved):
         return None
@@ -38,7 +38,7 @@ def make(
     emit(profile, request, outcome, profile_path=profile_path, plan_path=chosen).save(chosen)
     model = CostModel(profile)
     single = best_single(model, request)
-    shallow = solve(profile, Request(memory_bytes, global_batch, depths=(1,), recompute="none"))
+    shallow = solve(profile, Request(memory_bytes, global_batch, depths=(1,)))
     variants: dict[str, Evaluation | None] = {
         SINGLE: single,
         ROLES: best_by_role(model, request, single) if single else None,

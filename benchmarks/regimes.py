@@ -1,4 +1,4 @@
-"""The regimes: every pair of values of the factors occurs in one of them."""
+"""The regimes: every pair of values of the factors occurs in one of them; and some that chance has drawn."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 FILE = Path(__file__).parent / "regimes.json"
+DRAWN_FILE = FILE.with_name("regimes_drawn.json")
 
 FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "model": ("deep", "wide"),
@@ -21,6 +22,18 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "dtype": ("fp32", "bf16"),
 }
 COUNT = 24
+DRAWN_FACTORS: Mapping[str, tuple[str | int, ...]] = {
+    "model": ("deep", "wide", "tall", "llama"),
+    "tiers": ("4", "2x2", "1x4", "2x2x2"),
+    "network": ("200mbit", "400mbit", "1gbit", "4gbit"),
+    "budget_percent": (45, 60, 85, 105, 130),
+    "accumulation": (1, 2, 3),
+    "dtype": ("fp32", "bf16"),
+}
+"""Other values, for regimes that nobody has chosen."""
+DRAWN = 8
+ONE_NODE = "none"
+"""The network of a single node."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Regime:
     @property
     def rates(self) -> str:
         """As ``hzplan emulate`` takes them."""
+        if "x" not in self.tiers:
+            return ONE_NODE
         middle = [f"{4 * bits_per_s(self.network) // 10**6}mbit"] * (self.tiers.count("x") - 1)
         return ",".join(["none", *middle, self.network])
 
@@ -60,14 +75,37 @@ class Regime:
 
 
 def bits_per_s(rate: str) -> int:
-    """Of ``500mbit``."""
+    """Of ``500mbit``; of no network, as much as no memory moves."""
+    if rate == ONE_NODE:
+        return 10**12
     units = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
     return int(rate[:-4]) * units[rate[-4:]]
 
 
 def load() -> tuple[Regime, ...]:
     """The regimes, as they were written down."""
-    return tuple(Regime(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8")))
+    return _read(FILE)
+
+
+def load_drawn() -> tuple[Regime, ...]:
+    """Those that chance has drawn, likewise."""
+    return _read(DRAWN_FILE)
+
+
+def _read(path: Path) -> tuple[Regime, ...]:
+    return tuple(Regime(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+
+
+def draw_more(seed: int = 20261126) -> list[Regime]:
+    """Regimes of other values, each as likely as any other, and no two alike."""
+    chance = random.Random(seed)
+    found: dict[Regime, None] = {}
+    while len(found) < DRAWN:
+        picked = {name: chance.choice(values) for name, values in DRAWN_FACTORS.items()}
+        if picked["tiers"] == "4":
+            picked["network"] = ONE_NODE
+        found[Regime(**picked)] = None  # type: ignore[arg-type]
+    return list(found)
 
 
 def uncovered(regimes: Sequence[Regime]) -> set[tuple[tuple[str, object], ...]]:
@@ -91,10 +129,10 @@ def draw(seed: int = 20261121) -> list[Regime]:
     return sorted(found, key=lambda r: [FACTORS[f].index(getattr(r, f)) for f in FACTORS])
 
 
-def write(regimes: Sequence[Regime]) -> None:
-    """Write the file, a regime per line."""
+def write(regimes: Sequence[Regime], path: Path = FILE) -> None:
+    """Write a file, a regime per line."""
     lines = ",\n".join("  " + json.dumps(asdict(regime)) for regime in regimes)
-    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def _tuples(size: int) -> Iterator[tuple[tuple[str, object], ...]]:

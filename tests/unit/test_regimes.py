@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.regimes import COUNT, FACTORS, draw, load, uncovered
+from benchmarks.regimes import COUNT, DRAWN, FACTORS, draw, draw_more, load, load_drawn, uncovered
 
 
 def test_every_pair_of_values_occurs() -> None:
@@ -28,3 +28,9 @@ def test_meshes_and_rates_are_those_of_the_commands() -> None:
     regime = next(r for r in load() if r.tiers == "2x2x2" and r.network == "100mbit")
     assert regime.rates == "none,400mbit,100mbit"
     assert regime.mesh == "2|2|2"
+
+
+def test_regimes_that_chance_has_drawn_are_those_written_down() -> None:
+    assert list(load_drawn()) == draw_more() and len({*load_drawn()} - {*load()}) == DRAWN
+    alone = next(regime for regime in load_drawn() if regime.tiers == "4")
+    assert (alone.rates, alone.mesh, alone.world) == ("none", "2,2", 4)
