@@ -12,7 +12,7 @@ from math import log, sqrt
 import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 
-from benchmarks.published.parameters import CHIP_OF, Values
+from benchmarks.published.parameters import CHIP_OF, Values, models
 from benchmarks.published.predict import Prediction, Traces, predict
 from benchmarks.published.settings import Setting, counted, published_tokens_per_s, settings
 from hzplan.cost.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
@@ -105,6 +105,7 @@ def scorable(coverage: Coverage, traces: Traces) -> Coverage:
         try:
             for setting in one.options:
                 traces.of(setting)
+                models(setting, {})
             found.append(one)
         except (UserError, ValueError, StrictDataclassError) as error:  # the last: transformers' own
             left_out.append((one.row, one_line(error)))

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.published.loss import METRIC_PASSES, fused_loss
 from hzplan.core.layout import Dtype
-from hzplan.formats.cluster import load_device
+from hzplan.formats.cluster import load_device, load_network
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.published import HALF, TrainingRow
 from hzplan.models.gpt import GPT, GPTConfig
@@ -150,12 +150,16 @@ def settings(row: TrainingRow) -> list[Setting] | str:
     per_node = min(row.devices, row.devices_per_node or 8)
     if load_device(device).link == "nvl72":  # a rack is one domain, however many devices a tray has
         per_node = next(size for size in range(min(row.devices, 72), 0, -1) if row.devices % size == 0)
+    most = load_network(load_device(device).link or "").most
+    if most is not None and per_node > most:
+        return f"{per_node} devices a node: their links join at most {most}"
     if row.devices % per_node:
         return f"{row.devices} devices do not fill nodes of {per_node}"
-    sharding = _sharding(row.sharding)
+    # One device shards nothing.
+    sharding = _sharding(row.sharding) if row.devices > 1 else ("ddp", False)
     if sharding is None:
         return f"sharding {row.sharding!r} is not known"
-    scheme, inside = sharding if row.devices > 1 else ("ddp", False)  # one device shards nothing
+    scheme, inside = sharding
     again: tuple[Recompute, ...] = ("none", "full") if row.recompute == "unknown" else (_recompute(row),)
     tensor, pipeline, context, _ = row.degrees
     parallel = ModelParallel(tensor=tensor, pipeline=pipeline, context=context)
@@ -320,7 +324,7 @@ def _outside(row: TrainingRow) -> str | None:
         return f"arch {row.arch!r} is none of {', '.join(ARCHITECTURES)}"
     if row.arch == "gpt" and row.kv_heads and row.kv_heads != row.heads:
         return f"arch 'gpt' with {row.kv_heads} kv_heads of {row.heads} heads is not built"
-    if "offload" in f"{row.sharding}".lower():
+    if "offload" in _used(row.sharding):
         return f"parameters or state offloaded to the host ({row.sharding})"
     missing = [
         name
@@ -338,28 +342,43 @@ def _network(row: TrainingRow, usual: Options) -> str:
     return "roce" if re.search(r"\bRoCE", said) else usual.network
 
 
-UNKNOWN_SHARDING = r"zero\+\+|quanti|\bqwz|\bqgz|\bhpz|\bq(?:lora|adam)|int8|fp8|1-?bit|\bnot? (?:fsdp|zero)"
-"""Sharding that sends other bytes than the model's, or of which a source says only what it is not."""
+UNKNOWN_SHARDING = r"zero\+\+|quanti|\bqwz|\bqgz|\bhpz|\bq(?:lora|adam)|int8|1-?bit"
+"""Sharding that sends other bytes than the model's."""
+NEGATED = (
+    r"\b(?:no|not|none|without)\b[ -]*(?:cpu[ -]*)?(?!shard|sync)[\w+-]+"
+    r"|[\w+-]+(?: is| =|=)? (?:off|disabled)\b"
+)
+"""What a source says that it did not use."""
+
+
+def _used(text: str | None) -> str:
+    """Free text on sharding without what it says was not used, in lower case."""
+    said = (text or "").lower()
+    if re.fullmatch(r"not (?:stated|said|known).*|none.*|unknown.*|n/?a.*", said):
+        return said
+    return re.sub(NEGATED, " ", said)
 
 
 def _sharding(text: str | None) -> tuple[Scheme, bool] | None:
     """A scheme, and whether its groups lie inside a node, from free text."""
-    said = (text or "").lower()
+    said = _used(text)
     if re.search(UNKNOWN_SHARDING, said):
         return None
     inside = bool(re.search(r"within|in node|one node|hsdp|hybrid.?shard|inside", said))
     inside &= "over all" not in said
-    whole = r"hsdp|fsdp|zero-?3|full.?shard|hybrid.?shard"
-    if re.search(whole, said) and not re.search(r"zero-?[12]|grad.?op|no.?shard", said):
+    zero = r"zero[\s_-]*(?:stage)?[\s_=-]*"
+    whole = rf"hsdp|fsdp|{zero}3|full.?shard|fully.?shard|hybrid.?shard"
+    keeps = r"reshard_after_forward\W*(?:false|0)\b|grad.?op"
+    if re.search(whole, said) and not re.search(rf"{zero}[12]|{keeps}|no.?shard", said):
         return "zero3", inside
     for pattern, scheme in (
-        ("zero-?3", "zero3"),
-        ("zero-?2|grad.?op", "zero2"),
-        ("zero-?1|distributed.optim", "zero1"),
+        (rf"{zero}3", "zero3"),
+        (rf"{zero}2|{keeps}", "zero2"),
+        (rf"{zero}1|distributed.optim", "zero1"),
     ):
         if re.search(pattern, said):
             return scheme, inside  # type: ignore[return-value]
-    if re.search(r"ddp|none|unknown|not stated|no.?shard|^$", said):
+    if re.search(r"ddp|none|unknown|not stated|no.?shard|^\s*$", said):
         return "ddp", False
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from hzplan.formats.cluster import (
     load_device,
     load_network,
 )
-from hzplan.formats.expected import Expected, ExpectedEntry, Range
+from hzplan.formats.expected import Covered, Expected, ExpectedEntry, Range
 
 TRANSFER_SIGMA = 0.1
 """Standard deviation, as a logarithm, of a share that is taken over from other devices."""
@@ -159,6 +159,7 @@ def expected_errors(
         rows=len(errors),
         low=low,
         high=high,
+        covered=Covered(**_covered(without_device)),
         few=few,
         pairs=alike.pairs,
         difference=round(exp(alike.most) - 1, 3),
@@ -181,11 +182,18 @@ def _entry(stem: str, rows: Sequence[Scored]) -> ExpectedEntry:
         sources=len({row.family for row in asked}),
         low=low,
         high=high,
-        seq_len=_range([row.seq_len or 1 for row in asked]),
-        devices=_range([row.devices or 1 for row in asked]),
-        parameters=_range([one.prediction.parameters for one in rows]),
-        kernels=tuple(sorted({one.question.options[0].kernels for one in rows})),
+        **_covered(rows),
     )
+
+
+def _covered(rows: Sequence[Scored]) -> dict[str, Any]:
+    asked = [one.question.row for one in rows]
+    return {
+        "seq_len": _range([row.seq_len or 1 for row in asked]),
+        "devices": _range([row.devices or 1 for row in asked]),
+        "parameters": _range([one.prediction.parameters for one in rows]),
+        "kernels": tuple(sorted({one.question.options[0].kernels for one in rows})),
+    }
 
 
 def _range(values: Sequence[int]) -> Range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hzplan.cli import console
-from hzplan.formats.expected import Expected, ExpectedEntry, expected
+from hzplan.formats.expected import Covered, Expected, ExpectedEntry, expected
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 
@@ -41,20 +41,22 @@ def described(profile: Profile, plan: Plan) -> str | None:
     said = f"{console.duration(step)}, expect {console.duration(found[0])} to {console.duration(found[1])}"
     entry = known.of(modelled.device)
     if entry is None:
-        return f"{said}: {_whose(known, modelled.device)}"
-    said += f": of {_from(entry)}, eight of ten were {entry.low} to {entry.high} times as long"
-    beyond = ", ".join(_beyond(entry, profile, plan))
+        said += f": {_whose(known, modelled.device)}"
+    else:
+        said += f": of {_from(entry)}, eight of ten were {entry.low} to {entry.high} times as long"
+    beyond = ", ".join(_beyond(entry or known.covered, profile, plan))
     return f"{said}; outside what rows cover: {beyond}" if beyond else said
 
 
 def _whose(known: Expected, device: str) -> str:
     """Of which rows the range of a device without an entry is."""
     few = known.few.get(device)
-    own = "no published row is" if few is None else f"only {few} published rows are"
+    own = "no published row" if few is None else f"only {few} published rows"
     return (
-        f"{own} of this chip; of {known.rows} rows, each predicted without the rows of its own chip, eight "
-        f"of ten were {known.low} to {known.high} times as long"
-    )
+        f"{own} that counts (dense, 16 bits, no model parallelism) {'is' if few is None else 'are'} of this "
+        f"chip; of {known.rows} rows, each predicted without the rows of its own chip, eight of ten were "
+        f"{known.low} to {known.high} times as long"
+    ).replace("rows that counts", "rows that count")
 
 
 def _from(entry: ExpectedEntry) -> str:
@@ -75,8 +77,8 @@ def within_error(profile: Profile, share: float) -> str | None:
     )
 
 
-def _beyond(entry: ExpectedEntry, profile: Profile, plan: Plan) -> list[str]:
-    """What of the question no row of the device covers."""
+def _beyond(entry: Covered, profile: Profile, plan: Plan) -> list[str]:
+    """What of the question no row covers."""
     asked = (
         (plan.model.seq_len, "tokens a sequence", entry.seq_len, "{:,}".format),
         (profile.mesh.world, "devices", entry.devices, "{:,}".format),

@@ -12,20 +12,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from operator import itemgetter
 
 import networkx as nx
 
 Interface = tuple[str, str]
 """A host, and the rail of its interface."""
-Groups = Mapping[str, tuple[int, ...]]
-"""By host the group that it is in: a number for each rail."""
+Group = tuple[int, ...]
+"""The components of a fabric that a host's rails are in."""
+
+Link = tuple[object, object, float]
+"""Two nodes, and the rate between them."""
 
 SOURCE, SINK = "all that send", "all that receive"
+MOST_EDGES = 40_000
+"""Edges that flows of one tier may look at, all together; at least one flow is computed."""
 
 
 class Uneven(ValueError):
-    """A fabric that is no hierarchy of equal groups; the message names the hosts."""
+    """A fabric that is no hierarchy of equal groups; the message names hosts, or switches."""
 
 
 @dataclass(frozen=True)
@@ -41,115 +45,157 @@ class Meeting:
 def meetings(fabric: nx.Graph) -> tuple[Meeting, ...]:
     """The tiers from the innermost to the outermost, without those that join nobody.
 
-    Hosts meet at height h when on every rail a path joins them over switches of at most that height, which is
-    the least number of links to an interface. What a group of the tier inside sends while all groups do is
-    the least cut between it and the others (Ford and Fulkerson 1956): links up are as many as down where a
-    fabric is not oversubscribed. Raises Uneven where groups differ in size or hosts cannot reach each other.
+    A switch's height is the number of links to the nearest interface; links go one up. Hosts meet at a height
+    when on every rail a path over switches of at most that height joins them. What a group sends out while
+    all groups do is the least of what the tier inside carries, its own links up, and, for those groups that
+    can send least, the least cut between them and the others (Ford and Fulkerson 1956); the slowest group
+    and rail decide. Raises Uneven.
     """
     interfaces = sorted(node for node in fabric if isinstance(node, tuple))
     hosts = sorted({host for host, _ in interfaces})
-    _check_rails(hosts, interfaces)
+    rails = sorted({rail for _, rail in interfaces})
+    _check_interfaces(fabric, hosts, rails)
     heights = nx.multi_source_dijkstra_path_length(fabric, interfaces, weight=None)
-    own = {
-        host: sum(rate for _, _, rate in fabric.edges([*ends], data="rate"))
-        for host, ends in itertools.groupby(interfaces, key=itemgetter(0))
-    }
-    inside: dict[str, tuple[int, ...]] = {host: (number,) for number, host in enumerate(hosts)}
-    found = []
-    for height in range(max(heights.values()) + 1):
+    _check_links(fabric, heights)
+    inside: dict[str, Group] = {host: (number,) for number, host in enumerate(hosts)}
+    found: list[Meeting] = []
+    before = len(rails) * _rate(fabric, interfaces[0])
+    for height in range(1, max(heights.values()) + 1):
         reached = fabric.subgraph(node for node, far in heights.items() if far <= height)
-        met = _met(reached, hosts)
+        component = {
+            node: number for number, nodes in enumerate(nx.connected_components(reached)) for node in nodes
+        }
+        met = {host: tuple(component[host, rail] for rail in rails) for host in hosts}
         members = _members(met)
         sizes = {group: len({inside[host] for host in of}) for group, of in members.items()}
-        if max(sizes.values()) == 1:
-            continue
-        _check_even(members, sizes)
-        rate = min(_sent(reached, inside, of, own) for of in members.values())
-        found.append(
-            Meeting(next(iter(sizes.values())), rate, any(len(set(group)) > 1 for group in met.values()))
-        )
+        links: dict[int, list[Link]] = {}
+        for one, other, rate in reached.edges(data="rate"):
+            links.setdefault(component[one], []).append((one, other, rate))
+        carried = [_sent(links, inside, of, group) for group, of in members.items()]
+        before = min(before, *carried)
+        if max(sizes.values()) > 1:
+            _check_even(members, sizes)
+            by_rails = any(len(set(group)) > 1 for group in members)
+            found.append(Meeting(next(iter(sizes.values())), before, by_rails))
         inside = met
-    if len({*inside.values()}) > 1:
-        first, other = hosts[0], next(host for host in hosts if inside[host] != inside[hosts[0]])
+    first = hosts[0]
+    if (other := next((host for host in hosts if inside[host] != inside[first]), None)) is not None:
         raise Uneven(f"{other} cannot be reached from {first} on every rail")
     return tuple(found)
 
 
-def _check_rails(hosts: Sequence[str], interfaces: Iterable[Interface]) -> None:
-    rails: dict[str, list[str]] = {host: [] for host in hosts}
-    for host, rail in interfaces:
-        rails[host].append(rail)
-    other = next((host for host in hosts if rails[host] != rails[hosts[0]]), None)
-    if other is not None:
-        raise Uneven(
-            f"{other} has rails {', '.join(rails[other])}, but {hosts[0]} has {', '.join(rails[hosts[0]])}"
-        )
+def _check_interfaces(fabric: nx.Graph, hosts: Sequence[str], rails: Sequence[str]) -> None:
+    """Every host has an interface on every rail, and all are as fast."""
+    first = _rate(fabric, (hosts[0], rails[0])) if (hosts[0], rails[0]) in fabric else 0.0
+    for one in itertools.product(hosts, rails):
+        if one not in fabric:
+            raise Uneven(f"{one[0]} has no interface on rail {one[1]}, as others have")
+        if _rate(fabric, one) != first:
+            raise Uneven(
+                f"{':'.join(one)} is not as fast as {hosts[0]}:{rails[0]}; leave out what does not carry the "
+                "model's traffic"
+            )
 
 
-def _met(reached: nx.Graph, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """By host the components that its rails are in."""
-    component = {
-        node: number for number, nodes in enumerate(nx.connected_components(reached)) for node in nodes
-    }
-    rails = sorted({node[1] for node in reached if isinstance(node, tuple)})
-    return {host: tuple(component[host, rail] for rail in rails) for host in hosts}
+def _rate(fabric: nx.Graph, node: object) -> float:
+    return float(sum(rate for _, _, rate in fabric.edges(node, data="rate")))
 
 
-def _members(met: Groups) -> dict[tuple[int, ...], list[str]]:
-    found: dict[tuple[int, ...], list[str]] = {}
+def _check_links(fabric: nx.Graph, heights: Mapping[object, int]) -> None:
+    """Links go one up, and interfaces that share a switch share all of theirs."""
+    for one, other in fabric.edges:
+        if one in heights and abs(heights[one] - heights[other]) != 1:
+            raise Uneven(
+                f"{one} and {other} are linked, but neither is one link nearer to the hosts than the other; "
+                "only hierarchies are planned"
+            )
+    leaves: dict[object, tuple[object, frozenset[object]]] = {}
+    for node in fabric:
+        if isinstance(node, tuple):
+            its = frozenset(fabric[node])
+            for leaf in its:
+                before, theirs = leaves.setdefault(leaf, (node, its))
+                if theirs != its:
+                    raise Uneven(
+                        f"{':'.join(map(str, node))} and {':'.join(before)} share {leaf}, but not all "  # type: ignore[arg-type]
+                        "their switches; only equal groups are planned"
+                    )
+
+
+def _members(met: Mapping[str, Group]) -> dict[Group, list[str]]:
+    found: dict[Group, list[str]] = {}
     for host, group in met.items():
         found.setdefault(group, []).append(host)
     return found
 
 
-def _check_even(members: Mapping[tuple[int, ...], list[str]], sizes: Mapping[tuple[int, ...], int]) -> None:
+def _check_even(members: Mapping[Group, list[str]], sizes: Mapping[Group, int]) -> None:
     usual = Counter(sizes.values()).most_common(1)[0][0]
     odd = next((group for group, size in sizes.items() if size != usual), None)
     if odd is not None:
         raise Uneven(
-            f"{members[odd][0]} meets {sizes[odd]} groups of hosts, its own among them, where most hosts "
-            f"meet {usual}; only equal groups are planned"
+            f"{members[odd][0]} is in a group of {sizes[odd]}, where most hosts are in one of {usual}; only "
+            "equal groups are planned"
         )
 
 
-def _sent(reached: nx.Graph, inside: Groups, hosts: Sequence[str], own: Mapping[str, float]) -> float:
-    """What a host sends to other groups, of the group of those that meet whose own links carry least."""
-    groups = _members({host: inside[host] for host in hosts})
+def _sent(
+    links: Mapping[int, Sequence[Link]], inside: Mapping[str, Group], hosts: Sequence[str], group: Group
+) -> float:
+    """What a host sends to other groups of those that meet, as fast as its slowest rail on every one;
+    infinite where there is one group only. ``links``: by component."""
+    groups = list(_members({host: inside[host] for host in hosts}).values())
     if len(groups) == 1:
         return inf
-    least = min(groups.values(), key=lambda group: sum(own[host] for host in group))
-    return _cut(reached, {*least}, {*hosts} - {*least}) / len(least)
+    place_of = {host: place for place, of in enumerate(groups) for host in of}
+    least = inf
+    for number, rails in Counter(group).items():
+        up = _up(links[number], place_of)
+        rates = [capacity / len(of) for capacity, of in zip(up, groups, strict=True)]
+        most = max(1, MOST_EDGES // len(links[number]))
+        for place in sorted(range(len(groups)), key=rates.__getitem__)[:most]:
+            senders = {*groups[place]}
+            rates[place] = _cut(links[number], senders) / len(senders)
+        least = min(least, min(rates) / rails)
+    return least * len(group)
 
 
-def _joined(reached: nx.Graph, host: str) -> set[object]:
-    """All that a path joins with one of a host's interfaces."""
-    interfaces = [node for node in reached if isinstance(node, tuple) and node[0] == host]
-    return {node for one in interfaces for node in nx.node_connected_component(reached, one)}
+def _up(links: Sequence[Link], place_of: Mapping[str, int]) -> list[float]:
+    """By group, what leaves it over its own links: a component without its highest switches falls into its
+    groups."""
+    graph = nx.Graph((one, other) for one, other, _ in links)
+    heights = nx.multi_source_dijkstra_path_length(
+        graph, [node for node in graph if isinstance(node, tuple)], weight=None
+    )
+    top = max(heights.values())
+    below = graph.subgraph(node for node, height in heights.items() if height < top)
+    owner = {
+        node: place_of[next(one for one in nodes if isinstance(one, tuple))[0]]
+        for nodes in nx.connected_components(below)
+        for node in nodes
+    }
+    capacity = [0.0] * (1 + max(place_of.values()))
+    for one, other, rate in links:
+        low, high = sorted((one, other), key=heights.__getitem__)
+        if heights[high] == top:
+            capacity[owner[low]] += rate
+    return capacity
 
 
-def _links(graph: nx.Graph, nodes: Iterable[object]) -> Iterable[tuple[object, object, float]]:
-    """Both ways."""
-    for one, other, rate in graph.edges(nodes, data="rate"):
-        yield one, other, rate
-        yield other, one, rate
-
-
-def _cut(reached: nx.Graph, senders: set[str], receivers: set[str]) -> float:
-    """The largest flow from the interfaces of some hosts to those of others, all interfaces of a side taken
-    together: the graph that is left has as many nodes as there are switches."""
+def _cut(links: Iterable[Link], senders: set[str]) -> float:
+    """The largest flow from the interfaces of some hosts to those of all others, the interfaces of a side
+    taken together: the graph that is left has as many nodes as there are switches."""
     flow = nx.DiGraph()
     flow.add_nodes_from((SOURCE, SINK))
 
     def place(node: object) -> object:
         if not isinstance(node, tuple):
             return ("switch", node)
-        return SOURCE if node[0] in senders else SINK if node[0] in receivers else None
+        return SOURCE if node[0] in senders else SINK
 
-    for one, other, rate in _links(reached, _joined(reached, next(iter(senders)))):
-        ends = place(one), place(other)
-        if None in ends or ends[0] == ends[1]:
-            continue
-        before = flow.edges[ends]["capacity"] if flow.has_edge(*ends) else 0.0
-        flow.add_edge(*ends, capacity=before + rate)
+    for one, other, rate in links:
+        for ends in ((place(one), place(other)), (place(other), place(one))):
+            before = flow.edges[ends]["capacity"] if flow.has_edge(*ends) else 0.0
+            flow.add_edge(*ends, capacity=before + rate)
     value: float = nx.maximum_flow_value(flow, SOURCE, SINK)
     return value

@@ -28,7 +28,16 @@ class Range(Strict):
         return self.least <= value <= self.most
 
 
-class ExpectedEntry(Strict):
+class Covered(Strict):
+    """What some rows are of."""
+
+    seq_len: Range
+    devices: Range
+    parameters: Range
+    kernels: tuple[str, ...] = Field(min_length=1)
+
+
+class ExpectedEntry(Covered):
     """The rows of a device's chip, ``own`` of which are of the device itself. ``low``, ``high``: eight of ten
     rows lie between; ``sources``: with 1, the model had seen the rows."""
 
@@ -38,17 +47,13 @@ class ExpectedEntry(Strict):
     sources: PositiveInt
     low: Ratio
     high: Ratio
-    seq_len: Range
-    devices: Range
-    parameters: Range
-    kernels: tuple[str, ...] = Field(min_length=1)
 
 
 class Expected(Document):
     """``low``, ``high``: of devices without an entry, as each chip's ``rows`` came out when the model was
-    fitted without them; ``few``: rows of chips that have too few for an entry, by device; ``difference``: of
-    two settings of one model, at one length and number of devices, how much the predicted ratio of their
-    steps was off in nine of ten of ``pairs``."""
+    fitted without them, and ``covered`` what these are of; ``few``: rows of chips that have too few for an
+    entry, by device; ``difference``: of two settings of one model, at one length and number of devices, how
+    much the predicted ratio of their steps was off in nine of ten of ``pairs``."""
 
     format: Literal["hzplan.expected"] = "hzplan.expected"
     version: Literal[1] = 1
@@ -56,6 +61,7 @@ class Expected(Document):
     rows: PositiveInt
     low: Ratio
     high: Ratio
+    covered: Covered
     few: dict[str, PositiveInt]
     pairs: NonNegativeInt
     difference: Annotated[float, Field(ge=0, le=10)]

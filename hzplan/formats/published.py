@@ -112,8 +112,9 @@ class TrainingRow(Row):
                 f"global_batch_tokens {tokens} is not global_batch {self.global_batch} × seq_len "
                 f"{self.seq_len}"
             )
-        if self.step_s and self.tokens_per_s_per_device and tokens and self.devices:
-            said = tokens / self.step_s / self.devices
+        held = tokens or (self.global_batch or 0) * (self.seq_len or 0)
+        if self.step_s and self.tokens_per_s_per_device and held and self.devices:
+            said = held / self.step_s / self.devices
             if not _near(said, self.tokens_per_s_per_device, 3 * MOST_APART):
                 yield (
                     f"tokens_per_s_per_device {self.tokens_per_s_per_device:g}, but step_s {self.step_s:g} "
@@ -143,6 +144,10 @@ class TrainingRow(Row):
         peak = max(rate.value for rate in device.flops_per_s.values()) / 1e12
         if self.dtype in HALF and self.tflops and self.tflops > peak:
             yield f"tflops {self.tflops:g} is above the {peak:g} that {self.device_name} reaches at most"
+        if self.dtype in HALF and self.tflops and self.mfu:
+            by_share = self.mfu * device.flops_per_s["bfloat16"].value / 1e12
+            if not _near(self.tflops, by_share, 3 * MOST_APART):
+                yield f"tflops {self.tflops:g}, but mfu {self.mfu:g} of {self.device_name} is {by_share:.0f}"
         card = device.memory_bytes.value / 2**30
         if self.memory_gib and self.memory_gib > card * (1 + MOST_APART):
             yield f"memory_gib {self.memory_gib:g} is above the {card:.0f} GiB of {self.device_name}"
@@ -155,7 +160,9 @@ class TrainingRow(Row):
         layers, hidden, ffn, vocab, seq_len = (int(size or 0) for size in sizes)
         kept = (self.kv_heads or self.heads or 1) / (self.heads or 1)
         least = 6 * layers * (2 * hidden**2 * (1 + kept) + 2 * hidden * ffn)
-        whole = least + 6 * (layers * hidden * ffn + 2 * vocab * hidden) + 12 * layers * hidden * seq_len
+        # Heads may be wider than their share of the hidden dimension, which rows do not say: up to twice.
+        attention = 12 * layers * hidden * seq_len + 6 * layers * 2 * hidden**2 * (1 + kept)
+        whole = least + 6 * (layers * hidden * ffn + 2 * vocab * hidden) + 2 * attention
         said = rate / self.tokens_per_s_per_device
         if not (1 - 3 * MOST_APART) * least <= said <= (1 + 3 * MOST_APART) * 4 / 3 * whole:
             yield (
@@ -256,7 +263,7 @@ def device_name(text: str) -> str | None:
     What is in brackets only decides where nothing else does, as in "B200 (table says H200)".
     """
     text = re.sub(r"_|(?<=\d)x(?=[A-Z])", " ", text)
-    if re.search(r"PCIe|H[128]00[ -]?NVL\b", text, re.IGNORECASE):
+    if re.search(r"PCI-?e|H[128]00\b.{0,8}\bNVL\b", text, re.IGNORECASE):
         return None  # cards that no NVSwitch joins
     outside = re.sub(r"\(.*?\)", " ", text)
     for said in (outside, text):
@@ -265,7 +272,7 @@ def device_name(text: str) -> str | None:
                 found = name
                 if name == "a100-sxm-80g" and re.search(r"\b40 ?Gi?B?\b", text, re.IGNORECASE):
                     found = "a100-sxm-40g"
-                if name == "h100-sxm" and re.search(r"\b9[46] ?GB|HBM2e", text, re.IGNORECASE):
+                if name == "h100-sxm" and re.search(r"\b9[46] ?GB", text, re.IGNORECASE):
                     found = "h100-hbm2e-96g"
                 return found
     return None

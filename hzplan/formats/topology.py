@@ -17,7 +17,14 @@ from pydantic import Field
 from hzplan.core.topology import Meeting, Uneven, meetings
 from hzplan.errors import UserError
 from hzplan.formats.base import Document, PositiveInt, Strict, read_json
-from hzplan.formats.cluster import ClusterModel, DeviceModel, RateFigure, load_network, near_device
+from hzplan.formats.cluster import (
+    ClusterModel,
+    DeviceModel,
+    NetworkModel,
+    RateFigure,
+    load_network,
+    near_device,
+)
 
 FORMAT = "hzplan.topology"
 MOST_ENDS = 1 << 16
@@ -26,11 +33,18 @@ MOST_LINKS = 1 << 18
 NAMES = ("leaf", "spine", "core")
 """Names of tiers between nodes, where there are several."""
 RANGES = re.compile(r"\[([^\[\]]*)\]")
-Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0.01, le=1e5, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=4096)]
+FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
+END = re.compile(r"[^\s:,\[\]]+(:[^\s:,\[\]]+)?")
+"""A switch, or an interface: its host and its rail."""
+LEAST_RATE = 1e6
+"""Least bytes per second of a tier, as of every rate in a cluster's file."""
 
 
 class LinkEntry(Strict):
-    """Links from every one of ``ends`` to every one of ``to``: ``count`` of ``gbit`` Gbit/s, each way.
+    """Links from every one of ``ends`` up to every one of the switches ``to``: ``count`` of ``gbit`` Gbit/s,
+    each way.
 
     ``n[1-16]:0`` are the interfaces of rail 0 of sixteen hosts, ``leaf[1,3]`` two switches.
     """
@@ -38,7 +52,7 @@ class LinkEntry(Strict):
     ends: str = Field(min_length=1, max_length=200)
     to: str = Field(min_length=1, max_length=200)
     gbit: Rate
-    count: PositiveInt = 1
+    count: Count = 1
 
 
 class TopologyModel(Document):
@@ -47,9 +61,9 @@ class TopologyModel(Document):
 
     format: Literal["hzplan.topology"] = "hzplan.topology"
     version: Literal[1] = 1
-    name: str = Field(min_length=1)
-    device: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    network: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[^\x00-\x1f\x7f]{1,100}$")
+    device: str = Field(pattern=FILE_NAME)
+    network: str = Field(pattern=FILE_NAME)
     devices: PositiveInt | None = None
     links: tuple[LinkEntry, ...] = Field(min_length=1)
 
@@ -58,14 +72,18 @@ class TopologyModel(Document):
         graph, links = nx.Graph(), 0
         for number, link in enumerate(self.links):
             where = f"links.{number}"
-            for one, other in itertools.product(
-                [*_expanded(link.ends, f"{where}.ends")], [*_expanded(link.to, f"{where}.to")]
-            ):
-                ends = _node(one), _node(other)
-                if ends[0] == ends[1]:
-                    raise UserError(f"field {where}: {one} is linked to itself")
-                before = graph.edges[ends]["rate"] if graph.has_edge(*ends) else 0.0
-                graph.add_edge(*ends, rate=before + link.count * link.gbit * 1e9 / 8)
+            ends, to = [*_expanded(link.ends, f"{where}.ends")], [*_expanded(link.to, f"{where}.to")]
+            if (interface := next((one for one in to if ":" in one), None)) is not None:
+                raise UserError(f"field {where}.to: {interface} is an interface; links go up to switches")
+            for one, other in itertools.product(map(_node, ends), to):
+                if one == other:
+                    raise UserError(f"field {where}: {other} is linked to itself")
+                if graph.has_edge(one, other):
+                    said = ":".join(one) if isinstance(one, tuple) else one
+                    raise UserError(
+                        f"field {where}: {said} to {other} is said twice; field count says how many"
+                    )
+                graph.add_edge(one, other, rate=link.count * link.gbit * 1e9 / 8)
                 if (links := links + 1) > MOST_LINKS:
                     raise UserError(f"field {where}: more than {MOST_LINKS} links in all")
         if not any(isinstance(node, tuple) for node in graph):
@@ -97,11 +115,13 @@ def _cluster(described: TopologyModel, device: DeviceModel) -> ClusterModel:
     interfaces = sum(isinstance(node, tuple) for node in fabric)
     hosts = len({node[0] for node in fabric if isinstance(node, tuple)})
     each = described.devices or interfaces // hosts
-    found, network = meetings(fabric), load_network(described.network)
+    found, network = meetings(fabric), _network(described.network)
     if len(found) > len(NAMES):
         raise UserError(f"field links: {len(found)} tiers of switches; at most {len(NAMES)} are planned")
     if network.tier == "node":
         raise UserError(f"field network: {described.network} joins the devices of one node, not nodes")
+    if not found and each == 1:
+        raise UserError("field links: one host of one device has nobody to talk to")
     names = NAMES if len(found) > 1 else (network.tier,)
     tiers = []
     if each > 1:
@@ -109,16 +129,29 @@ def _cluster(described: TopologyModel, device: DeviceModel) -> ClusterModel:
             raise UserError(f"field device: {device.name} has no field link, so its nodes are not known")
         tiers.append(load_network(device.link).joining(each))
     for name, meeting in zip(names, found, strict=False):
+        if meeting.host_rate / each < LEAST_RATE:
+            raise UserError(
+                f"field links: a device sends {meeting.host_rate / each:.3g} bytes/s over the {name}"
+            )
         rate = RateFigure(
             value=meeting.host_rate / each,
             kind="specified",
             source=f"{described.name}: the least cut of its links",
         )
         tiers.append(network.joining(meeting.groups, rate).model_copy(update={"name": name}))
-    about = f"{hosts} hosts of {each} {device.name}, {network.about}: {_shape(names, found)}"
+    about = (
+        f"{hosts} host{'s' * (hosts > 1)} of {each} {device.name}, {network.about}: {_shape(names, found)}"
+    )
     return ClusterModel(
         name=described.name, about=about, device=described.device, backend="nccl", tiers=tuple(tiers)
     )
+
+
+def _network(stem: str) -> NetworkModel:
+    try:
+        return load_network(stem)
+    except UserError as error:
+        raise UserError(f"field network: {error}") from None
 
 
 def _shape(names: tuple[str, ...], found: tuple[Meeting, ...]) -> str:
@@ -149,7 +182,10 @@ def _expanded(text: str, where: str) -> Iterator[str]:
         total *= len(choice)
     if total > MOST_ENDS:
         raise UserError(f"field {where}: {text!r} is more than {MOST_ENDS} names")
-    yield from map("".join, itertools.product(*choices))
+    for end in map("".join, itertools.product(*choices)):
+        if END.fullmatch(end) is None:
+            raise UserError(f"field {where}: {end!r} is neither a switch nor an interface, as n1:0")
+        yield end
 
 
 def _numbers(ranges: str, text: str, where: str) -> Iterator[str]:

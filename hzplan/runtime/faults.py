@@ -32,12 +32,12 @@ class Transfer(NamedTuple):
 class Unfinished(RuntimeError):
     """Part of an exchange did not finish: what with, as one phrase; ``__cause__`` is the backend's error.
 
-    ``late``: because a rank did not arrive.
+    ``late``: because a rank did not arrive; ``ranks``: those to blame.
     """
 
-    def __init__(self, message: str, *, late: bool) -> None:
+    def __init__(self, message: str, *, late: bool, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.late = late
+        self.late, self.ranks = late, tuple(ranks)
 
 
 def wait(transfers: Sequence[Transfer]) -> None:
@@ -56,7 +56,8 @@ def wait(transfers: Sequence[Transfer]) -> None:
             named = frozenset(peer for peer in missing if peer is not None)
             if named and (late or is_lost_peer(error)):
                 late, named = passed_on(late, named)
-            raise Unfinished(_phrase(error, late, sorted(named), after_s), late=late) from error
+            to_blame = sorted(named)
+            raise Unfinished(_phrase(error, late, to_blame, after_s), late=late, ranks=to_blame) from error
 
 
 def _finishes(transfer: Transfer) -> bool:
@@ -101,7 +102,8 @@ def named(what: str, route: Callable[[Sequence[int]], str] = lambda ranks: "") -
         cause = error.__cause__ or error if isinstance(error, Unfinished) else error
         lost, late = is_lost_peer(cause), _is_late(cause)
         if isinstance(error, Unfinished):
-            why, late = str(error), error.late
+            way = route(error.ranks) if error.ranks else ""
+            why, late = f"{error}{way}", error.late
         elif lost:
             why = _missed(what, route) if late else "the connection to another rank broke"
         else:

@@ -22,8 +22,8 @@ SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 MOST_TOLD, MOST_BYTES = 8, 1 << 14
 """Up to so many ranks, and bytes of each, a sum goes straight from each rank to each: a connection for each
 pair, of which more ranks would need too many."""
-TELL_TAG = 1
-"""Tag of these messages; the default group has no others between two ranks."""
+TELL_TAG = 0x687A706C
+"""Tag of these messages: none that a user's own would have."""
 
 
 class World(Protocol):

@@ -65,6 +65,7 @@ def test_rows_that_come_along_are_read_without_a_complaint() -> None:
         ({"tflops": 1200.0, "hidden": None}, "tflops 1200 is above the 989.4 that h100-sxm reaches at most"),
         ({"memory_gib": 94.0}, "memory_gib 94 is above the 79 GiB of h100-sxm"),
         ({"tokens_per_s_per_device": 9000.0, "step_s": None}, "FLOPs a token; the model has"),
+        ({"tflops": 260.0, "mfu": 0.9, "hidden": None}, "tflops 260, but mfu 0.9 of h100-sxm is 890"),
     ],
 )
 def test_a_row_that_cannot_be_right_is_named_in_one_line(
@@ -113,6 +114,8 @@ def test_a_microbenchmark_without_a_unit_is_named(tmp_path: Path) -> None:
         ("NVIDIA H800/H100 80GB (not stated in table; 989.4 peak)", None),
         ("NVIDIA H100 NVL 94GB", None),
         ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100-94GB NVL", None),
+        ("H100 PCI-e", None),
         ("H100 (PCIe)", None),
         ("A100-40G", "a100-sxm-40g"),
         ("A100-SXM4-40GiB", "a100-sxm-40g"),
@@ -129,6 +132,22 @@ def test_a_microbenchmark_without_a_unit_is_named(tmp_path: Path) -> None:
 )
 def test_devices_are_known_by_many_spellings(said: str, name: str | None) -> None:
     assert device_name(said) == name
+
+
+SHARDING = (
+    ("FSDP (reshard_after_forward=False)", "zero2", False),
+    ("SHARD_GRAD_OP", "zero2", False),
+    ("FSDP, not HSDP", "zero3", False),
+    ("FSDP (no CPU offload)", "zero3", False),
+    ("ZeRO-3 (hpZ off)", "zero3", False),
+    ("zero_stage=3", "zero3", False),
+    ("ZeRO stage 1", "zero1", False),
+    ("fully_shard", "zero3", False),
+    ("HSDP inside the node", "zero3", True),
+    ("DDP (not FSDP)", "ddp", False),
+    ("NO_SHARD", "ddp", False),
+)
+"""As sources write it."""
 
 
 def test_what_a_row_leaves_open_stays_a_set_of_options() -> None:
@@ -148,11 +167,15 @@ def test_what_a_row_leaves_open_stays_a_set_of_options() -> None:
         {"layers": None},
         {"sharding": "diagonal"},
         {"sharding": "zero3 (ZeRO++ qwZ)"},
-        {"sharding": "no FSDP"},
+        {"devices_per_node": 16},
         {"arch": "qwen3-moe"},
         {"arch": "gpt", "kv_heads": 8},
     ):
         assert isinstance(settings(given.model_copy(update=change)), str)
+    for text, scheme, inside in SHARDING:
+        read_as = settings(given.model_copy(update={"sharding": text}))
+        assert isinstance(read_as, list), text
+        assert (read_as[0].scheme, read_as[0].inside) == (scheme, inside), text
     alone = settings(given.model_copy(update={"devices": 1, "global_batch": 8}))
     assert isinstance(alone, list) and alone[0].scheme == "ddp"
     counted_out = questions([given], marked={given.id})
@@ -342,6 +365,7 @@ def test_what_to_expect_comes_along() -> None:
     assert found is not None
     entry = found.of("NVIDIA H100 SXM 80 GB")
     assert entry is not None and entry.rows > 20 and entry.low < entry.high
+    assert found.covered.seq_len.most >= entry.seq_len.most and "compiled" in found.covered.kernels
     assert 2048 in entry.seq_len and 10**7 not in entry.seq_len
     assert found.of("a device without rows") is None
     assert found.few.keys() >= {"NVIDIA B200 SXM 180 GB"} and 0 < found.pairs < 420

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzplan.core.topology import Meeting, meetings
+from hzplan.core.topology import Meeting, Uneven, meetings
 from hzplan.errors import UserError
 from hzplan.formats.topology import _expanded, is_topology, load_topology
 from tests.cli.command import hzplan
@@ -66,19 +66,46 @@ def test_rails_have_leaves_of_their_own_and_hosts_meet_over_all_of_them() -> Non
     assert meetings(graph) == (Meeting(3, 8.0, rails=True), Meeting(2, 4.0, rails=False))
 
 
-def test_hosts_that_are_plugged_into_each_other_need_no_switch() -> None:
+def test_the_slowest_group_and_rail_decide() -> None:
     graph = nx.Graph()
-    graph.add_edge(("a", "0"), ("b", "0"), rate=3.0)
-    assert meetings(graph) == (Meeting(2, 3.0, rails=False),)
+    for leaf, host, rail in itertools.product(range(3), range(2), range(2)):
+        graph.add_edge((f"n{leaf}-{host}", str(rail)), f"leaf{leaf}-{rail}", rate=4.0)
+    for leaf, rail in itertools.product(range(3), range(2)):
+        graph.add_edge(f"leaf{leaf}-{rail}", f"spine{rail}", rate=1.0 if (leaf, rail) == (2, 1) else 8.0)
+    assert meetings(graph) == (Meeting(2, 8.0, rails=True), Meeting(3, 1.0, rails=True))
+    graph.add_edge(("n0-0", "0"), "leaf0-0", rate=1.0)
+    with pytest.raises(Uneven, match="is not as fast as n0-0:0"):
+        meetings(graph)
+
+
+def test_uplinks_that_meet_at_no_common_spine_carry_less_than_they_are() -> None:
+    """Each leaf has ten links to its own spine and one to the other's: two of eleven reach the other leaf."""
+    graph = nx.Graph()
+    for leaf, host in itertools.product("ab", range(2)):
+        graph.add_edge((f"{leaf}{host}", "0"), leaf, rate=100.0)
+    for leaf, spine in itertools.product("ab", "ab"):
+        graph.add_edge(leaf, f"spine-{spine}", rate=10.0 if leaf == spine else 1.0)
+    assert meetings(graph)[-1] == Meeting(2, 1.0, rails=False)
 
 
 @pytest.mark.parametrize(
     ("links", "said"),
     [
-        ([("n[1-3]:0", "leaf1"), ("n4:0", "leaf2"), ("leaf[1-2]", "spine")], "n4 meets 1 groups of hosts"),
+        (
+            [("n[1-3]:0", "leaf1"), ("n4:0", "leaf2"), ("leaf[1-2]", "spine")],
+            "n4 is in a group of 1, where most hosts are in one of 3",
+        ),
         ([("n[1-2]:0", "leaf1"), ("n[3-4]:0", "leaf2")], "n3 cannot be reached from n1 on every rail"),
-        ([("n1:[0-1]", "leaf"), ("n2:0", "leaf")], "n2 has rails 0, but n1 has 0, 1"),
-        ([("n1:0", "n1:0")], "field links.0: n1:0 is linked to itself"),
+        ([("n1:[0-1]", "leaf"), ("n2:0", "leaf")], "n2 has no interface on rail 1, as others have"),
+        ([("n1:0", "n2:0")], "field links.0.to: n2:0 is an interface; links go up to switches"),
+        ([("n1:0", "leaf"), ("leaf", "leaf")], "field links.1: leaf is linked to itself"),
+        ([("n1:0", "leaf"), ("n[1-2]:0", "leaf")], "field links.1: n1:0 to leaf is said twice"),
+        ([("n[1-2]:0", "a"), ("n[3-4]:0", "b"), ("a", "b")], "a and b are linked, but neither"),
+        ([("n1:0", "a"), ("n2:0", "b"), ("a", "top"), ("b", "top"), ("n3:0", "top")], "only hierarchies"),
+        ([("n1:0", "[a-b]")], "is no range"),
+        ([("n1:", "leaf")], "'n1:' is neither a switch nor an interface"),
+        ([("n1:0,n2:0", "leaf")], "is neither a switch nor an interface"),
+        ([("n1:0", "a"), ("n1:0", "c"), ("n2:0", "a"), ("n2:0", "b")], "share a, but not all their switches"),
         ([("n[1-:0", "leaf")], "has a bracket without its other one"),
         ([("n[1-x]:0", "leaf")], "'1-x' is no range, as 1-16"),
         ([("n[9-1]:0", "leaf")], "'9-1' is no range"),
@@ -141,3 +168,8 @@ def test_fewer_interfaces_than_devices_share_their_rate(tmp_path: Path) -> None:
         load_topology(written(tmp_path, [("n[1-2]:0", "leaf")], network="infinite"))
     with pytest.raises(UserError, match="nvlink4 joins the devices of one node"):
         load_topology(written(tmp_path, [("n[1-2]:0", "leaf")], network="nvlink4"))
+    with pytest.raises(UserError, match="field links: one host of one device has nobody to talk to"):
+        load_topology(written(tmp_path, [("n1:0", "leaf")]))
+    for changes in ({"name": "two\nlines"}, {"device": "x" * 5000}, {"devices": 0}):
+        with pytest.raises(UserError, match=f"field {next(iter(changes))}"):
+            load_topology(written(tmp_path, [("n[1-2]:0", "leaf")], **changes))
