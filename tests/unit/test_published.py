@@ -62,7 +62,10 @@ def test_rows_that_come_along_are_read_without_a_complaint() -> None:
         ({"step_s": 1.0}, "tokens_per_s_per_device 1007, but step_s 1 gives 16384"),
         ({"tp": 3}, "devices 512 are no multiple of tp × pp × cp = 3"),
         ({"kv_heads": 5}, "heads 64 are no multiple of kv_heads 5"),
-        ({"tflops": 1200.0, "mfu": None, "hidden": None}, "tflops 1200 is above the 989.4 that h100-sxm reaches at most"),
+        (
+            {"tflops": 1200.0, "mfu": None, "hidden": None},
+            "tflops 1200 is above the 989.4 that h100-sxm reaches at most",
+        ),
         ({"memory_gib": 94.0}, "memory_gib 94 is above the 79 GiB of h100-sxm"),
         ({"tokens_per_s_per_device": 9000.0, "step_s": None}, "FLOPs a token; the model has"),
         ({"tflops": 260.0, "mfu": 0.9, "hidden": None}, "tflops 260, but mfu 0.9 of h100-sxm is 890"),
