@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.published.fitting import Fit, Training, fit_micro
@@ -17,11 +16,11 @@ from benchmarks.published.micro import measured
 from benchmarks.published.parameters import Values
 from benchmarks.published.predict import Traces
 from benchmarks.published.report import Result, document, plot, summary
-from benchmarks.published.scored import Coverage, Question, Scored, order, questions, scorable, score
+from benchmarks.published.scored import Coverage, Question, Scored, questions, scorable, score
 from benchmarks.published.settings import apart, counted
 from benchmarks.published.write import expected_errors, fitted_count, write_models
 from hzplan.errors import UserError
-from hzplan.formats.published import MicroRow, TrainingRow, read_rows, shipped_rows
+from hzplan.formats.published import MicroRow, Rows, TrainingRow, read_rows, shipped_rows
 
 MOST_FIGURES, MOST_NETWORK_FIGURES = 14, 8
 """Upper limits of fitted figures of a device and of a network."""
@@ -43,7 +42,7 @@ def main() -> int:
         raise UserError(f"{asked.rows or 'the rows'}: no row can be predicted")
     shipped = score(coverage.questions, traces, {})
     if asked.rows:
-        apart_scored, apart_out = _apart(rows.rows, traces, {})
+        apart_scored, apart_out = _apart(rows, traces, {})
         result = Result(coverage, shipped, (), (), (), None, rows.problems, apart_scored, apart_out)
         print(summary(result))
         for row, why in (*coverage.left_out, *apart_out):
@@ -64,7 +63,7 @@ def main() -> int:
         _left_out(training, coverage, "device"),
         found,
         (*rows.problems, *micro.problems),
-        *_apart(rows.rows, traces, found.values),
+        *_apart(rows, traces, found.values),
         [row for row in rows.rows if not counted(row) and not apart(row)],
     )
     print(summary(result))
@@ -104,12 +103,12 @@ def _left_out(training: Training, coverage: Coverage, what: str) -> list[Scored]
 
 
 def _apart(
-    rows: Sequence[TrainingRow], traces: Traces, values: Values
+    rows: Rows[TrainingRow], traces: Traces, values: Values
 ) -> tuple[list[Scored], list[tuple[TrainingRow, str]]]:
     """Rows that are predicted, but are neither fitted to nor among those that the model is held to; and rows
     of their kind that cannot be predicted, with the reason."""
     found: list[Scored] = []
-    coverage = scorable(questions(rows, apart), traces)
+    coverage = scorable(questions(rows.rows, apart, rows.marked), traces)
     left_out = [*coverage.left_out]
     for one in coverage.questions:
         try:
@@ -133,10 +132,8 @@ def _too_many(found: Fit) -> bool:
 def _write(result: Result, found: Fit, traces: Traces, root: Path) -> None:
     models = root / "cost_models"
     write_models(found, models)
-    alike = order(result.without_source, alike=True)
-    expected_errors(result.scored, result.without_source, result.without_device, alike).save(
-        models / "expected.json"
-    )
+    errors = expected_errors(result.scored, result.without_source, result.without_device, result.alike)
+    errors.save(models / "expected.json")
     plot(result.scored, root / "docs" / "published.svg")
     command = "python -m benchmarks.published --write ."
     text = document(

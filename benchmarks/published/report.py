@@ -48,6 +48,11 @@ class Result:
         """Pairs."""
         return order(self.scored)
 
+    @property
+    def alike(self) -> Order:
+        """Pairs that differ in what a planner chooses, predicted without their source where that was done."""
+        return order(self.without_source or self.scored, alike=True)
+
 
 def summary(result: Result) -> str:
     """Markdown: the figures that targets are about, and the tables."""
@@ -160,7 +165,7 @@ def _headline(result: Result) -> str:
         said = _errors_line(rows) if rows else ""
         if said and said not in lines[-1]:  # figures that are shipped are those of the last fit
             lines.append(f"- {name}: {said}")
-    lines += [_order_line(result.ordered), _alike_line(result), _regret_line(regret(result.scored))]
+    lines += [_order_line(result.ordered), _alike_line(result.alike), _regret_line(regret(result.scored))]
     lines.append(_memory_line(memory(result.scored)))
     return "\n".join(lines)
 
@@ -178,8 +183,7 @@ def _order_line(found: Order) -> str:
     )
 
 
-def _alike_line(result: Result) -> str:
-    found = order(result.without_source or result.scored, alike=True)
+def _alike_line(found: Order) -> str:
     return (
         f"- of those with one number of devices and one length, which differ in what a planner chooses, and "
         f"predicted without their source where one was fitted: {found.right} of {found.pairs} right; off by "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import cache
 from math import copysign
 
 import torch
@@ -156,13 +155,7 @@ def _scaled(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool)
     if accumulate:
         target.add_(gradient, alpha=scale)
     else:
-        torch.add(_zero(target.dtype), gradient, alpha=scale, out=target)
-
-
-@cache
-def _zero(dtype: torch.dtype) -> Tensor:
-    """Made once, for it is needed with every gradient."""
-    return torch.zeros((), dtype=dtype)
+        torch.add(torch.zeros((), dtype=target.dtype), gradient, alpha=scale, out=target)
 
 
 def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *, accumulate: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import MessageOrder, Use
@@ -223,6 +224,14 @@ def test_updates_in_backward_under_layer_drop(place: tuple[str, tuple[int, int, 
 @pytest.mark.parametrize("clip", [False, True])
 def test_unused_parameters_in_float32(clip: bool) -> None:
     compare(on_one_rank_only, "2|2", (1, 2, 2), 2, clip=clip, clips=clip, dtype="float32")
+
+
+def test_a_model_that_ran_in_shapes_leaves_nothing_behind_for_one_that_trains() -> None:
+    with FakeTensorMode():
+        unit.deliver(torch.ones(3), torch.zeros(3), 0.5, accumulate=False)
+    target = torch.zeros(3)
+    unit.deliver(torch.ones(3), target, 0.5, accumulate=False)
+    assert target.tolist() == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
