@@ -51,12 +51,12 @@ def described(profile: Profile, plan: Plan) -> str | None:
 def _whose(known: Expected, device: str) -> str:
     """Of which rows the range of a device without an entry is."""
     few = known.few.get(device)
-    own = "no published row" if few is None else f"only {few} published rows"
+    own = "no published row is" if few is None else f"only {few} published rows are"
     return (
-        f"{own} that counts (dense, 16 bits, no model parallelism) {'is' if few is None else 'are'} of this "
-        f"chip; of {known.rows} rows, each predicted without the rows of its own chip, eight of ten were "
-        f"{known.low} to {known.high} times as long"
-    ).replace("rows that counts", "rows that count")
+        f"{own} of this chip, dense, in 16 bits and without model parallelism; of {known.rows} rows, each "
+        f"predicted without the rows of its own chip, eight of ten were {known.low} to {known.high} times as "
+        "long"
+    )
 
 
 def _from(entry: ExpectedEntry) -> str:

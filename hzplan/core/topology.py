@@ -71,7 +71,7 @@ def meetings(fabric: nx.Graph) -> tuple[Meeting, ...]:
         links: dict[int, list[Link]] = {}
         for one, other, rate in reached.edges(data="rate"):
             links.setdefault(component[one], []).append((one, other, rate))
-        carried = [_sent(links, inside, of, group) for group, of in members.items()]
+        carried = [_sent(links, heights, inside, of, group) for group, of in members.items()]
         before = min(before, *carried)
         if max(sizes.values()) > 1:
             _check_even(members, sizes)
@@ -140,7 +140,11 @@ def _check_even(members: Mapping[Group, list[str]], sizes: Mapping[Group, int]) 
 
 
 def _sent(
-    links: Mapping[int, Sequence[Link]], inside: Mapping[str, Group], hosts: Sequence[str], group: Group
+    links: Mapping[int, Sequence[Link]],
+    heights: Mapping[object, int],
+    inside: Mapping[str, Group],
+    hosts: Sequence[str],
+    group: Group,
 ) -> float:
     """What a host sends to other groups of those that meet, as fast as its slowest rail on every one;
     infinite where there is one group only. ``links``: by component."""
@@ -150,7 +154,7 @@ def _sent(
     place_of = {host: place for place, of in enumerate(groups) for host in of}
     least = inf
     for number, rails in Counter(group).items():
-        up = _up(links[number], place_of)
+        up = _up(links[number], heights, place_of)
         rates = [capacity / len(of) for capacity, of in zip(up, groups, strict=True)]
         most = max(1, MOST_EDGES // len(links[number]))
         for place in sorted(range(len(groups)), key=rates.__getitem__)[:most]:
@@ -160,25 +164,26 @@ def _sent(
     return least * len(group)
 
 
-def _up(links: Sequence[Link], place_of: Mapping[str, int]) -> list[float]:
+def _up(links: Sequence[Link], heights: Mapping[object, int], place_of: Mapping[str, int]) -> list[float]:
     """By group, what leaves it over its own links: a component without its highest switches falls into its
     groups."""
-    graph = nx.Graph((one, other) for one, other, _ in links)
-    heights = nx.multi_source_dijkstra_path_length(
-        graph, [node for node in graph if isinstance(node, tuple)], weight=None
-    )
-    top = max(heights.values())
-    below = graph.subgraph(node for node, height in heights.items() if height < top)
+    top = max(max(heights[one], heights[other]) for one, other, _ in links)
+    below, upward = nx.Graph(), []
+    for one, other, rate in links:
+        low, high = sorted((one, other), key=heights.__getitem__)
+        below.add_node(low)
+        if heights[high] < top:
+            below.add_edge(low, high)
+        else:
+            upward.append((low, rate))
     owner = {
         node: place_of[next(one for one in nodes if isinstance(one, tuple))[0]]
         for nodes in nx.connected_components(below)
         for node in nodes
     }
     capacity = [0.0] * (1 + max(place_of.values()))
-    for one, other, rate in links:
-        low, high = sorted((one, other), key=heights.__getitem__)
-        if heights[high] == top:
-            capacity[owner[low]] += rate
+    for low, rate in upward:
+        capacity[owner[low]] += rate
     return capacity
 
 
