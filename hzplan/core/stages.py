@@ -1,28 +1,55 @@
-"""Stages of hierarchical collectives that a bucket walks in a communication task. Pure."""
+"""Hierarchical collectives that a bucket walks in a communication task, stage by stage. Pure."""
 
 from __future__ import annotations
 
-from hzplan.core.hierarchy import Mesh, Stage
+from functools import cache
+from typing import Literal, NamedTuple
+
+from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import BucketLayout
 from hzplan.core.schedule import Kind
 
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+_Maybe = tuple[Operation, Stage | None]
 
-def stages_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> list[Stage]:
-    """The stages of a task of a kind on a tier, in order; none where the bucket has nothing to do.
+
+class Collective(NamedTuple):
+    """What the ranks of a stage do together."""
+
+    operation: Operation
+    stage: Stage
+
+
+def collectives_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> tuple[Collective, ...]:
+    """A bucket's collectives in a task of a kind on a tier, in order; none where it has nothing to do.
 
     ``UNSHARD``: 0 to ℓp; ``PARAM_GATHER``: ℓp to ℓo (updated parameters); ``GRAD_GATHER``: ℓo to the finest
     level L (the sum goes back to the replicas); ``REDUCE``: 0 to ℓg, accumulating into the gradient slice;
-    ``FINAL_REDUCE``: that, then ℓg to L in place.
+    ``FINAL_REDUCE``: that, then ℓg to L in place. Where nothing lies between this last reduce-scatter and the
+    gather of the same stage, they are one all-reduce, in ``FINAL_REDUCE``: libraries have it, and nobody
+    wakes up between. Not where the same task reduces to ℓg before, for it begins with its all-reduces.
     """
-    param, grad, optim = bucket.levels.param, bucket.levels.grad, bucket.levels.optim
-    spans = {
-        Kind.UNSHARD: [(0, param)],
-        Kind.PARAM_GATHER: [(param, optim)],
-        Kind.GRAD_GATHER: [(optim, mesh.levels)],
-        Kind.REDUCE: [(0, grad)],
-        Kind.FINAL_REDUCE: [(0, grad), (grad, mesh.levels)],
-    }
     if kind is not Kind.UNSHARD and not bucket.trainable:
-        return []
-    stages = (mesh.stage_in_tier(tier, *span) for span in spans.get(kind, []))
-    return [stage for stage in stages if stage is not None]
+        return ()
+    return _collectives(kind, tier, bucket.levels, mesh)
+
+
+@cache
+def _collectives(kind: Kind, tier: int, levels: Levels, mesh: Mesh) -> tuple[Collective, ...]:
+    param, grad, optim = levels
+    summed = mesh.stage_in_tier(tier, grad, mesh.levels)
+    replicated = mesh.stage_in_tier(tier, optim, mesh.levels)
+    is_last = mesh.shards[mesh.tier_bounds[tier][1]] == mesh.world
+    arriving = mesh.stage_in_tier(tier, 0, grad)
+    back_to_back = is_last and summed == replicated and arriving is None
+    by_kind: dict[Kind, list[_Maybe]] = {
+        Kind.UNSHARD: [("all_gather", mesh.stage_in_tier(tier, 0, param))],
+        Kind.PARAM_GATHER: [("all_gather", mesh.stage_in_tier(tier, param, optim))],
+        Kind.GRAD_GATHER: [("all_gather", None if back_to_back else replicated)],
+        Kind.REDUCE: [("reduce_scatter", arriving)],
+        Kind.FINAL_REDUCE: [
+            ("reduce_scatter", arriving),
+            ("all_reduce" if back_to_back else "reduce_scatter", summed),
+        ],
+    }
+    return tuple(Collective(name, stage) for name, stage in by_kind.get(kind, []) if stage is not None)

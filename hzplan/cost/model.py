@@ -14,7 +14,7 @@ from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
 from hzplan.core.order import in_order
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, build
-from hzplan.core.stages import stages_of
+from hzplan.core.stages import Collective, collectives_of
 from hzplan.cost.curves import interpolate
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
@@ -70,10 +70,18 @@ class CostModel:
         )
 
     def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
-        """Nanoseconds of a collective on a stage; ``nbytes``: of its whole, gathered, buffer."""
+        """Nanoseconds of a collective on a stage; ``nbytes``: of its whole, gathered, buffer.
+
+        An all-reduce that was not measured is taken for the two collectives that it replaces.
+        """
         key = operation, stage, nbytes
         if key not in self._known:
-            self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
+            curve = self._curves.get((operation, *stage))
+            if curve is None and operation == "all_reduce":
+                parts = ("reduce_scatter", "all_gather")
+                self._known[key] = sum(self.collective_ns(part, stage, nbytes) for part in parts)
+            else:
+                self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
         return self._known[key]
 
     @cached_property
@@ -254,10 +262,10 @@ class CostModel:
         mesh, levels = self.mesh, bucket.levels
         tiers = range(len(mesh.tiers))
         gathers = tuple(
-            (number, tier, stage, nbytes)
+            (number, tier, one.stage, nbytes)
             for number, kind in enumerate((Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER))
             for tier in tiers
-            for stage, nbytes in self.collectives(bucket, kind, tier)
+            for one, nbytes in self.collectives(bucket, kind, tier)
         )
         parameters = replace(
             UnitCost.zero(len(tiers)),
@@ -269,9 +277,7 @@ class CostModel:
 
         def reduced(kind: Kind) -> tuple[int, ...]:
             return tuple(
-                sum(
-                    self.collective_ns("reduce_scatter", *way) for way in self.collectives(bucket, kind, tier)
-                )
+                sum(self.collective_ns(*one, nbytes) for one, nbytes in self.collectives(bucket, kind, tier))
                 for tier in tiers
             )
 
@@ -291,8 +297,8 @@ class CostModel:
                 scratch_bytes(
                     max(
                         (
-                            _received_bytes(bucket, mesh, stage)
-                            for stage, _ in self.collectives(bucket, Kind.FINAL_REDUCE, tier)
+                            _received_bytes(bucket, mesh, one.stage)
+                            for one, _ in self.collectives(bucket, Kind.FINAL_REDUCE, tier)
                         ),
                         default=0,
                     )
@@ -305,12 +311,12 @@ class CostModel:
         )
         return BucketCost(cost, gathers)
 
-    def collectives(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Stage, int]]:
-        """A bucket's collectives in a task of a kind on a tier: stages, and bytes of their whole buffer."""
+    def collectives(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Collective, int]]:
+        """A bucket's collectives in a task of a kind on a tier, and bytes of their whole buffer."""
         gradient_bytes = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
         nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.PARAM_GATHER) else gradient_bytes
-        for stage in stages_of(kind, tier, bucket, self.mesh):
-            yield stage, nbytes // self.mesh.shards[stage.low]
+        for one in collectives_of(kind, tier, bucket, self.mesh):
+            yield one, nbytes // self.mesh.shards[one.stage.low]
 
     def schedule(
         self,

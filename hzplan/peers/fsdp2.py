@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hzplan.core.hierarchy import Mesh
 from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
-from hzplan.runtime.backends.base import Buffers, Gathers
+from hzplan.runtime.backends.base import Buffers, Collectives
 from hzplan.runtime.backends.groups import on_device
 
 
@@ -47,7 +47,7 @@ class ExchangeAllGather(_Exchange):
 class _UnderWay(dist.Work):
     """An exchange as one piece of work."""
 
-    def __init__(self, gather: Gathers) -> None:
+    def __init__(self, gather: Collectives) -> None:
         super().__init__()
         self._gather = gather
         gather.begin()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
 from hzplan.core.schedule import Kind
-from hzplan.core.stages import stages_of
+from hzplan.core.stages import Collective, collectives_of
 from hzplan.models.local import cast, local, put
 from hzplan.runtime.backends.base import Buffers, Groups
 from hzplan.runtime.world import World
@@ -167,16 +167,16 @@ class Bucket:
         start, end = self.bounds(level)
         return buffer[start - origin : end - origin]
 
-    # The collectives of tasks: stages, and the buffers of each. They touch only this bucket's buffers.
+    # The collectives of tasks, and the buffers of each. They touch only this bucket's buffers.
 
-    def stages(self, kind: Kind, tier: int) -> list[Stage]:
-        """The stages that this bucket walks in a task of a kind on a tier."""
-        return stages_of(kind, tier, self.layout, self.mesh)
+    def collectives(self, kind: Kind, tier: int) -> tuple[Collective, ...]:
+        """What this bucket does in a task of a kind on a tier."""
+        return collectives_of(kind, tier, self.layout, self.mesh)
 
     def gathers(self, kind: Kind, tier: int) -> Iterator[tuple[Stage, Buffers]]:
         """Unshard parameters into a buffer; gather reduced gradients and updated parameters in place."""
         levels = self.layout.levels
-        for stage in self.stages(kind, tier):
+        for _, stage in self.collectives(kind, tier):
             if kind is Kind.UNSHARD:
                 # From the shard, or from the slice that the tier outside has gathered.
                 from_shard = self.mesh.shards[stage.high] == self.mesh.shards[levels.param]
@@ -188,16 +188,17 @@ class Bucket:
                 assert self.grad is not None
                 yield stage, self._in_place(self.grad, levels.grad, stage, self.reduce_dtype)
 
-    def reductions(self, kind: Kind, tier: int) -> Iterator[tuple[Stage, Buffers]]:
-        """Reduce this micro-batch's gradients down to ℓg, and on the last one their sum down to L.
+    def reductions(self, kind: Kind, tier: int) -> Iterator[tuple[Collective, Buffers]]:
+        """Reduce this micro-batch's gradients down to ℓg, and on the last one their sum down to L, or over
+        all replicas at once.
 
         Gradients that arrive in ``grad`` from another buffer are added to it from the second micro-batch on.
         """
         if self.grad is None:
             return
         shards, level = self.mesh.shards, self.layout.levels.grad
-        for stage in self.stages(kind, tier):
-            arrives = False
+        for one in self.collectives(kind, tier):
+            stage, arrives = one.stage, False
             if stage.low >= level:
                 source = self.within(self.grad, level, stage.low)
                 target = self.within(self.grad, level, stage.high)
@@ -205,7 +206,7 @@ class Bucket:
                 source = self.within(self.gradient_buffer, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.gradient_buffer, 0, stage.high)
-            yield stage, Buffers(source, target, self.reduce_dtype, adds=arrives)
+            yield one, Buffers(source, target, self.reduce_dtype, adds=arrives)
 
     def _in_place(
         self, buffer: Tensor, level: int, stage: Stage, dtype: torch.dtype | None = None
@@ -236,7 +237,7 @@ class Bucket:
         self.within(whole, 0, levels.optim).copy_(self.master)
         for kind in (Kind.PARAM_GATHER, Kind.UNSHARD):
             for tier in reversed(tiers):
-                for stage in self.stages(kind, tier):
+                for _, stage in self.collectives(kind, tier):
                     groups[GROUP_OF[kind], stage].all_gather([self._in_place(whole, 0, stage)]).run()
         return self.views(whole)
 

@@ -18,9 +18,10 @@ from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import Kind, Schedule, Task, Use
+from hzplan.core.stages import Collective
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
-from hzplan.runtime.backends.base import Buffers, Gathers, Group, Reductions
+from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions
 from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.backends.nccl import registered
 from hzplan.runtime.bucket import GROUP_OF, Bucket
@@ -39,10 +40,24 @@ BETWEEN_STEPS = "parameters can be read between steps only: after step(), before
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A communication task's collectives: reductions one after the other, gathers together."""
+    """A communication task's collectives: those that begin in one order on every rank, which go first, then
+    reductions one after the other, and last the others, together. No bucket has two of them."""
 
+    in_order: list[Collectives]
     reductions: list[Reductions]
-    gathers: list[Gathers]
+    together: list[Collectives]
+
+    def begin(self, tag: int) -> None:
+        for one in self.in_order:
+            one.begin(tag)
+
+    def end(self, tag: int, *, accumulate: bool) -> None:
+        for reductions in self.reductions:
+            reductions.run(accumulate=accumulate, tag=tag)
+        for one in self.together:
+            one.begin(tag)
+        for one in (*self.in_order, *self.together):
+            one.end()
 
 
 class Engine:
@@ -110,7 +125,9 @@ class Engine:
             return Launcher(
                 *(schedule, self.run, self.idle, self._queues, self._streams, self._tier_names, self._watch)
             )
-        return Executor(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names)
+        return Executor(
+            *(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names), self.begin
+        )
 
     def _hang_watch(self) -> HangWatch | None:
         """A watch over the device's tasks, where the job has a timeout."""
@@ -181,20 +198,33 @@ class Engine:
             return False
         if task.kind in (Kind.FETCH, Kind.STORE):
             return not any(self.units[unit].offload for unit in task.units)
-        return not self.stages(task)
+        return not self.collectives(task)
 
-    def stages(self, task: Task) -> list[tuple[Bucket, Stage]]:
+    def collectives(self, task: Task) -> list[tuple[Bucket, Collective]]:
         """The collectives of a communication task, in order."""
         buckets = (bucket for name in task.units for bucket in self.units[name].buckets)
-        return [(bucket, stage) for bucket in buckets for stage in bucket.stages(task.kind, task.tier)]
+        return [(bucket, one) for bucket in buckets for one in bucket.collectives(task.kind, task.tier)]
 
     def nbytes(self, task: Task) -> int:
         """Bytes of a communication task's buffers in the dtype they travel in, counting the coarser slice."""
         gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
         return sum(
-            (bucket.gradient_nbytes if gradients else bucket.layout.nbytes) // self.mesh.shards[stage.low]
-            for bucket, stage in self.stages(task)
+            (bucket.gradient_nbytes if gradients else bucket.layout.nbytes) // self.mesh.shards[one.stage.low]
+            for bucket, one in self.collectives(task)
         )
+
+    def begin(self, task: Task, scratch: int) -> Callable[[], None] | None:
+        """Begin what is only handed over and has to begin in one order; returns what does the rest of the
+        task. None where there is nothing of the kind."""
+        if task.kind is not Kind.FINAL_REDUCE or not (prepared := self._prepared_for(task, scratch)).in_order:
+            return None
+        prepared.begin(task.index + 1)
+        return partial(self._end, prepared, task)
+
+    @torch.no_grad()
+    def _end(self, prepared: _Prepared, task: Task) -> None:
+        # The tag tells messages apart that are under way at once on a stream.
+        prepared.end(task.index + 1, accumulate=task.position >= len(self.schedule.uses))
 
     @torch.no_grad()
     def run(self, task: Task, scratch: int = 0) -> None:
@@ -207,34 +237,37 @@ class Engine:
             for name in task.units:
                 self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
             return
-        prepared = self._prepared.get((task.kind, task.units, task.tier, scratch))
-        if prepared is None:
-            prepared = self._prepare(task, scratch)
-            self._prepared[task.kind, task.units, task.tier, scratch] = prepared
-        tag = task.index + 1  # tells messages apart that are under way at once on a stream
-        for reductions in prepared.reductions:
-            reductions.run(accumulate=task.position >= len(self.schedule.uses), tag=tag)
-        for gather in prepared.gathers:
-            gather.begin(tag)
-        for gather in prepared.gathers:
-            gather.end()
+        prepared = self._prepared_for(task, scratch)
+        prepared.begin(task.index + 1)
+        self._end(prepared, task)
+
+    def _prepared_for(self, task: Task, scratch: int) -> _Prepared:
+        """A communication task's collectives, prepared when it is run first."""
+        key = task.kind, task.units, task.tier, scratch
+        if (prepared := self._prepared.get(key)) is None:
+            prepared = self._prepared[key] = self._prepare(task, scratch)
+        return prepared
 
     def _prepare(self, task: Task, scratch: int) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
         if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
             received = self._scratch[task.tier][scratch]
             listed = [found for bucket in buckets for found in bucket.reductions(task.kind, task.tier)]
-            reductions = [
-                self.groups["reduce", stage].reduce_scatter([buffers for _, buffers in run], received)
-                for stage, run in itertools.groupby(listed, key=itemgetter(0))
-            ]
-            return _Prepared(reductions, [])
+            prepared = _Prepared([], [], [])
+            for (operation, stage), run in itertools.groupby(listed, key=itemgetter(0)):
+                group, each = self.groups["reduce", stage], [buffers for _, buffers in run]
+                if operation == "all_reduce":
+                    sums = group.all_reduce(each, received)
+                    (prepared.in_order if sums.in_order else prepared.together).append(sums)
+                else:
+                    prepared.reductions.append(group.reduce_scatter(each, received))
+            return prepared
         gathers: dict[Stage, list[Buffers]] = {}
         for bucket in buckets:
             for stage, buffers in bucket.gathers(task.kind, task.tier):
                 gathers.setdefault(stage, []).append(buffers)
         kind = GROUP_OF[task.kind]
-        return _Prepared([], [self.groups[kind, stage].all_gather(one) for stage, one in gathers.items()])
+        return _Prepared([], [], [self.groups[kind, stage].all_gather(one) for stage, one in gathers.items()])
 
     # What the hooks report.
 
@@ -619,7 +652,7 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
         for unit in units
         for bucket in unit.buckets
         for tier in range(tiers)
-        for stage in bucket.stages(kind, tier)
+        for _, stage in bucket.collectives(kind, tier)
     }
 
 
@@ -630,7 +663,7 @@ def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
             bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
             for unit in units
             for bucket in unit.buckets
-            for stage in bucket.stages(Kind.FINAL_REDUCE, tier)
+            for _, stage in bucket.collectives(Kind.FINAL_REDUCE, tier)
         ),
         default=0,
     )

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from torch.autograd import profiler
 
@@ -67,6 +68,14 @@ class Streams(Enum):
     NONE = "the compute thread"
 
 
+class _Begun(NamedTuple):
+    """A task that a thread is to see to, with a scratch buffer; ``end``: what is left of it, None: all."""
+
+    task: int
+    scratch: int
+    end: Callable[[], None] | None
+
+
 class _InFlightWindow:
     """Tasks that begin in order, up to ``width`` at once: what is ready waits for those before it to begin.
 
@@ -77,20 +86,26 @@ class _InFlightWindow:
     def __init__(self, width: int) -> None:
         self.width = width
         self.tasks: list[int] = []
-        self.ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._early: set[int] = set()
         self._next = 0
+        self._free = [*range(width)]
 
-    def release(self, index: int) -> list[int]:
-        """A task's needs are done; returns what has become ready to begin."""
+    def release(self, index: int) -> None:
+        """A task's needs are done."""
         self._early.add(index)
-        begun = []
-        while (first := self.tasks[self._next]) in self._early:
-            self._early.discard(first)
-            self._next = (self._next + 1) % len(self.tasks)
-            self.ready.put(first)
-            begun.append(first)
-        return begun
+
+    def complete(self, scratch: int) -> None:
+        """A task is done."""
+        self._free.append(scratch)
+
+    def next(self) -> tuple[int, int] | None:
+        """The task that begins now, if one does, and its scratch buffer."""
+        if not self._free or (first := self.tasks[self._next]) not in self._early:
+            return None
+        self._early.discard(first)
+        self._next = (self._next + 1) % len(self.tasks)
+        return first, self._free.pop()
 
     def restart(self, first: int = 0) -> None:
         """Nothing is launched; the next task to begin is the window's first one from index ``first`` on."""
@@ -109,8 +124,11 @@ class Executor:
         streams: Streams = Streams.TIERS,
         depth: int = 1,
         tier_names: tuple[str, ...] = (),
+        begin: Callable[[Task, int], Callable[[], None] | None] = lambda task, scratch: None,
     ) -> None:
         """``run(task, scratch)`` does a task's work on a thread; ``idle`` says that a task has none.
+        ``begin`` may do a part of it that waits for nothing, on the thread that finds that it may begin, and
+        then returns what is left for its own thread.
 
         ``depth``: how many tasks of a tier's stream may be in flight at once, each with a scratch buffer of
         its own; more than one only where a backend does not need one order of launches on every rank.
@@ -119,7 +137,7 @@ class Executor:
         self.schedule = schedule
         self.tasks = schedule.tasks
         self._tier_names = tier_names
-        self._run = run
+        self._run, self._begin = run, begin
         self._streams = streams
         left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
         self._next = launches(schedule, left_out)
@@ -151,9 +169,9 @@ class Executor:
                 self._windows.setdefault(name, _InFlightWindow(width)).tasks.append(task.index)
         self._window_of = {index: window for window in self._windows.values() for index in window.tasks}
         self._threads = [
-            threading.Thread(target=self._work, args=(window, scratch), name=f"hzplan {name}", daemon=True)
+            threading.Thread(target=self._work, args=(window,), name=f"hzplan {name}", daemon=True)
             for name, window in self._windows.items()
-            for scratch in range(window.width)
+            for _ in range(window.width)
             if streams is not Streams.NONE
         ]
         for thread in self._threads:
@@ -171,7 +189,7 @@ class Executor:
         until = time.monotonic() + most_s
         for window in self._windows.values():
             for _ in range(window.width):
-                window.ready.put(None)
+                window.begun.put(None)
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -283,12 +301,27 @@ class Executor:
         if window is None:
             self._compute_ready.set()
             return
-        for begun in window.release(index):
-            self._records[begun].begun.setdefault(self.tasks[begun].stream, []).append(begun)
+        window.release(index)
+        self._begin_next(window)
 
-    def _complete(self, index: int) -> None:
+    def _begin_next(self, window: _InFlightWindow) -> None:
+        """Begin what may begin. Lock held, so that tasks begin in order."""
+        while (found := window.next()) is not None:
+            index, scratch = found
+            task, record = self.tasks[index], self._records[index]
+            record.begun.setdefault(task.stream, []).append(index)
+            record.start_s[index] = time.perf_counter()
+            try:
+                with self._named(task):
+                    end = self._begin(task, scratch)
+            except StreamError as error:
+                self._note_error(error)
+                return
+            window.begun.put(_Begun(index, scratch, end))
+
+    def _complete(self, index: int, scratch: int) -> None:
         """A background task is done: release what waited for it alone. Lock held."""
-        step = self._launched[index]
+        step, window = self._launched[index], self._window_of[index]
         self._done[index] = step
         self._open -= 1
         for follower, ahead in self._followers[index]:
@@ -296,52 +329,62 @@ class Executor:
                 self._waiting[follower] -= 1
                 if self._waiting[follower] == 0:
                     self._release(follower, self._bookings[index])
+        window.complete(scratch)
+        self._begin_next(window)
         if not self._open:
             self._all_done.notify_all()
 
-    def _work(self, window: _InFlightWindow, scratch: int) -> None:
-        """A thread: run what is ready, in order."""
-        while (index := window.ready.get()) is not None:
-            if not self._execute(index, scratch):
+    def _work(self, window: _InFlightWindow) -> None:
+        """A thread: run what has begun, in order."""
+        while (begun := window.begun.get()) is not None:
+            if not self._execute(begun):
                 return
 
     def _work_here(self) -> None:
-        """Run what is ready on the compute thread, which waits for nothing else meanwhile."""
+        """Run what has begun on the compute thread, which waits for nothing else meanwhile."""
         for window in self._windows.values():
-            while not window.ready.empty():
-                index = window.ready.get()
-                if index is None or not self._execute(index, 0):
+            while not window.begun.empty():
+                begun = window.begun.get()
+                if begun is None or not self._execute(begun):
                     self._raise_error()
                     return
-                record = self._records[index]
+                record, index = self._records[begun.task], begun.task
                 self._note_wait(record.start_s[index], record.end_s[index], booking(self.tasks[index]))
 
     def _tier(self, task: Task) -> str:
         """The cluster's name for the links of a task's tier, in brackets."""
         return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
 
-    def _execute(self, index: int, scratch: int) -> bool:
+    def _named(self, task: Task) -> AbstractContextManager[object]:
+        """Errors as StreamError of a task."""
+        return named(f"stream {task.stream}{self._tier(task)}, task {task}")
+
+    def _execute(self, begun: _Begun) -> bool:
         """Run a task and release what waited for it; False when it failed."""
-        task, started = self.tasks[index], time.perf_counter()
+        index, scratch, end = begun
+        task, record = self.tasks[index], self._records[index]
         try:
-            with named(f"stream {task.stream}{self._tier(task)}, task {task}"), span(task):
-                self._run(task, scratch)
+            with self._named(task), span(task):
+                if end is not None:
+                    end()
+                else:
+                    record.start_s[index] = time.perf_counter()
+                    self._run(task, scratch)
         except StreamError as error:
-            self._fail(error)
+            with self._lock:
+                self._note_error(error)
             return False
-        record = self._records[index]
-        record.start_s[index] = started
         record.end_s[index] = time.perf_counter()
         with self._lock:
-            self._complete(index)
+            self._complete(index, scratch)
         return True
 
-    def _fail(self, error: StreamError) -> None:
-        """Keep the error that says most: a broken connection is often what another one's failure left."""
-        with self._lock:
-            if self._error is None or (self._error.lost_peer and not error.lost_peer):
-                self._error = error
-            self._all_done.notify_all()
+    def _note_error(self, error: StreamError) -> None:
+        """Keep the error that says most: a broken connection is often what another one's failure left. Lock
+        held."""
+        if self._error is None or (self._error.lost_peer and not error.lost_peer):
+            self._error = error
+        self._all_done.notify_all()
         self._compute_ready.set()
 
     def _raise_error(self) -> None:

@@ -192,7 +192,7 @@ def task_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None =
     """Bytes that a rank sends in every task of a step.
 
     A gather to, or a reduction from, a buffer of B bytes on n ranks sends (n − 1)/n of B from each: every
-    rank's slice reaches all others (rings and exchanges alike).
+    rank's slice reaches all others (rings and exchanges alike). An all-reduce is both.
     """
     model, mesh = CostModel(profile, reduce_dtype), profile.mesh
     buckets = {
@@ -201,10 +201,10 @@ def task_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None =
     }
     return [
         sum(
-            nbytes * (1 - 1 / mesh.group_size(stage))
+            nbytes * (1 - 1 / mesh.group_size(one.stage)) * (1 + (one.operation == "all_reduce"))
             for unit in task.units
             for bucket in buckets[unit]
-            for stage, nbytes in model.collectives(bucket, task.kind, task.tier)
+            for one, nbytes in model.collectives(bucket, task.kind, task.tier)
         )
         if task.tier >= 0
         else 0.0

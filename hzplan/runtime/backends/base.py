@@ -37,13 +37,18 @@ class Buffers(NamedTuple):
         return None if self.dtype == self.whole.dtype else self.dtype
 
 
-class Gathers(ABC):
-    """One stage's all-gathers of several buckets, under way together: every rank's ``part`` into ``whole``,
-    in group order.
+class Collectives(ABC):
+    """One stage's collectives of several buckets that leave the same values on every rank, under way
+    together.
 
-    With a communication dtype ``part`` must be this rank's slice, and is rounded like all others, so that
-    ranks end up with the same values.
+    All-gathers: every rank's ``part`` into ``whole``, in group order. With a communication dtype ``part``
+    must be this rank's slice, and is rounded like all others. All-reduces: the sum of all ranks' ``whole`` in
+    its place.
     """
+
+    in_order = False
+    """Whether they are told apart by the order in which every rank begins them, and ``begin`` only hands them
+    over: then whoever finds that they may begin does so, and no thread has to wake up for it."""
 
     @abstractmethod
     def begin(self, tag: int = 0) -> None:
@@ -105,13 +110,34 @@ class Group(ABC):
         self.ranks, self.place, self.size = tuple(ranks), place, len(ranks)
 
     @abstractmethod
-    def all_gather(self, buffers: Sequence[Buffers]) -> Gathers:
+    def all_gather(self, buffers: Sequence[Buffers]) -> Collectives:
         """Prepare all-gathers of one stage, to be under way together."""
 
     @abstractmethod
     def reduce_scatter(self, buffers: Sequence[Buffers], scratch: Tensor) -> Reductions:
         """Prepare reduce-scatters of one stage. ``scratch``, of any dtype: memory to receive into, where the
         group needs it."""
+
+    def all_reduce(self, buffers: Sequence[Buffers], scratch: Tensor) -> Collectives:
+        """Prepare all-reduces of one stage; each ``part`` is this rank's slice of its ``whole``. Here: a
+        reduce-scatter, then an all-gather."""
+        return _Halves(self.reduce_scatter(buffers, scratch), self.all_gather(buffers))
+
+
+class _Halves(Collectives):
+    """All-reduces as the collectives that they are made of."""
+
+    def __init__(self, reductions: Reductions, gathers: Collectives) -> None:
+        self._reductions, self._gathers = reductions, gathers
+
+    def begin(self, tag: int = 0) -> None:
+        """See Collectives; sums are complete when it returns."""
+        self._reductions.run(tag=tag)
+        self._gathers.begin(tag)
+
+    def end(self) -> None:
+        """See Collectives."""
+        self._gathers.end()
 
 
 Groups = Mapping[tuple[str, Stage], Group]

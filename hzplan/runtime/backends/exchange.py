@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Gathers, Group, Reductions, Rounded, convert
+from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, convert
 from hzplan.runtime.backends.convert import Conversion, back, front
 from hzplan.runtime.faults import Transfer, Work, wait
 
@@ -45,7 +45,7 @@ class ExchangeGroup(Group):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         """Receive into one tensor in the host's memory from the rank at a place of the group."""
 
-    def all_gather(self, buffers: Sequence[Buffers]) -> Gathers:
+    def all_gather(self, buffers: Sequence[Buffers]) -> Collectives:
         """See Group."""
         return _Gathers([RingGather(self, one) for one in buffers])
 
@@ -88,8 +88,32 @@ class GlooGroup(ExchangeGroup):
         """See ExchangeGroup."""
         return self.handle.recv(tensors, peer, tag)
 
+    def all_reduce(self, buffers: Sequence[Buffers], scratch: Tensor) -> Collectives:
+        """See Group. In the library where it sums what it sends: not in a narrower dtype than it is kept in,
+        and not on a GPU."""
+        if any(one.narrow_dtype is not None or one.whole.is_cuda for one in buffers):
+            return super().all_reduce(buffers, scratch)
+        return _AllReduces(self.handle, [one.whole for one in buffers])
 
-class _Gathers(Gathers):
+
+class _AllReduces(Collectives):
+    """The library's own, on threads of its own."""
+
+    in_order = True
+
+    def __init__(self, handle: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+        self._handle, self._tensors = handle, [[one] for one in tensors]
+
+    def begin(self, tag: int = 0) -> None:
+        """See Collectives. The order of these calls tells the messages apart, not their tag."""
+        self._under_way = [Transfer(self._handle.allreduce(one)) for one in self._tensors]
+
+    def end(self) -> None:
+        """See Collectives."""
+        wait(self._under_way)
+
+
+class _Gathers(Collectives):
     def __init__(self, members: Sequence[RingGather]) -> None:
         assert len(members) <= MOST_BUFFERS
         self._members = members

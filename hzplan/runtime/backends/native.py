@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Gathers, Group, Reductions, Rounded, convert
+from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, convert
 from hzplan.runtime.backends.convert import Conversion, front
 from hzplan.runtime.faults import Transfer, Work, wait
 
@@ -35,7 +35,11 @@ class NativeGroup(Group):
     def issue_reduce_scatters(self, pairs: Sequence[Pair]) -> None:
         """Sum each ``whole`` into its ``part``, in the order of the current device stream."""
 
-    def all_gather(self, buffers: Sequence[Buffers]) -> Gathers:
+    @abstractmethod
+    def issue_all_reduces(self, wholes: Sequence[Tensor]) -> Work | None:
+        """Start sums of each tensor in its place. None: see ``issue_all_gathers``."""
+
+    def all_gather(self, buffers: Sequence[Buffers]) -> Collectives:
         """See Group."""
         return _Gathers(self, buffers)
 
@@ -43,8 +47,12 @@ class NativeGroup(Group):
         """See Group. Without scratch."""
         return _Reductions(self, buffers)
 
+    def all_reduce(self, buffers: Sequence[Buffers], scratch: Tensor) -> Collectives:
+        """See Group. Without scratch; sums are in the communication dtype."""
+        return _AllReduces(self, buffers)
 
-class _Gathers(Gathers):
+
+class _Gathers(Collectives):
     def __init__(self, group: NativeGroup, buffers: Sequence[Buffers]) -> None:
         self._group = group
         rounded = [Rounded.of(one, group.place) for one in buffers]
@@ -53,12 +61,12 @@ class _Gathers(Gathers):
         self._widen = [*chain.from_iterable(one.widen for one in rounded)]
 
     def begin(self, tag: int = 0) -> None:
-        """See Gathers."""
+        """See Collectives."""
         convert(self._narrow)
         self._under_way = Transfer(self._group.issue_all_gathers(self._pairs))
 
     def end(self) -> None:
-        """See Gathers."""
+        """See Collectives."""
         if self._under_way.work is not None:  # else they are in order on the current stream
             wait([self._under_way])
         convert(self._widen)
@@ -98,3 +106,27 @@ class _Reductions(Reductions):
         if accumulate:
             for target, total in self._added:
                 target.add_(total)
+
+
+class _AllReduces(Collectives):
+    def __init__(self, group: NativeGroup, buffers: Sequence[Buffers]) -> None:
+        self._group = group
+        self._sent = [
+            one.whole if one.narrow_dtype is None else front(one.whole, one.narrow_dtype) for one in buffers
+        ]
+        travels = [
+            (one.whole, sent) for one, sent in zip(buffers, self._sent, strict=True) if sent is not one.whole
+        ]
+        self._narrow = [Conversion(whole, sent) for whole, sent in travels]
+        self._widen = [Conversion(sent, whole) for whole, sent in travels]
+
+    def begin(self, tag: int = 0) -> None:
+        """See Collectives."""
+        convert(self._narrow)
+        self._under_way = Transfer(self._group.issue_all_reduces(self._sent))
+
+    def end(self) -> None:
+        """See Collectives."""
+        if self._under_way.work is not None:
+            wait([self._under_way])
+        convert(self._widen)

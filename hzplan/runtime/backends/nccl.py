@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.native import NativeGroup, Pair
@@ -70,8 +71,15 @@ class NcclGroup(NativeGroup):
             for whole, part in pairs:
                 _reduce_scatter(part, whole, group=self.handle)
 
-    def _together(self, pairs: Sequence[Pair]) -> Any:
-        return _coalescing(self.handle) if len(pairs) > 1 else nullcontext()
+    def issue_all_reduces(self, wholes: Sequence[Tensor]) -> Work | None:
+        """See NativeGroup."""
+        with self._together(wholes):
+            for whole in wholes:
+                dist.all_reduce(whole, group=self.handle)
+        return None
+
+    def _together(self, several: Sequence[object]) -> Any:
+        return _coalescing(self.handle) if len(several) > 1 else nullcontext()
 
 
 @contextmanager
