@@ -308,6 +308,7 @@ class CostModel:
                 for tier in tiers
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
+            replicated=mesh.shards[max(levels.grad, levels.optim)] == 1,
         )
         return BucketCost(cost, gathers)
 
@@ -363,24 +364,37 @@ class CostModel:
         lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
         return [lengths[place] for place in places]
 
-    def step_ns(self, schedule: Schedule) -> int:
+    def step_ns(self, schedule: Schedule, *, replicated: bool) -> int:
         """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.
 
-        Each rank sums the squares of its gradient slices, then all ranks add up one number.
+        Each rank sums the squares of its gradient slices, then all ranks add up one number. Where gradients
+        are ``replicated`` each rank may sum them all by itself instead, and does where that is shorter.
         """
-        return self._norm_ns if schedule.clip else 0
+        if not schedule.clip:
+            return 0
+        sliced, whole = self._norm_ns
+        return min(sliced, whole) if replicated else sliced
+
+    def has_local_norm(self, schedule: Schedule, units: Mapping[str, UnitCost]) -> bool:
+        """Whether the norm is each rank's own."""
+        sliced, whole = self._norm_ns
+        return schedule.clip and whole < sliced and _replicated(units)
 
     @cached_property
-    def _norm_ns(self) -> int:
+    def _norm_ns(self) -> tuple[int, int]:
+        """Nanoseconds of a norm from all ranks' slices, and from the whole gradients of one."""
         curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm or ()]
+        summed_s = self.profile.cluster.norm_seconds or 0.0
         trained = sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
-        alone = interpolate(curve, trained / self.mesh.world) if curve else 0.0
-        return round((alone + (self.profile.cluster.norm_seconds or 0.0)) * 1e9)
+        if not curve:
+            return round(summed_s * 1e9), round(summed_s * 1e9)
+        alone_s = interpolate(curve, trained / self.mesh.world)
+        return round((alone_s + summed_s) * 1e9), round(interpolate(curve, trained) * 1e9)
 
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""
         if task.kind is Kind.STEP:
-            return self.step_ns(schedule)
+            return self.step_ns(schedule, replicated=_replicated(units))
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
             recompute = units[schedule.uses[index].unit].recompute
@@ -388,6 +402,11 @@ class CostModel:
                 self.recompute_ns(index, micro_batch) if recompute else 0
             )
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+
+
+def _replicated(units: Mapping[str, UnitCost]) -> bool:
+    """Whether every rank has all reduced gradients."""
+    return all(unit.replicated for unit in units.values())
 
 
 def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:

@@ -19,7 +19,8 @@ class UnitCost:
     bytes are needed in a slot while the unit is unsharded, or its gradient is unreduced; ``scratch[t]`` for
     receiving on tier t. ``recompute``: whether the unit's forward is computed again in its backward. ``host``
     bytes lie in the host's memory instead of ``master`` and ``optim``, and in a device slot during the
-    update; ``copy_ns``: of one copy, in either direction.
+    update; ``copy_ns``: of one copy, in either direction. ``replicated``: whether every rank has all of its
+    reduced gradients.
     """
 
     unshard_ns: tuple[int, ...]
@@ -39,6 +40,7 @@ class UnitCost:
     recompute: bool = False
     host_bytes: int = 0
     copy_ns: int = 0
+    replicated: bool = True
 
     @property
     def resident_bytes(self) -> int:
@@ -66,6 +68,7 @@ class UnitCost:
             recompute=self.recompute or other.recompute,
             host_bytes=self.host_bytes + other.host_bytes,
             copy_ns=self.copy_ns + other.copy_ns,
+            replicated=self.replicated and other.replicated,
         )
 
     @classmethod

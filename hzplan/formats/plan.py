@@ -156,6 +156,8 @@ class Plan(Document):
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
     ``ctas``: by tier, thread blocks of a collective's kernel at most; None: what the device has room for.
+    ``local_norm``: every rank has all reduced gradients and takes their norm by itself, for clipping; else it
+    takes that of its slices, which are summed over all ranks.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
@@ -165,6 +167,7 @@ class Plan(Document):
     parallel: ModelParallel | None = None
     optimizer: str
     clip: bool
+    local_norm: Literal[True] | None = None
     reduce_dtype: Dtype
     batch: Batch
     prefetch: PositiveInt
@@ -219,6 +222,9 @@ class Plan(Document):
                     raise ValueError(
                         f"units: {unit.name}: optim must have at least the shards of param and grad"
                     )
+        finest = max(max(b.shards.grad, b.shards.optim) for unit in self.units for b in unit.buckets)
+        if self.local_norm and not (self.clip and finest == 1):
+            raise ValueError("local_norm: only with clip, and where grad and optim have 1 shard everywhere")
         if self.offloaded and self.source.host_memory_bytes is None:
             raise ValueError(
                 f"units: {min(self.offloaded)} is offloaded, but source.host_memory_bytes allows nothing"

@@ -50,6 +50,7 @@ class Choice:
     ``requires``: by unit, the units whose parameters it needs, besides those that the model shows.
     ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
     state lies in the host's memory. ``tier_names``: the cluster's names of its links, for messages.
+    ``local_norm``: every rank has all reduced gradients, and takes their norm by itself.
     """
 
     mesh: Mesh
@@ -67,6 +68,7 @@ class Choice:
     offload: frozenset[str] = frozenset()
     tier_names: tuple[str, ...] = ()
     optimizer: str | None = None
+    local_norm: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -83,6 +85,7 @@ class Choice:
             prefetch=plan.prefetch,
             accumulation=plan.batch.accumulation,
             clip=plan.clip,
+            local_norm=plan.local_norm or False,
             dtype=plan.model.dtype,
             reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
@@ -242,6 +245,7 @@ def apply(
         offload_slots=schedule.offload_slots,
         device=device,
         clip=schedule.clip,
+        local_norm=choice.local_norm,
         queued=queues is not None,
     )
     engine = Engine(

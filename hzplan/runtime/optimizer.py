@@ -16,6 +16,7 @@ from hzplan.errors import UserError
 from hzplan.runtime.clipping import clipping, norms, square_sum
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.faults import named
+from hzplan.runtime.unit import is_absent
 from hzplan.runtime.updates import NEVER
 from hzplan.runtime.world import MAX, MIN
 
@@ -32,7 +33,7 @@ class ShardedOptimizer(Optimizer):
         self.engine, self.updates = engine, engine.updates
         self._clipped = self._skips = False
         self.norms = torch.zeros(0)
-        self._finest = [*itertools.chain.from_iterable(self.updates.finest_gradients.values())]
+        self._counted = [*itertools.chain.from_iterable(self.updates.counted_gradients.values())]
         self._places_of_split: list[Tensor] | None = None
         self._all_used: Tensor | None = None
         super().__init__(self.updates.param_groups, self.updates.defaults)
@@ -72,10 +73,13 @@ class ShardedOptimizer(Optimizer):
             return
         self.engine.wait_gradients()
         here = self.engine.unused_here
+        if self.updates.local_norm:
+            self._leave_alone(self._absent(here))
+            return
         uses = self._uses(here).clone()
         self.engine.all_reduce(uses, "comparing which parameters have gradients")
         if here:
-            self._leave_alone(here, uses)
+            self._leave_alone(self._without(here, uses))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away the gradients of a step that was not taken: of whole micro-batches, and of a backward
@@ -105,24 +109,29 @@ class ShardedOptimizer(Optimizer):
         others it waits for the norm.
 
         Each rank takes the norm of the slice it owns at the finest level; their squares are added up over the
-        world in float64, and over the ranks of tensor parallelism those of what these have in parts.
+        world in float64. Under a plan with ``local_norm`` it takes that of all gradients, which it has. Over
+        the ranks of tensor parallelism the squares of what these have in parts are added up.
         UserError under a plan without clipping, where updates wait for no norm.
         """
         self.engine.wait_gradients()
         self._clipped = True
         updates = self.updates
         here, places = self.engine.unused_here, len(updates.splits)
-        self.norms = norms(self._finest, self.engine.device)
+        self.norms = norms(self._counted, self.engine.device)
         squares = torch.stack([square_sum(of_split) for of_split in self._by_split(self.norms)])
-        sums = torch.cat([squares, self._uses(here)])
         with named("clipping: all-reduce of the norm", self.engine.route_to):
-            self.engine.world.all_reduce(sums)
-            squares = sums[:places]
+            if updates.local_norm:
+                absent = self._absent(here)
+            else:
+                sums = torch.cat([squares, self._uses(here)])
+                self.engine.world.all_reduce(sums)
+                squares = sums[:places]
+                # Only where some are unused here does the host wait for the sums.
+                absent = self._without(here, sums[places:]) if here else []
             for place, groups in enumerate(updates.splits):
                 for group in groups:
                     dist.all_reduce(squares[place], group=group)
-        if here:  # only then does the host wait for the sums
-            self._leave_alone(here, sums[places:])
+        self._leave_alone(absent)
         norm = squares.sum().sqrt() * updates.clip_scale  # as a call before this one leaves them
         updates.clip_scale = updates.clip_scale * clipping(norm, max_norm)
         if skip_nonfinite and updates.takes_factor:
@@ -137,7 +146,7 @@ class ShardedOptimizer(Optimizer):
         if len(splits) == 1:
             return [norms]
         if self._places_of_split is None:
-            of = [self.updates.split_of[id(gradient)] for gradient in self._finest]
+            of = [self.updates.split_of[id(gradient)] for gradient in self._counted]
             places = [[place for place, groups in enumerate(of) if groups == one] for one in splits]
             self._places_of_split = [
                 torch.tensor(one, dtype=torch.int64, device=norms.device) for one in places
@@ -155,14 +164,23 @@ class ShardedOptimizer(Optimizer):
         uses[torch.tensor(unused_here, device=uses.device)] = 0.0
         return uses
 
-    def _leave_alone(self, unused_here: Sequence[int], uses: Tensor) -> None:
-        """Have the updates leave parameters alone for which no rank has a gradient, as torch does.
-
-        ``uses``: the ranks that have one, by parameter. What has one here is surely used.
-        """
+    def _without(self, unused_here: Sequence[int], uses: Tensor) -> list[int]:
+        """Those parameters for which no rank has a gradient. ``uses``: the ranks that have one, by parameter;
+        what has one here is surely used."""
         found = uses.tolist()
-        trained = self.updates.trained
-        self.updates.unused = frozenset(id(trained[place]) for place in unused_here if not found[place])
+        return [place for place in unused_here if not found[place]]
+
+    def _absent(self, unused_here: Sequence[int]) -> list[int]:
+        """The same where this rank has all reduced gradients, which say so themselves."""
+        if not unused_here:
+            return []
+        with_elements = [place for place, one in enumerate(self.updates.trained) if one.numel()]
+        gradients = dict(zip(with_elements, self._counted, strict=True))
+        return [place for place in unused_here if place in gradients and is_absent(gradients[place])]
+
+    def _leave_alone(self, places: Sequence[int]) -> None:
+        """Have the updates leave parameters alone, as torch does where there is no gradient."""
+        self.updates.unused = frozenset(id(self.updates.trained[place]) for place in places)
 
     def skip_step(self) -> None:
         """Instead of ``step``: leave parameters and optimizer state as they are; every rank calls it.
@@ -179,7 +197,7 @@ class ShardedOptimizer(Optimizer):
         between steps.
         """
         self.engine.executor.synchronize()
-        names = [*reversed(self.updates.finest_gradients)]
+        names = [*reversed(self.updates.counted_gradients)]
         firsts = torch.stack([self.updates.first_nonfinite[name] for name in names])
         self.engine.all_reduce(firsts, "looking for gradients that are not finite", MIN)
         first = int(firsts.min())
@@ -195,18 +213,18 @@ class ShardedOptimizer(Optimizer):
         for when a norm or a loss is not finite. ``norms``: what ``self.norms`` was in the step in question;
         without them it reads all gradients, and is called after ``clip_grad_norm_`` or between steps.
         """
-        finest = self.updates.finest_gradients
+        counted = self.updates.counted_gradients
         if norms is None:
             self.engine.executor.synchronize()
-            bad = [not grad.isfinite().all() for grad in self._finest]
+            bad = [not grad.isfinite().all() for grad in self._counted]
         else:
             bad = norms.isfinite().logical_not().tolist()
-        ends = [*itertools.accumulate(map(len, finest.values()))]
+        ends = [*itertools.accumulate(map(len, counted.values()))]
         of_unit = {
             name: any(bad[end - len(grads) : end])
-            for (name, grads), end in zip(finest.items(), ends, strict=True)
+            for (name, grads), end in zip(counted.items(), ends, strict=True)
         }
-        names = [*reversed(finest)]
+        names = [*reversed(counted)]
         found = torch.tensor([of_unit[name] for name in names], dtype=torch.uint8, device=self.engine.device)
         self.engine.all_reduce(found, "looking for gradients that are not finite", MAX)
         return [name for name, bad in zip(names, found.tolist(), strict=True) if bad]

@@ -1,6 +1,6 @@
 """Updates of one rank's shards: torch's own optimizer, one per unit, fed with pieces of the tensors.
 
-Here is decided which gradients count in the norm (``finest_gradients``), and here they are multiplied by
+Here is decided which gradients count in the norm (``counted_gradients``), and here they are multiplied by
 clipping's factor, right before a unit's update.
 """
 
@@ -84,13 +84,15 @@ class Updates:
         offload_slots: Mapping[str, int],
         device: torch.device,
         clip: bool,
+        local_norm: bool = False,
         queued: bool = False,
     ) -> None:
-        """``groups``: the user's parameter groups, ``params`` being parameters of the model.
+        """``groups``: the user's parameter groups, ``params`` being parameters of the model. ``local_norm``:
+        all of this rank's gradients count, not only its slices at the finest level.
         ``offload_slots``: by unit, the device buffer that its offloaded state is fetched to. ``queued``:
         whether the device queues work, and so is not waited for."""
         self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
-        self.clip, self._queued = clip, queued
+        self.clip, self.local_norm, self._queued = clip, local_norm, queued
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._units = {unit.name: unit for unit in units}
@@ -98,7 +100,7 @@ class Updates:
         self._inner: dict[str, Optimizer] = {}
         self.pieces: list[Piece] = []
         self._gradients: dict[str, list[Tensor]] = {}  # by unit: those that this rank updates with
-        self.finest_gradients: dict[str, list[Tensor]] = {}  # by unit: this rank's slices at the finest level
+        self.counted_gradients: dict[str, list[Tensor]] = {}  # by unit: what of them this rank looks at
         self.split_of: dict[int, tuple[Any, ...]] = {}  # by id of those: the groups that have other parts
         # Both the same on every rank:
         self.trained = [p for unit in units for bucket in unit.trainable_buckets for p in bucket.parameters]
@@ -121,10 +123,11 @@ class Updates:
                     of_unit[group_of[id(owner)]].append(param)
                     self._gradients.setdefault(unit.name, []).append(param.grad)
                     self.pieces.append(Piece(unit.name, bucket, index, low, high, param))
-                finest = self.finest_gradients.setdefault(unit.name, [])
-                for index, low, high in bucket.layout.pieces(*bucket.bounds(bucket.mesh.levels)):
-                    finest.append(bucket.grad_shard(low, high))
-                    self.split_of[id(finest[-1])] = split_over(bucket.parameters[index])
+                counted = self.counted_gradients.setdefault(unit.name, [])
+                level = 0 if local_norm else bucket.mesh.levels
+                for index, low, high in bucket.layout.pieces(*bucket.bounds(level)):
+                    counted.append(bucket.grad_shard(low, high))
+                    self.split_of[id(counted[-1])] = split_over(bucket.parameters[index])
             if any(of_unit):
                 self._inner[unit.name] = optimizer_class(
                     [dict(option, params=params) for option, params in zip(options, of_unit, strict=True)],
@@ -164,7 +167,7 @@ class Updates:
         self.used_here: Set[int] = frozenset()
         self.steps = self._updating = 0
         self.first_nonfinite = {
-            name: torch.full((), NEVER, dtype=torch.int64, device=device) for name in self.finest_gradients
+            name: torch.full((), NEVER, dtype=torch.int64, device=device) for name in self.counted_gradients
         }
         """By unit: the first step whose gradients were not finite on this rank, noted without clipping."""
 
@@ -274,8 +277,8 @@ class Updates:
         Without clipping nobody looks at gradients before: whether they are finite is noted here, on the
         device and without waiting for it, which would stop the thread that launches.
         """
-        if not self.clip and self.finest_gradients[unit]:
-            sums = torch.stack([grad.sum() for grad in self.finest_gradients[unit]])
+        if not self.clip and self.counted_gradients[unit]:
+            sums = torch.stack([grad.sum() for grad in self.counted_gradients[unit]])
             first = self.first_nonfinite[unit]
             first.copy_(torch.where(sums.isfinite().all(), first, first.clamp(max=self._updating)))
         if unit in self._inner:

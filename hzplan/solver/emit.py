@@ -71,6 +71,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         parallel=profile.parallel,
         optimizer=profile.optimizer.name,
         clip=request.clip,
+        local_norm=chosen.model.has_local_norm(chosen.schedule, chosen.units) or None,
         reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],
         batch=Batch(
             global_batch=profile.data_ranks * chosen.micro_batch * accumulation,

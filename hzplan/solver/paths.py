@@ -134,7 +134,8 @@ class Network:
                     at = self.rows[binary] * self.shape[1] + self.columns[RECOMPUTE_KEY]
                     terms.append((at, times * recompute_ms))
             elif task.kind is Kind.STEP:
-                constant += times * self.model.step_ns(self.whole) * MS
+                # A bound, whatever is chosen: replicas may take the norm alone.
+                constant += times * self.model.step_ns(self.whole, replicated=True) * MS
             elif (key := (task.kind, task.tier)) in self.columns:
                 terms += [
                     (self.rows[unit] * self.shape[1] + self.columns[key], float(times))
