@@ -140,9 +140,9 @@ class _Hooks:
         self.listener.backward_end()
 
     def gradient(self, parameter: Tensor) -> None:
-        self.enter_backward()
-        assert isinstance(parameter, nn.Parameter)
-        self.listener.gradient(parameter)
+        if self.graph_task == -1:
+            self.enter_backward()
+        self.listener.gradient(parameter)  # type: ignore[arg-type] # torch calls it a tensor
 
 
 def _before_gradient(tensor: Tensor, begin: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise
 from hzplan.core.order import CircularOrder, in_order
-from hzplan.core.schedule import MessageOrder, Schedule, Use, build
+from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature
@@ -247,6 +247,7 @@ def apply(
         clip=schedule.clip,
         local_norm=choice.local_norm,
         queued=queues is not None,
+        together=_updated_together(states, schedule) if queues is None else (),
     )
     engine = Engine(
         *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
@@ -276,6 +277,28 @@ def refuse_state_dict(module: nn.Module) -> Callable[[], None]:
 
     handle: RemovableHandle = module.register_state_dict_pre_hook(refuse)
     return handle.remove
+
+
+def _updated_together(states: Iterable[UnitState], schedule: Schedule) -> list[str]:
+    """The units that one call of the optimizer updates, in the order of updates: those that nobody gathers
+    afterwards, where all are updated at the end of a step.
+
+    Compute waits for the first of them before it reads any other.
+    """
+    if not schedule.clip or schedule.offload_slots:
+        return []
+    alone = {
+        state.name
+        for state in states
+        if not any(
+            bucket.collectives(Kind.PARAM_GATHER, tier)
+            for bucket in state.trainable_buckets
+            for tier in range(schedule.tiers)
+        )
+    }
+    return [
+        unit for task in schedule.tasks if task.kind is Kind.UPDATE for unit in task.units if unit in alone
+    ]
 
 
 def _check_parameters(

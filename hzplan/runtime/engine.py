@@ -91,6 +91,7 @@ class Engine:
                 made[name, stage] = world.new_group(mesh, name, stage, device)
             self.groups[kind, stage] = made[name, stage]
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
+        self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
         self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)
         self._evaluation: Evaluation | None = None  # made for the first forward without gradients
@@ -101,7 +102,6 @@ class Engine:
         reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
         self._reduced_at = {task.position: task.units for task in reductions}
         self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
-        self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
         self._new_step()
         self._calls_outside = 0  # of modules, since the schedule was left; of those that take collectives
         self._is_sharded = any(bucket.sharded for unit in units for bucket in unit.buckets)
@@ -126,7 +126,8 @@ class Engine:
                 *(schedule, self.run, self.idle, self._queues, self._streams, self._tier_names, self._watch)
             )
         return Executor(
-            *(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names), self.begin
+            *(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names),
+            begin=self.begin,
         )
 
     def _hang_watch(self) -> HangWatch | None:
@@ -195,7 +196,7 @@ class Engine:
     def idle(self, task: Task) -> bool:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
-            return False
+            return all(self.updates.is_with_another(unit) for unit in task.units)
         if task.kind in (Kind.FETCH, Kind.STORE):
             return not any(self.units[unit].offload for unit in task.units)
         return not self.collectives(task)
@@ -301,7 +302,8 @@ class Engine:
         """
         unit, step = self._unit_of[id(parameter)], self.step_state
         step.in_backward = True
-        self._require_expected(unit)
+        if unit.name in step.reduced or unit.name not in self._trainable:
+            self._require_expected(unit)
         if step.scheduled and unit.name in self._reduced_at.get(step.position, ()):
             unit.take_gradient(parameter, accumulate=step.micro_batch > 0)
             step.delivered.add(id(parameter))

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from hzplan.core.order import LINK_STREAM
-from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
+from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Task
 from hzplan.errors import StreamError
 from hzplan.runtime.faults import named
 
@@ -148,6 +149,8 @@ class Executor:
                 for one in before:
                     self._followers[one].append((index, ahead))
         self._bookings = [booking(task) for task in self.tasks]
+        self._here = self._of_compute_thread(left_out)
+        self._own = deque[_Begun]()  # of these, what has begun
         self._lock = threading.Lock()
         self._done = [-1] * len(self.tasks)  # the last step in which a task ended
         self._launched = [-1] * len(self.tasks)
@@ -172,11 +175,27 @@ class Executor:
             threading.Thread(target=self._work, args=(window,), name=f"hzplan {name}", daemon=True)
             for name, window in self._windows.items()
             for _ in range(window.width)
-            if streams is not Streams.NONE
+            if not self._here.issuperset(window.tasks)
         ]
         for thread in self._threads:
             thread.start()
         _running.add(self)
+
+    def _of_compute_thread(self, left_out: Set[int]) -> set[int]:
+        """The tasks that compute's thread does itself, when it has launched them.
+
+        Updates that the end of a step launches all together, for what they need is done by then: threads
+        share processors, so on one of their own they would be done no earlier, and each would cost a wake-up.
+        """
+        background = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM} - left_out
+        if self._streams is Streams.NONE:
+            return background
+        if self._streams is Streams.ONE or not self.schedule.clip or self.schedule.offload_slots:
+            return set()
+        step = next(task.index for task in self.tasks if task.kind is Kind.STEP)
+        found = {index for index in background if self.tasks[index].kind is Kind.UPDATE}
+        assert all(self._needs[index] <= self._needs[step] for index in found)
+        return found
 
     def close(self) -> None:
         """End the threads, after what was launched is done (or has failed)."""
@@ -215,10 +234,11 @@ class Executor:
 
     def start(self, task: Task) -> None:
         """Wait until a compute task may run. Raises StreamError when a background task failed."""
-        self._compute_ready.clear()
         asked = time.perf_counter()
         with self._lock:
             ready = self._admit(task.index)
+            if not ready:
+                self._compute_ready.clear()
         if not ready:
             while not self._compute_ready.wait(POLL_S):
                 self._raise_error()
@@ -235,8 +255,8 @@ class Executor:
                 self.record.launched.append(index)
                 if self._admit(index):
                     self._release(index, "")
-        if self._streams is Streams.NONE:
-            self._work_here()
+        while self._own:
+            self._work_here(self._own.popleft())
 
     def time_every_step(self) -> None:
         """See ``Launcher``; here all are timed anyway."""
@@ -312,12 +332,12 @@ class Executor:
             record.begun.setdefault(task.stream, []).append(index)
             record.start_s[index] = time.perf_counter()
             try:
-                with self._named(task):
-                    end = self._begin(task, scratch)
-            except StreamError as error:
-                self._note_error(error)
+                end = self._begin(task, scratch)
+            except Exception as error:
+                self._note_error(self._error_of(task, error))
                 return
-            window.begun.put(_Begun(index, scratch, end))
+            begun = _Begun(index, scratch, end)
+            self._own.append(begun) if index in self._here else window.begun.put(begun)
 
     def _complete(self, index: int, scratch: int) -> None:
         """A background task is done: release what waited for it alone. Lock held."""
@@ -340,20 +360,24 @@ class Executor:
             if not self._execute(begun):
                 return
 
-    def _work_here(self) -> None:
-        """Run what has begun on the compute thread, which waits for nothing else meanwhile."""
-        for window in self._windows.values():
-            while not window.begun.empty():
-                begun = window.begun.get()
-                if begun is None or not self._execute(begun):
-                    self._raise_error()
-                    return
-                record, index = self._records[begun.task], begun.task
-                self._note_wait(record.start_s[index], record.end_s[index], booking(self.tasks[index]))
+    def _work_here(self, begun: _Begun) -> None:
+        """Run what has begun on the compute thread, which stands still meanwhile."""
+        if not self._execute(begun):
+            self._raise_error()
+        record, index = self._records[begun.task], begun.task
+        self._note_wait(record.start_s[index], record.end_s[index], self._bookings[index])
 
     def _tier(self, task: Task) -> str:
         """The cluster's name for the links of a task's tier, in brackets."""
         return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
+
+    def _error_of(self, task: Task, error: Exception) -> StreamError:
+        """What a task failed with."""
+        try:
+            with self._named(task):
+                raise error
+        except StreamError as found:
+            return found
 
     def _named(self, task: Task) -> AbstractContextManager[object]:
         """Errors as StreamError of a task."""

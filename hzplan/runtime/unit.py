@@ -79,14 +79,16 @@ class UnitState:
         """Whether one of the unit's gradients has been taken."""
         return not delivered.isdisjoint(self._place_of)
 
-    @torch.no_grad()
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
         """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means."""
+        if torch.is_grad_enabled():  # inside of a backward that is to be differentiated; a guard takes longer
+            with torch.no_grad():
+                return self.take_gradient(parameter, accumulate=accumulate)
         gradient = take_gradient(parameter)
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
         accumulate = accumulate and not bucket.grad_sharded
-        deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
+        return deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
 
     @torch.no_grad()
     def take_rest(self, delivered: Set[int], *, accumulate: bool) -> set[int]:

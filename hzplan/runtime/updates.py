@@ -86,9 +86,11 @@ class Updates:
         clip: bool,
         local_norm: bool = False,
         queued: bool = False,
+        together: Sequence[str] = (),
     ) -> None:
         """``groups``: the user's parameter groups, ``params`` being parameters of the model. ``local_norm``:
-        all of this rank's gradients count, not only its slices at the finest level.
+        all of this rank's gradients count, not only its slices at the finest level. ``together``: units that
+        are updated in one call, that of the first.
         ``offload_slots``: by unit, the device buffer that its offloaded state is fetched to. ``queued``:
         whether the device queues work, and so is not waited for."""
         self.class_name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -97,7 +99,10 @@ class Updates:
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._units = {unit.name: unit for unit in units}
         self._host = _host_states(units, optimizer_class, groups, arguments, offload_slots, device)
-        self._inner: dict[str, Optimizer] = {}
+        self._inner: dict[str, Optimizer] = {}  # by unit, or the first of those that are updated together
+        self._call_of = {unit.name: unit.name for unit in units} | dict.fromkeys(
+            together, together[0] if together else ""
+        )
         self.pieces: list[Piece] = []
         self._gradients: dict[str, list[Tensor]] = {}  # by unit: those that this rank updates with
         self.counted_gradients: dict[str, list[Tensor]] = {}  # by unit: what of them this rank looks at
@@ -106,8 +111,10 @@ class Updates:
         self.trained = [p for unit in units for bucket in unit.trainable_buckets for p in bucket.parameters]
         self.splits = [*dict.fromkeys(map(split_over, self.trained))]
         everything: list[list[nn.Parameter]] = [[] for _ in groups]
+        of_call: dict[str, list[list[nn.Parameter]]] = {}
         for unit in units:
-            of_unit: list[list[nn.Parameter]] = [[] for _ in groups]
+            call = self._call_of[unit.name]
+            of_unit = of_call.setdefault(call, [[] for _ in groups])
             for bucket in unit.trainable_buckets:
                 master = self._host.master(bucket)
                 start, end = bucket.bounds(bucket.layout.levels.optim)
@@ -121,23 +128,25 @@ class Updates:
                     param = nn.Parameter(bucket.master_shard(low, high, master))
                     param.grad = bucket.grad_shard(low, high)
                     of_unit[group_of[id(owner)]].append(param)
-                    self._gradients.setdefault(unit.name, []).append(param.grad)
+                    self._gradients.setdefault(call, []).append(param.grad)
+                    everything[group_of[id(owner)]].append(param)
                     self.pieces.append(Piece(unit.name, bucket, index, low, high, param))
                 counted = self.counted_gradients.setdefault(unit.name, [])
                 level = 0 if local_norm else bucket.mesh.levels
                 for index, low, high in bucket.layout.pieces(*bucket.bounds(level)):
                     counted.append(bucket.grad_shard(low, high))
                     self.split_of[id(counted[-1])] = split_over(bucket.parameters[index])
-            if any(of_unit):
-                self._inner[unit.name] = optimizer_class(
-                    [dict(option, params=params) for option, params in zip(options, of_unit, strict=True)],
-                    **arguments,
-                )
-            for collected, params in zip(everything, of_unit, strict=True):
-                collected += params
-        self._pieces_of: dict[str, list[Piece]] = {name: [] for name in self._inner}
+        self._inner |= {
+            call: optimizer_class(
+                [dict(option, params=params) for option, params in zip(options, of_unit, strict=True)],
+                **arguments,
+            )
+            for call, of_unit in of_call.items()
+            if any(of_unit)
+        }
+        self._pieces_of: dict[str, list[Piece]] = {call: [] for call in self._inner}
         for piece in self.pieces:
-            self._pieces_of[piece.unit].append(piece)
+            self._pieces_of[self._call_of[piece.unit]].append(piece)
         self._offloaded = [unit.name for unit in units if unit.offload and unit.name in self._inner]
         for name in self._offloaded:  # some optimizers make their state at once
             self._move_state(name, lambda copies: copies.host)
@@ -178,7 +187,7 @@ class Updates:
 
         Of tensors that are offloaded the host's copy.
         """
-        found = self._inner[piece.unit].state.get(piece.param, {})
+        found = self._inner[self._call_of[piece.unit]].state.get(piece.param, {})
         copies = {key: self._copies(piece, key) for key in found}
         return {
             key: both.host if (both := copies[key]) is not None and value is both.device else value
@@ -192,9 +201,9 @@ class Updates:
             if (copies := self._copies(piece, key)) is not None and value is copies.host:
                 made[key] = copies.device
         if made:
-            self._inner[piece.unit].state[piece.param] = made
+            self._inner[self._call_of[piece.unit]].state[piece.param] = made
         else:
-            self._inner[piece.unit].state.pop(piece.param, None)
+            self._inner[self._call_of[piece.unit]].state.pop(piece.param, None)
 
     def room_for(self, piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
         """A tensor [elements of the piece] to write its state ``key`` into."""
@@ -271,8 +280,8 @@ class Updates:
 
     @torch.no_grad()
     def update(self, unit: str) -> None:
-        """Scale a unit's gradients by the clipping factor, update its pieces, and copy master weights to
-        model weights; runs on the optim stream.
+        """Scale gradients by the clipping factor, update pieces, and copy master weights to model weights: a
+        unit's, and those of the units that are updated with it. Runs on the optim stream.
 
         Without clipping nobody looks at gradients before: whether they are finite is noted here, on the
         device and without waiting for it, which would stop the thread that launches.
@@ -297,8 +306,14 @@ class Updates:
                 param.grad = gradient
             if self._units[unit].offload:
                 self._move_state(unit, lambda copies: copies.device)
-        for bucket in self._units[unit].trainable_buckets:
-            bucket.copy_master_to_model(self._host.master(bucket))
+        for name, call in self._call_of.items():
+            if call == unit:
+                for bucket in self._units[name].trainable_buckets:
+                    bucket.copy_master_to_model(self._host.master(bucket))
+
+    def is_with_another(self, unit: str) -> bool:
+        """Whether a unit is updated in another one's call."""
+        return self._call_of[unit] != unit
 
     def _is_unused(self, piece: Piece) -> bool:
         """Whether no rank had a gradient for a piece's parameter. A device that queues work is waited for
