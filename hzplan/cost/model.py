@@ -364,21 +364,21 @@ class CostModel:
         lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
         return [lengths[place] for place in places]
 
-    def step_ns(self, schedule: Schedule, *, replicated: bool) -> int:
+    def step_ns(self, schedule: Schedule) -> int:
         """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.
 
-        Each rank sums the squares of its gradient slices, then all ranks add up one number. Where gradients
-        are ``replicated`` each rank may sum them all by itself instead, and does where that is shorter.
+        Each rank sums the squares of its gradient slices, then all ranks add up one number.
         """
-        if not schedule.clip:
-            return 0
-        sliced, whole = self._norm_ns
-        return min(sliced, whole) if replicated else sliced
+        return self._norm_ns[0] if schedule.clip else 0
 
     def has_local_norm(self, schedule: Schedule, units: Mapping[str, UnitCost]) -> bool:
-        """Whether the norm is each rank's own."""
+        """Whether each rank takes the norm of all gradients by itself: all have them, and it is shorter.
+
+        ``step_ns`` does not count on it: it is a property of a whole choice, which no sum over units has, and
+        bounds are of such sums. So predictions of replicas are too long by the difference.
+        """
         sliced, whole = self._norm_ns
-        return schedule.clip and whole < sliced and _replicated(units)
+        return schedule.clip and whole < sliced and all(unit.replicated for unit in units.values())
 
     @cached_property
     def _norm_ns(self) -> tuple[int, int]:
@@ -394,7 +394,7 @@ class CostModel:
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""
         if task.kind is Kind.STEP:
-            return self.step_ns(schedule, replicated=_replicated(units))
+            return self.step_ns(schedule)
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
             recompute = units[schedule.uses[index].unit].recompute
@@ -402,11 +402,6 @@ class CostModel:
                 self.recompute_ns(index, micro_batch) if recompute else 0
             )
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
-
-
-def _replicated(units: Mapping[str, UnitCost]) -> bool:
-    """Whether every rank has all reduced gradients."""
-    return all(unit.replicated for unit in units.values())
 
 
 def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:

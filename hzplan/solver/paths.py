@@ -134,8 +134,7 @@ class Network:
                     at = self.rows[binary] * self.shape[1] + self.columns[RECOMPUTE_KEY]
                     terms.append((at, times * recompute_ms))
             elif task.kind is Kind.STEP:
-                # A bound, whatever is chosen: replicas may take the norm alone.
-                constant += times * self.model.step_ns(self.whole, replicated=True) * MS
+                constant += times * self.model.step_ns(self.whole) * MS
             elif (key := (task.kind, task.tier)) in self.columns:
                 terms += [
                     (self.rows[unit] * self.shape[1] + self.columns[key], float(times))

@@ -166,6 +166,7 @@ def choice(case: Case) -> Choice:
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
     uses, requires = lean_uses() if case.lean else (uses_of(case), {})
     units = dict.fromkeys(use.unit for use in uses)
+    replicated = all(mesh.shards[max(of.grad, of.optim)] == 1 for of in levels.values())
     return Choice(
         mesh,
         levels,
@@ -178,6 +179,7 @@ def choice(case: Case) -> Choice:
         requires=requires,
         offload=frozenset(unit for unit in units if case.offload and rng.random() < 0.7),
         message_order=order_of(case),
+        local_norm=case.clip and replicated,
     )
 
 

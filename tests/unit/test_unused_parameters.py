@@ -77,17 +77,22 @@ def compare(
     dtype: str = "float64",
     ordered: bool = False,
     freeze_at: int | None = None,
+    local_norm: bool = False,
 ) -> None:
     """AdamW with much decay, on every rank and in plain torch with all ranks' batches.
 
-    ``clip``: of the plan; ``clips``: whether the loop does.
+    ``clip``, ``local_norm``: of the plan; ``clips``: whether the loop does.
     """
     parsed = Mesh.parse(mesh)
     names = [f"blocks.{index}" for index in range(BLOCKS)]
     uses = [Use(name, "forward") for name in names] + [Use(name, "backward") for name in reversed(names)]
     tensors = {name: Levels(*levels) for name, _ in fresh(SMALL).named_parameters()}
     order = MessageOrder(tuple((name, (2,) * len(parsed.tiers)) for name in names), 1) if ordered else None
-    choice = Choice(parsed, tensors, tuple(uses), 1, accumulation, clip, dtype, message_order=order)
+    choice = Choice(
+        *(parsed, tensors, tuple(uses), 1, accumulation, clip, dtype),
+        message_order=order,
+        local_norm=local_norm,
+    )
     made = getattr(torch, dtype)
     world, post = parsed.world, Post(parsed.world)
     # Adam divides by the gradient's size: with its usual epsilon the rounding of tiny ones would be compared.
@@ -219,6 +224,14 @@ def test_updates_in_backward_leave_it_alone_too(
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_updates_in_backward_under_layer_drop(place: tuple[str, tuple[int, int, int]]) -> None:
     compare(layer_drop, *place, 2, whole_blocks=True, clips=False, clip=False)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("mesh", ["1", "2", "2|2"])
+def test_replicas_that_take_the_norm_by_themselves(mesh: str, clips: bool, accumulation: int) -> None:
+    """No message says who had a gradient: what was reduced does."""
+    compare(on_one_rank_only, mesh, (0, 0, 0), accumulation, clips=clips, local_norm=True)
 
 
 @pytest.mark.parametrize("clip", [False, True])
