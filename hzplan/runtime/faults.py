@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol
@@ -23,10 +23,15 @@ class Work(Protocol):
 
 
 class Transfer(NamedTuple):
-    """A send or receive with one rank (``peer``, in the world), or a collective of a whole group (None)."""
+    """A send or receive with one rank (``peer``, in the world), or a collective of a whole group (None).
+
+    ``suspects``: of a collective, the ranks that may be why it does not finish, asked whether one is late
+    (else one is lost).
+    """
 
     work: Work | None
     peer: int | None = None
+    suspects: Callable[[bool], Collection[int]] = lambda late: ()
 
 
 class Unfinished(RuntimeError):
@@ -50,7 +55,7 @@ def wait(transfers: Sequence[Transfer]) -> None:
         except RuntimeError as error:
             after_s = time.monotonic() - began
             late = _is_late(error)
-            missing = {transfer.peer}
+            missing = {transfer.peer, *transfer.suspects(late)}
             if late:  # then it is over in any case; else a wait that ends would break connections
                 missing |= {other.peer for other in transfers[index + 1 :] if not _finishes(other)}
             named = frozenset(peer for peer in missing if peer is not None)

@@ -128,7 +128,15 @@ def simulated_nccl() -> Iterator[None]:
     def reduce_scatter(part: Tensor, whole: Tensor, group: Any = None, async_op: bool = False) -> Any:
         return _collective("reduce_scatter", whole, part, group, async_op=async_op)
 
-    names = {"_all_gather": all_gather, "_reduce_scatter": reduce_scatter, "_coalescing": coalescing}
+    def all_reduce(whole: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return _collective("all_reduce", whole, whole, group, async_op=async_op)
+
+    names = {
+        "_all_gather": all_gather,
+        "_reduce_scatter": reduce_scatter,
+        "_all_reduce": all_reduce,
+        "_coalescing": coalescing,
+    }
     before = {name: getattr(nccl, name) for name in names}
     for name, one in names.items():
         setattr(nccl, name, one)

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter on real groups, against sums and concatenations made by hand."""
+"""Collectives on real groups, against sums and concatenations made by hand."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def check(payload: Any) -> list[str]:
                 time.sleep(0.02 if me == late else 0)
                 wrong += _gather(group, order, place, dtype, in_place)
                 wrong += _scatter(group, order, place, dtype, in_place)
+            time.sleep(0.02 if me == late else 0)
+            wrong += _sum(group, order, place, dtype)
             wrong += _narrow(group, order, place, dtype)
     found: list[list[str] | None] = [None] * world
     dist.all_gather_object(found, wrong)
@@ -66,6 +68,21 @@ def _narrow(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) 
                 if not torch.equal(part, expected + accumulate):
                     name = f"{type(by).__name__} {accumulate} {in_place}"
                     wrong.append(f"reduce_scatter {order} {dtype} bfloat16 {name}")
+    return wrong
+
+
+def _sum(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) -> list[str]:
+    """Several at once; in bfloat16 too, in the library's own way and by halves."""
+    size, wrong = len(order), []
+    expected = sum(values(rank, size, dtype) for rank in order)
+    for by in (group, NcclGroup(group.handle)):
+        for narrow in (None, torch.bfloat16):
+            several = [values(order[place], size, dtype) for _ in range(3)]
+            slices = [one.view(size, LENGTH)[place] for one in several]
+            buffers = [Buffers(one, part, narrow) for one, part in zip(several, slices, strict=True)]
+            by.all_reduce(buffers, torch.full((101,), -1, dtype=dtype)).run()
+            if not all(torch.equal(one, expected) for one in several):
+                wrong.append(f"{type(by).__name__} all_reduce {order} {dtype} {narrow}")
     return wrong
 
 

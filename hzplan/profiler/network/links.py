@@ -129,7 +129,7 @@ def _timed_collectives(
 def collective(
     operation: Operation, group: ProcessGroup, whole: Tensor, scratch: Tensor
 ) -> Callable[[], object]:
-    """A call as the runtime issues it, in place; all-to-all and all-reduce as torch issues them."""
+    """A call as the runtime issues it, in place; all-to-all as torch issues it."""
     buffers = Buffers(whole, whole.view(group.size, -1)[group.place])
     if operation == "all_gather":
         return group.all_gather([buffers]).run
@@ -137,7 +137,7 @@ def collective(
         return group.reduce_scatter([buffers], scratch).run
     if operation == "all_to_all":
         return partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group.handle)
-    return partial(dist.all_reduce, whole, group=group.handle)
+    return group.all_reduce([buffers], scratch).run
 
 
 def _seconds(ranks: Ranks, run: Callable[[], object], calls: int) -> float:

@@ -24,6 +24,9 @@ from hzplan.runtime.faults import Transfer, Work, wait
 MOST_BUFFERS = 1 << 8
 """Upper limit of the pairs of buffers in one gather; each has a tag of its own while they are under way."""
 
+PROBE_TAG = 0x687A7072
+"""Tag of a message that is sent only to see whether it can be."""
+
 Message = tuple[list[Tensor], int]
 """A contiguous view, and the place in the group of the rank that it comes from or goes to."""
 
@@ -93,7 +96,21 @@ class GlooGroup(ExchangeGroup):
         and not on a GPU."""
         if any(one.narrow_dtype is not None or one.whole.is_cuda for one in buffers):
             return super().all_reduce(buffers, scratch)
-        return _AllReduces(self.handle, [one.whole for one in buffers])
+        return _AllReduces(self, [one.whole for one in buffers])
+
+    def suspects(self, late: bool) -> Sequence[int]:
+        """The ranks that may be why a collective of the group does not finish: where one is lost those to
+        whom nothing can be sent, if there are such, else all others."""
+        others = [place for place in range(self.size) if place != self.place]
+        lost = [] if late else [place for place in others if not self._can_send(place)]
+        return [self.ranks[place] for place in lost or others]
+
+    def _can_send(self, place: int) -> bool:
+        try:
+            self.send([torch.zeros(1)], place, PROBE_TAG)  # nobody receives it: the job is at its end
+        except RuntimeError:
+            return False
+        return True
 
 
 class _AllReduces(Collectives):
@@ -101,12 +118,13 @@ class _AllReduces(Collectives):
 
     in_order = True
 
-    def __init__(self, handle: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        self._handle, self._tensors = handle, [[one] for one in tensors]
+    def __init__(self, group: GlooGroup, tensors: Sequence[Tensor]) -> None:
+        self._group, self._tensors = group, [[one] for one in tensors]
 
     def begin(self, tag: int = 0) -> None:
         """See Collectives. The order of these calls tells the messages apart, not their tag."""
-        self._under_way = [Transfer(self._handle.allreduce(one)) for one in self._tensors]
+        handle, suspects = self._group.handle, self._group.suspects
+        self._under_way = [Transfer(handle.allreduce(one), suspects=suspects) for one in self._tensors]
 
     def end(self) -> None:
         """See Collectives."""

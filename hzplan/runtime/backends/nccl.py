@@ -19,6 +19,7 @@ from hzplan.runtime.faults import Work
 # torch renamed both; the older names remain for the older versions that the package admits.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_reduce = dist.all_reduce
 _coalescing: Any = getattr(dist, "_coalescing_manager")  # noqa: B009 - torch does not export it
 
 REGISTER = "HZPLAN_NCCL_REGISTER"
@@ -75,7 +76,7 @@ class NcclGroup(NativeGroup):
         """See NativeGroup."""
         with self._together(wholes):
             for whole in wholes:
-                dist.all_reduce(whole, group=self.handle)
+                _all_reduce(whole, group=self.handle)
         return None
 
     def _together(self, several: Sequence[object]) -> Any:
