@@ -119,7 +119,7 @@ def _line(result: dict[str, Any]) -> str:
     return (
         f"{verdict.group}: {verdict.peer} takes {verdict.ratio:.2f} ({verdict.low:.2f}–{verdict.high:.2f}) "
         f"of the plan's time, control ±{verdict.margin:.2f}, bar {verdict.bar} "
-        f"{'passed' if verdict.passed else 'missed'}{share}"
+        f"{'not lost' if verdict.passed else 'lost'}{share}"
     )
 
 

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hzplan.core.hierarchy import Levels
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.peers import POORER
+from hzplan.peers import POORER, SETTINGS
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request
 
@@ -31,6 +32,9 @@ LEARNING_RATE = 1e-4
 """Low enough that no loss spikes, where equal training in bf16 would part by chaos alone."""
 PEERS = ("zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp")
 DEEPSPEED = ("deepspeed1", "deepspeed3")
+TRIED: Mapping[str, tuple[int, ...]] = {"buckets": (6, 3, 1), "ahead": (1, 0, 2)}
+"""What of a peer is tried before it is measured, by what its number sets (``hzplan.peers.SETTINGS``)."""
+TUNING_ROUNDS = 3
 
 
 class NoResult(Exception):
@@ -53,7 +57,8 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
         return result | {"infeasible": True}
     plan, variants, infeasible = made
     chosen = Plan.load(plan)
-    others = [*peers, *(*map(str, variants.values()), *POORER)] if ablations else list(peers)
+    tuned = best_settings(regime, plan, peers, chosen.predicted.step_s)
+    others = [*tuned, *(*map(str, variants.values()), *POORER)] if ablations else tuned
     compared = beside(regime, plan, others, chosen.predicted.step_s)
     return result | {
         "ablations": ablations,
@@ -97,6 +102,20 @@ def beside(
     )  # fmt: skip
     found: dict[str, Any] = json.loads(printed)
     return found
+
+
+def best_settings(regime: Regime, plan: Path, peers: Sequence[str], step_s: float) -> list[str]:
+    """Every peer in the fastest of its settings, DDP among them; each is tried in the same few rounds."""
+    of_peer = {
+        peer: [f"{peer}@{number}" for number in TRIED[SETTINGS[peer]]] if peer in SETTINGS else [peer]
+        for peer in ("ddp", *peers)
+    }
+    tried = [name for names in of_peer.values() if len(names) > 1 for name in names]
+    found = {
+        entry["name"]: entry["step_s"]["median"]
+        for entry in beside(regime, plan, tried, step_s, TUNING_ROUNDS)["contenders"]
+    }
+    return [min(names, key=lambda name: found.get(name, inf)) for names in of_peer.values()]
 
 
 def network_s(plan: Plan, regime: Regime) -> float:

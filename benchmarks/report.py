@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.plans import VARIANTS
 from benchmarks.regimes import COUNT, DRAWN, Regime, bits_per_s
-from benchmarks.verdict import BARS, SHARE, Verdict, fits, judge, ratio_of
+from benchmarks.verdict import BARS, MEDIANS, SHARE, Verdict, fits, judge, ratio_of
 from hzplan.peers import LOCAL, OURS, POORER
 
 FACTORS = {
@@ -60,7 +60,10 @@ def _main(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "*ratio*: the best fitting peer's step over the plan's; *A/A*: half-width of DDP against itself. "
-        "Passed when the interval's lower end less the A/A half-width reaches the bar: "
+        "Peers are in the fastest of three settings each, tried before in the same job: *@* and the number "
+        "of buckets (DDP, ZeRO-1 and tensor parallelism: 6, 3 or 1), or of the blocks that FSDP2 "
+        "gathers ahead (1, 2, or 0: as torch does by itself). Lost where the interval lies wholly below the "
+        "bar: "
         + ", ".join(f"{name} {bar}" for name, bar in BARS.items())
         + f". *share*: (peer − plan) ÷ (peer − bound), asked to be {SHARE} where the network binds; "
         "bound: the larger of a step without communication and the bytes that must cross at the link's rate. "
@@ -93,13 +96,14 @@ def _row(regime: Regime, result: Mapping[str, Any], verdict: Verdict | None) -> 
 
 
 def _totals(verdicts: Sequence[Verdict | None]) -> Iterator[str]:
-    for group, bar in BARS.items():
+    for group in BARS:
         found = [v for v in verdicts if v is not None and v.group == group and v.peer]
         if found:
             ratios = [v.ratio for v in found]
             yield (
-                f"- {group} (bar {bar}): {sum(bool(v.passed) for v in found)} of {len(found)} passed, ratio "
+                f"- {group}: {sum(not v.passed for v in found)} of {len(found)} lost, ratio "
                 f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
+                + (f" (asked: {MEDIANS[group]})" if group in MEDIANS else "")
             )
     shares = [v for v in verdicts if v is not None and v.share is not None]
     if shares:

@@ -14,15 +14,19 @@ from hzplan.peers.paired import Ratio, paired_ratio
 
 BARS: Mapping[str, float] = {
     "DDP fits": 0.97,
-    "parts fit": 1.2,
-    "full shard only": 1.3,
+    "parts fit": 1.0,
+    "full shard only": 1.0,
     "tensor parallelism is best": 0.97,
 }
-"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3. What
-fits fastest may be no data parallelism, which a plan does not choose: then no worse is asked."""
+"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3. A regime
+is lost where the interval lies wholly below. What fits fastest may be no data parallelism, which a plan does
+not choose."""
+
+MEDIANS: Mapping[str, float] = {"DDP fits": 1.0, "parts fit": 1.2, "full shard only": 2.0}
+"""What the median regime is asked to reach."""
 
 FULL = ("fsdp2", "deepspeed3")
-SHARE = 0.4
+SHARE = 0.6
 """Of the way from the best peer to the bound, at least, where the network binds."""
 
 
@@ -48,13 +52,13 @@ class Verdict:
 
     @property
     def bar(self) -> float:
-        """What the ratio must reach."""
+        """What the ratio must not be below."""
         return BARS[self.group]
 
     @property
     def passed(self) -> bool | None:
-        """The interval, widened by the control's half-width, excludes worse than the bar; None: no peer."""
-        return None if self.peer is None else self.sound and self.low - self.margin >= self.bar
+        """Whether the interval reaches the bar, and the plan keeps what it promises; None: no peer."""
+        return None if self.peer is None else self.sound and self.high >= self.bar
 
     @property
     def share_passed(self) -> bool:
@@ -76,11 +80,12 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
     fitting = {
         name: entry
         for name, entry in entries.items()
-        if name in (*PEERS, *DEEPSPEED, "ddp") and entry["losses_agree"] and fits(entry, result)
+        if _kind(name) in (*PEERS, *DEEPSPEED, "ddp") and entry["losses_agree"] and fits(entry, result)
     }
-    if "ddp" in fitting:
+    kinds = {_kind(name) for name in fitting}
+    if "ddp" in kinds:
         group = "DDP fits"
-    elif set(fitting) - set(FULL):
+    elif kinds - set(FULL):
         group = "parts fit"
     else:
         group = "full shard only"
@@ -92,7 +97,7 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
     if not fitting:
         return Verdict(group, None, inf, inf, inf, margin, bound, binds, None, sound)
     peer = min(fitting, key=lambda name: fitting[name]["step_s"]["median"])
-    if peer == "tp-dp" and group != "DDP fits":
+    if _kind(peer) == "tp-dp" and group != "DDP fits":
         group = "tensor parallelism is best"
     ratio = ratio_of(fitting[peer], entries[OURS])
     theirs, ours = fitting[peer]["step_s"]["median"], entries[OURS]["step_s"]["median"]
@@ -100,6 +105,11 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
     if binds:  # who is faster than the bound does not send what replicas must: nothing of that way is gone
         share = (theirs - ours) / (theirs - bound) if theirs > bound else 0.0
     return Verdict(group, peer, ratio.value, ratio.low, ratio.high, margin, bound, binds, share, sound)
+
+
+def _kind(name: str) -> str:
+    """A peer without its setting."""
+    return name.partition("@")[0]
 
 
 def fits(entry: Mapping[str, Any], result: Mapping[str, Any]) -> bool:

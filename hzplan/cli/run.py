@@ -53,7 +53,8 @@ def command(
             metavar="PEERS",
             help="Measure the plan beside others, in turns of a few steps: ddp, zero1, fsdp2, fsdp2-keep, "
             "hsdp, tp-dp, deepspeed1, deepspeed3, megatron-fsdp, one-stream, no-threads, or other plans' "
-            "files, with commas between.",
+            "files, with commas between. ddp@3: in 3 buckets (zero1, tp-dp); fsdp2@2: 2 blocks gathered "
+            "ahead (fsdp2-keep, hsdp).",
         ),
     ] = None,
     round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,

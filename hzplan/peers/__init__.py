@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3", "megatron-fsdp")
 """Other systems that ``hzplan run --against`` knows."""
 
+SETTINGS: Mapping[str, str] = {
+    **dict.fromkeys(("ddp", "zero1", "tp-dp"), "buckets"),
+    **dict.fromkeys(("fsdp2", "fsdp2-keep", "hsdp"), "ahead"),
+}
+"""What the number after ``@`` sets, as in ``ddp@3``: into how many buckets gradients are cut, or how many
+blocks are gathered ahead."""
+
 POORER = ("one-stream", "no-threads")
 """The plan again, its runtime with one background thread for everything, and with none."""
 
@@ -42,7 +49,12 @@ def check_peers(text: str, plan: Plan) -> dict[str, Plan | None]:
         elif name in PEERS or name in POORER:
             found[name] = None
         else:
-            raise UserError(f"--against {name}: not known; use {known}, or a plan's file")
+            base, at, number = name.partition("@")
+            if not (
+                at and base in SETTINGS and number.isdecimal() and (int(number) or SETTINGS[base] == "ahead")
+            ):
+                raise UserError(f"--against {name}: not known; use {known}, or a plan's file")
+            found[name] = None
     if not found:
         raise UserError(f"--against needs names; use {known}, or a plan's file")
     return found
@@ -76,7 +88,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
     from hzplan.peers.tensor_parallel import TensorParallel
     from hzplan.runtime.executor import Streams
 
-    known: dict[str, Callable[[], Contender]] = {
+    known: dict[str, Callable[..., Contender]] = {
         "ddp": partial(DDP, setting),
         "zero1": partial(Zero1, setting),
         "fsdp2": partial(FSDP2, setting),
@@ -89,12 +101,17 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         "one-stream": partial(Hzplan, setting, name="one-stream", streams=Streams.ONE),
         "no-threads": partial(Hzplan, setting, name="no-threads", streams=Streams.NONE),
     }
+
+    def known_as(name: str) -> Callable[[], Contender]:
+        base, at, number = name.partition("@")
+        return partial(known[base], name=name, **{SETTINGS[base]: int(number)}) if at else known[name]
+
     found: dict[str, Callable[[], Contender]] = {
         OURS: partial(Hzplan, setting),
         "ddp": known["ddp"],
         CONTROL: partial(DDP, setting, name=CONTROL),
         **{
-            name: partial(Hzplan, setting, name=name, plan=plan) if plan else known[name]
+            name: partial(Hzplan, setting, name=name, plan=plan) if plan else known_as(name)
             for name, plan in peers.items()
         },
         LOCAL: partial(Local, setting),

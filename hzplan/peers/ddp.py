@@ -34,13 +34,13 @@ class Local(Trainer):
 class DDP(Trainer):
     """Gradients are all-reduced in buckets while backward runs."""
 
-    def __init__(self, setting: Setting, *, name: str = "ddp") -> None:
-        self.name = name
+    def __init__(self, setting: Setting, *, name: str = "ddp", buckets: int = BUCKETS) -> None:
+        self.name, self.buckets = name, buckets
         super().__init__(setting)
 
     def prepare(self) -> None:
         model = self.setting.build_model()
-        self.model = self._replicas = replicas(model, self.setting)
+        self.model = self._replicas = replicas(model, self.setting, buckets=self.buckets)
         self.make_optimizer()
 
     def around(self, last: bool) -> AbstractContextManager[object]:
@@ -54,8 +54,8 @@ class DDP(Trainer):
 class Zero1(DDP):
     """DDP, each rank updating a part of the parameters and broadcasting it."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, name="zero1")
+    def __init__(self, setting: Setting, *, name: str = "zero1", buckets: int = BUCKETS) -> None:
+        super().__init__(setting, name=name, buckets=buckets)
 
     def make_optimizer(self) -> None:
         made, arguments = self.setting.optimizer_class()
@@ -65,11 +65,11 @@ class Zero1(DDP):
 
 
 def replicas(
-    model: nn.Module, setting: Setting, group: dist.ProcessGroup | None = None
+    model: nn.Module, setting: Setting, group: dist.ProcessGroup | None = None, *, buckets: int = BUCKETS
 ) -> DistributedDataParallel:
     """DDP over a group (by default the world), gradients travelling in the plan's dtype."""
     made = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=bucket_mb(model), gradient_as_bucket_view=True
+        model, process_group=group, bucket_cap_mb=bucket_mb(model, buckets), gradient_as_bucket_view=True
     )
     if setting.reduce_dtype == torch.bfloat16:
         # By its own name DDP takes torch's hook for NCCL only.
@@ -77,10 +77,10 @@ def replicas(
     return made
 
 
-def bucket_mb(model: nn.Module) -> float:
-    """DDP's default bucket, or a part of a model that is small."""
+def bucket_mb(model: nn.Module, buckets: int = BUCKETS) -> float:
+    """DDP's default bucket, or one of so many parts of a model that is small."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    return min(DEFAULT_BUCKET_MB, max(0.5, size / 2**20 / BUCKETS))
+    return min(DEFAULT_BUCKET_MB, max(0.5, size / 2**20 / buckets))
 
 
 def autocast(setting: Setting) -> AbstractContextManager[object]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -18,6 +17,9 @@ from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
 from hzplan.runtime.backends.base import Buffers, Collectives
 from hzplan.runtime.backends.groups import on_device
+
+AHEAD = 1
+"""Blocks that are gathered ahead."""
 
 
 class _Exchange:
@@ -74,13 +76,16 @@ class ExchangeReduceScatter(_Exchange):
 
 
 class FSDP2(Trainer):
-    """Everything sharded over the world, blocks gathered one ahead of their use.
+    """Everything sharded over the world, blocks gathered ahead of their use.
 
     ``keep``: parameters stay whole between forward and backward, and gradients while accumulating.
+    ``ahead``: how many blocks; 0: as torch does where nobody says.
     """
 
-    def __init__(self, setting: Setting, *, name: str = "fsdp2", keep: bool = False) -> None:
-        self.name, self.keep = name, keep
+    def __init__(
+        self, setting: Setting, *, name: str = "fsdp2", keep: bool = False, ahead: int = AHEAD
+    ) -> None:
+        self.name, self.keep, self.ahead = name, keep, ahead
         super().__init__(setting)
 
     def device_mesh(self) -> DeviceMesh:
@@ -103,7 +108,7 @@ class FSDP2(Trainer):
         # The root is needed again at once after forward: by torch's default it is kept.
         self.root: FSDPModule = fully_shard(model, **options | {"reshard_after_forward": None})
         self.model = model
-        _prefetch(sharded)
+        _prefetch(sharded, self.ahead)
         for module in [*sharded, self.root] if self.setting.device.type == "cpu" else []:
             # On gloo there is no stream to run ahead on, so gathers must be asynchronous by themselves.
             module._set_unshard_async_op(True)
@@ -123,9 +128,9 @@ class FSDP2(Trainer):
 class HSDP(FSDP2):
     """Sharded inside a group of neighbours, replicated across; replicas meet on the last micro-batch."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, name: str = "hsdp", ahead: int = AHEAD) -> None:
         self.inner = inner_shards(setting.plan.mesh)
-        super().__init__(setting, name="hsdp")
+        super().__init__(setting, name=name, ahead=ahead)
 
     def device_mesh(self) -> DeviceMesh:
         shape = (self.setting.world // self.inner, self.inner)
@@ -145,9 +150,8 @@ def inner_shards(mesh: Mesh) -> int:
     return min(between, key=lambda count: (abs(count - wanted), count))
 
 
-def _prefetch(blocks: Sequence[FSDPModule | nn.Module]) -> None:
-    """Gather the next block while one computes, in forward and in backward."""
-    for block, following in itertools.pairwise(blocks):
-        assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+def _prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
+    """Gather the next blocks while one computes, in forward and in backward."""
+    for place, block in enumerate(blocks if ahead else ()):
+        block.set_modules_to_forward_prefetch([*blocks[place + 1 : place + 1 + ahead]])
+        block.set_modules_to_backward_prefetch([*reversed(blocks[max(0, place - ahead) : place])])

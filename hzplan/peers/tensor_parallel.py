@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hzplan.models.gpt import GPT, MLP, Attention
 from hzplan.peers.contender import NotHere, Setting
-from hzplan.peers.ddp import DDP, replicas
+from hzplan.peers.ddp import BUCKETS, DDP, replicas
 from hzplan.peers.fsdp2 import inner_shards
 from hzplan.training.batches import Batches
 
@@ -23,8 +23,8 @@ class TensorParallel(DDP):
     A group computes the micro-batches of all its ranks at once, so that the global batch is the same.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, name="tp-dp")
+    def __init__(self, setting: Setting, *, name: str = "tp-dp", buckets: int = BUCKETS) -> None:
+        super().__init__(setting, name=name, buckets=buckets)
 
     def prepare(self) -> None:
         setting = self.setting
@@ -45,7 +45,7 @@ class TensorParallel(DDP):
             block.mlp = _MLP(block.mlp, self.group)
             self.split += [*block.attention.split, *block.mlp.split]
         self.micro = _Joined(setting.data, [dist.get_global_rank(self.group, r) for r in range(size)])
-        self.model = self._replicas = replicas(model, setting, across)
+        self.model = self._replicas = replicas(model, setting, across, buckets=self.buckets)
         self.make_optimizer()
 
     def data(self) -> Batches:

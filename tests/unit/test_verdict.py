@@ -54,9 +54,9 @@ def test_the_class_follows_from_who_fits() -> None:
     found = judge(result(*both, entry("hsdp", 1.6), entry("fsdp2", 3)))
     assert found and (found.group, found.peer, found.bar) == ("DDP fits", "ddp", 0.97)
     found = judge(result(entry("hsdp", 1.6), entry("fsdp2", 3)))
-    assert found and (found.group, found.peer, found.bar) == ("parts fit", "hsdp", 1.2)
+    assert found and (found.group, found.peer, found.bar) == ("parts fit", "hsdp", 1.0)
     found = judge(result(entry("hsdp", 1.6, fits=False), entry("fsdp2", 3)))
-    assert found and (found.group, found.peer, found.bar) == ("full shard only", "fsdp2", 1.3)
+    assert found and (found.group, found.peer, found.bar) == ("full shard only", "fsdp2", 1.0)
 
 
 def test_who_trains_something_else_or_does_not_fit_is_no_peer() -> None:
@@ -66,12 +66,21 @@ def test_who_trains_something_else_or_does_not_fit_is_no_peer() -> None:
     assert found and found.peer is None and found.passed is None
 
 
-def test_the_control_widens_the_interval() -> None:
-    quiet = judge(result(entry("hsdp", 1.21), entry("ddp", 2, fits=False), entry("ddp again", 2, fits=False)))
-    assert quiet and quiet.margin == pytest.approx(0, abs=1e-9) and quiet.passed
-    noisy = entry("ddp again", 2, fits=False) | {"round_s": [1.8, 2.2, 1.9, 2.1, 2.0, 2.0]}
-    loud = judge(result(entry("hsdp", 1.21), entry("ddp", 2, fits=False), noisy))
-    assert loud and loud.margin > 0.05 and not loud.passed
+def test_lost_is_what_lies_wholly_below_the_bar() -> None:
+    control = [entry("ddp", 2, fits=False), entry("ddp again", 2, fits=False)]
+    slower = judge(result(entry("hsdp", 0.98), *control))
+    assert slower and slower.margin == pytest.approx(0, abs=1e-9) and not slower.passed
+    noisy = entry("hsdp", 0.98) | {"round_s": [0.9, 1.1, 0.95, 1.05, 0.9, 1.02]}
+    unsure = judge(result(noisy, *control))
+    assert unsure and unsure.ratio < unsure.bar <= unsure.high and unsure.passed
+
+
+def test_a_peer_in_another_setting_is_of_its_kind() -> None:
+    both = [entry("ddp", 1.5), entry("ddp again", 1.5)]
+    found = judge(result(*both, entry("ddp@3", 1.4), entry("fsdp2@0", 3)))
+    assert found and (found.group, found.peer) == ("DDP fits", "ddp@3")
+    found = judge(result(entry("fsdp2@2", 3)))
+    assert found and found.group == "full shard only"
 
 
 def test_the_share_is_asked_only_where_the_network_binds() -> None:
