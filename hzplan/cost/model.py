@@ -281,6 +281,7 @@ class CostModel:
                 for tier in tiers
             )
 
+        replicated = mesh.shards[max(levels.grad, levels.optim)] == 1
         optim_numel = bucket.numel // mesh.shards[levels.optim]
         master_bytes = bucket.master_nbytes // mesh.shards[levels.optim]
         optimizer = self.profile.optimizer
@@ -308,7 +309,8 @@ class CostModel:
                 for tier in tiers
             ),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
-            replicated=mesh.shards[max(levels.grad, levels.optim)] == 1,
+            replicated=replicated,
+            norm_ns=0 if replicated else self._norm_share_ns(bucket),
         )
         return BucketCost(cost, gathers)
 
@@ -364,28 +366,39 @@ class CostModel:
         lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
         return [lengths[place] for place in places]
 
-    def step_ns(self, schedule: Schedule) -> int:
+    def step_ns(self, schedule: Schedule, *, replicated: bool) -> int:
         """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.
 
-        Each rank sums the squares of its gradient slices, then all ranks add up one number.
-        """
-        return self._norm_ns[0] if schedule.clip else 0
-
-    def has_local_norm(self, schedule: Schedule, units: Mapping[str, UnitCost]) -> bool:
-        """Whether each rank takes the norm of all gradients by itself: all have them, and it is shorter.
-
-        ``step_ns`` does not count on it: it is a property of a whole choice, which no sum over units has, and
-        bounds are of such sums. So predictions of replicas are too long by the difference.
+        Each rank sums the squares of its gradient slices, then all ranks add up one number. Where gradients
+        are ``replicated`` each rank may sum them all by itself instead, and does where that is shorter. Only
+        a whole choice has that property, and bounds are of sums over units: they count ``norm_ns`` of each
+        unit that is not replicated, together at most the difference.
         """
         sliced, whole = self._norm_ns
-        return schedule.clip and whole < sliced and all(unit.replicated for unit in units.values())
+        return (min(sliced, whole) if replicated else sliced) if schedule.clip else 0
+
+    def _norm_share_ns(self, bucket: BucketLayout) -> int:
+        """A bucket's share of the difference, by its elements."""
+        sliced, whole = self._norm_ns
+        elements = sum(tensor.numel for tensor in bucket.tensors)
+        return max(0, sliced - whole) * elements // self._trained
+
+    def has_local_norm(self, schedule: Schedule, units: Mapping[str, UnitCost]) -> bool:
+        """Whether each rank takes the norm of all gradients by itself: all have them, and it is shorter."""
+        sliced, whole = self._norm_ns
+        return schedule.clip and whole < sliced and _replicated(units)
+
+    @cached_property
+    def _trained(self) -> int:
+        """Elements of all trained tensors."""
+        return sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
 
     @cached_property
     def _norm_ns(self) -> tuple[int, int]:
         """Nanoseconds of a norm from all ranks' slices, and from the whole gradients of one."""
         curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm or ()]
         summed_s = self.profile.cluster.norm_seconds or 0.0
-        trained = sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
+        trained = self._trained
         if not curve:
             return round(summed_s * 1e9), round(summed_s * 1e9)
         alone_s = interpolate(curve, trained / self.mesh.world)
@@ -394,7 +407,7 @@ class CostModel:
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""
         if task.kind is Kind.STEP:
-            return self.step_ns(schedule)
+            return self.step_ns(schedule, replicated=_replicated(units))
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
             recompute = units[schedule.uses[index].unit].recompute
@@ -402,6 +415,11 @@ class CostModel:
                 self.recompute_ns(index, micro_batch) if recompute else 0
             )
         return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+
+
+def _replicated(units: Mapping[str, UnitCost]) -> bool:
+    """Whether every rank has all reduced gradients."""
+    return all(unit.replicated for unit in units.values())
 
 
 def _received_bytes(bucket: BucketLayout, mesh: Mesh, stage: Stage) -> int:

@@ -20,7 +20,8 @@ class UnitCost:
     receiving on tier t. ``recompute``: whether the unit's forward is computed again in its backward. ``host``
     bytes lie in the host's memory instead of ``master`` and ``optim``, and in a device slot during the
     update; ``copy_ns``: of one copy, in either direction. ``replicated``: whether every rank has all of its
-    reduced gradients.
+    reduced gradients; ``norm_ns``: its share of what a norm over ranks takes longer than each rank's own,
+    where they do not (``CostModel.step_ns``).
     """
 
     unshard_ns: tuple[int, ...]
@@ -41,6 +42,7 @@ class UnitCost:
     host_bytes: int = 0
     copy_ns: int = 0
     replicated: bool = True
+    norm_ns: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -69,6 +71,7 @@ class UnitCost:
             host_bytes=self.host_bytes + other.host_bytes,
             copy_ns=self.copy_ns + other.copy_ns,
             replicated=self.replicated and other.replicated,
+            norm_ns=self.norm_ns + other.norm_ns,
         )
 
     @classmethod
@@ -88,6 +91,7 @@ class UnitCost:
             Kind.UPDATE: (self.update_ns,),  # on no tier: its number is -1
             Kind.FETCH: (self.copy_ns,),
             Kind.STORE: (self.copy_ns,),
+            Kind.STEP: (self.norm_ns,),
         }
 
     def duration_ns(self, kind: Kind, tier: int) -> int:

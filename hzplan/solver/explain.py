@@ -31,6 +31,7 @@ DOING: Mapping[Kind, str] = {
     Kind.FETCH: "fetching optimizer state from the host",
     Kind.STORE: "storing optimizer state on the host",
     Kind.COMPUTE: "activation recomputation",
+    Kind.STEP: "summing the gradient norm over ranks",
 }
 
 

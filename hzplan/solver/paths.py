@@ -134,14 +134,20 @@ class Network:
                     at = self.rows[binary] * self.shape[1] + self.columns[RECOMPUTE_KEY]
                     terms.append((at, times * recompute_ms))
             elif task.kind is Kind.STEP:
-                constant += times * self.model.step_ns(self.whole) * MS
-            elif (key := (task.kind, task.tier)) in self.columns:
-                terms += [
-                    (self.rows[unit] * self.shape[1] + self.columns[key], float(times))
-                    for unit in task.units
-                    if unit in self.rows
-                ]
+                constant += times * self.model.step_ns(self.whole, replicated=True) * MS
+                terms += self._of_units(task.kind, self.rows, times) if self.whole.clip else []
+            elif (task.kind, task.tier) in self.columns:
+                terms += self._of_units(task.kind, task.units, times, task.tier)
         return constant, terms
+
+    def _of_units(
+        self, kind: Kind, units: Iterable[str], times: int, tier: int = -1
+    ) -> list[tuple[int, float]]:
+        """The terms of the units' durations of a kind."""
+        column = self.columns[kind, tier]
+        return [
+            (self.rows[unit] * self.shape[1] + column, float(times)) for unit in units if unit in self.rows
+        ]
 
     def lengths(self, durations: Weights) -> Weights:
         """The duration of every node, ms, for durations [units, keys]."""

@@ -38,7 +38,7 @@ MAX_NS = 24 * 3600 * 10**9
 def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
     """The (kind, tier) of every task whose duration depends on the pattern, as ``durations_ns`` has them."""
     kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
-    once = [(kind, -1) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE)]
+    once = [(kind, -1) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
     return [(kind, tier) for kind in kinds for tier in range(tiers)] + once + [RECOMPUTE_KEY]
 
 
