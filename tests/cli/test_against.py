@@ -82,10 +82,11 @@ def test_every_peer_trains_the_same_and_is_measured(left_out: set[str], tmp_path
 def test_in_bf16_the_sharded_schemes_agree(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     make_plan(mesh="2", levels=Levels(0, 1, 1), dtype="bfloat16").save(plan)
-    found = compared(tmp_path, plan, "--against", "fsdp2,hsdp,tp-dp")
+    found = compared(tmp_path, plan, "--against", "fsdp2,fsdp2@0,ddp@3,hsdp,tp-dp")
     contenders = {entry["name"]: entry for entry in found["contenders"]}
     assert contenders["fsdp2"]["loss_error"] < 1e-3
-    assert contenders["ddp"]["losses_agree"]
+    assert contenders["ddp"]["losses_agree"] and contenders["ddp@3"]["losses_agree"]
+    assert contenders["fsdp2@0"]["loss_error"] == contenders["fsdp2"]["loss_error"]
     assert "no level between" in found["absent"]["hsdp"]
 
 
@@ -93,6 +94,9 @@ def test_in_bf16_the_sharded_schemes_agree(tmp_path: Path) -> None:
     ("against", "says"),
     [
         ("ddp,nobody", "--against nobody: not known; use ddp,"),
+        ("ddp@0", "--against ddp@0: not known"),
+        ("fsdp2@x", "--against fsdp2@x: not known"),
+        ("alone@1", "--against alone@1: not known"),
         (",", "--against needs names"),
         ("missing.json", "missing.json: no such file"),
         ("other.json", "other.json: field batch differs from the plan's"),
