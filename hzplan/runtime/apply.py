@@ -32,6 +32,7 @@ from hzplan.runtime import cuda, launcher
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
+from hzplan.runtime.joined import lay_side_by_side
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned, fused_by_default
@@ -229,6 +230,7 @@ def apply(
         _state(*(unit, layouts[unit.name], choice, world, waiting.parameters), offload=unit.name in offloaded)
         for unit in units
     ]
+    lay_side_by_side({state.name: state for state in states}, schedule)
     if waiting.parameters or waiting.buffers:
         _begin(model, waiting, states, world)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))

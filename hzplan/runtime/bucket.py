@@ -109,6 +109,10 @@ class Bucket:
             if low < high:
                 buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
 
+    def keep_gradients_in(self, values: Tensor) -> None:
+        """Reduced gradients are kept in ``values`` from now on; called before ``assign_buffers``."""
+        self.grad = self.gradient_buffer = values
+
     @property
     def gradient_nbytes(self) -> int:
         """Bytes of a whole buffer of gradients as it travels."""

@@ -29,6 +29,7 @@ from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
 from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
+from hzplan.runtime.joined import joined
 from hzplan.runtime.launcher import Device, Launcher
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
@@ -258,7 +259,7 @@ class Engine:
             for (operation, stage), run in itertools.groupby(listed, key=itemgetter(0)):
                 group, each = self.groups["reduce", stage], [buffers for _, buffers in run]
                 if operation == "all_reduce":
-                    sums = group.all_reduce(each, received)
+                    sums = group.all_reduce(joined(each, group.place, group.size), received)
                     (prepared.in_order if sums.in_order else prepared.together).append(sums)
                 else:
                     prepared.reductions.append(group.reduce_scatter(each, received))
