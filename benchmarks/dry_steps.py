@@ -62,7 +62,7 @@ def measure(blocks: int, mesh: Mesh, width: int) -> Cost:
     choice = Choice(mesh, {name: levels for name, _ in model.named_parameters()}, uses, 2, 1, clip=True)
     world = RateLimitedWorld(mesh, 0, lambda operation, stage, nbytes: 0.0, exchanges=False)
     began = time.perf_counter()
-    sharded, optimizer = apply(model, choice, torch.optim.AdamW, world=world)
+    sharded, optimizer = apply(model, choice, torch.optim.AdamW, world=world, fused=True)
     made_s = time.perf_counter() - began
     executor = optimizer.engine.executor
     assert isinstance(executor, Executor)
@@ -88,7 +88,7 @@ def _plain(
     blocks: int, width: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None], Callable[[], None], int]:
     model = _model(blocks, width)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def clip() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -144,6 +144,10 @@ class Updates:
             for call, of_unit in of_call.items()
             if any(of_unit)
         }
+        self._buckets_of: dict[str, list[Bucket]] = {}  # by call likewise: those that keep master weights
+        for unit in units:
+            with_masters = [bucket for bucket in unit.trainable_buckets if bucket.layout.keeps_master]
+            self._buckets_of.setdefault(self._call_of[unit.name], []).extend(with_masters)
         self._pieces_of: dict[str, list[Piece]] = {call: [] for call in self._inner}
         for piece in self.pieces:
             self._pieces_of[self._call_of[piece.unit]].append(piece)
@@ -306,10 +310,8 @@ class Updates:
                 param.grad = gradient
             if self._units[unit].offload:
                 self._move_state(unit, lambda copies: copies.device)
-        for name, call in self._call_of.items():
-            if call == unit:
-                for bucket in self._units[name].trainable_buckets:
-                    bucket.copy_master_to_model(self._host.master(bucket))
+        for bucket in self._buckets_of.get(unit, ()):
+            bucket.copy_master_to_model(self._host.master(bucket))
 
     def is_with_another(self, unit: str) -> bool:
         """Whether a unit is updated in another one's call."""
