@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from hzplan.core import stages
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import Dtype, TensorSpec
 from hzplan.core.schedule import Use
@@ -26,7 +27,7 @@ from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 MAX_TENSOR_BYTES = 2**44
 
 Phase = Literal["forward", "backward"]
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Operation = Literal[stages.Operation, "all_to_all"]
 
 
 class TensorEntry(Strict):

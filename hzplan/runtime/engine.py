@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -21,7 +18,7 @@ from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.core.stages import Collective
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
-from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions
+from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.backends.nccl import registered
 from hzplan.runtime.bucket import GROUP_OF, Bucket
@@ -29,36 +26,14 @@ from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
 from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
-from hzplan.runtime.joined import joined
 from hzplan.runtime.launcher import Device, Launcher
+from hzplan.runtime.messages import Messages
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import SUM, World
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A communication task's collectives: those that begin in one order on every rank, which go first, then
-    reductions one after the other, and last the others, together. No bucket has two of them."""
-
-    in_order: list[Collectives]
-    reductions: list[Reductions]
-    together: list[Collectives]
-
-    def begin(self, tag: int) -> None:
-        for one in self.in_order:
-            one.begin(tag)
-
-    def end(self, tag: int, *, accumulate: bool) -> None:
-        for reductions in self.reductions:
-            reductions.run(accumulate=accumulate, tag=tag)
-        for one in self.together:
-            one.begin(tag)
-        for one in (*self.in_order, *self.together):
-            one.end()
 
 
 class Engine:
@@ -92,7 +67,7 @@ class Engine:
                 made[name, stage] = world.new_group(mesh, name, stage, device)
             self.groups[kind, stage] = made[name, stage]
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
-        self._prepared: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
+        self._messages = Messages(self.units, self.groups, self._scratch, len(schedule.uses))
         self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)
         self._evaluation: Evaluation | None = None  # made for the first forward without gradients
@@ -128,7 +103,7 @@ class Engine:
             )
         return Executor(
             *(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names),
-            begin=self.begin,
+            begin=self._messages.begin,
         )
 
     def _hang_watch(self) -> HangWatch | None:
@@ -215,19 +190,6 @@ class Engine:
             for bucket, one in self.collectives(task)
         )
 
-    def begin(self, task: Task, scratch: int) -> Callable[[], None] | None:
-        """Begin what is only handed over and has to begin in one order; returns what does the rest of the
-        task. None where there is nothing of the kind."""
-        if task.kind is not Kind.FINAL_REDUCE or not (prepared := self._prepared_for(task, scratch)).in_order:
-            return None
-        prepared.begin(task.index + 1)
-        return partial(self._end, prepared, task)
-
-    @torch.no_grad()
-    def _end(self, prepared: _Prepared, task: Task) -> None:
-        # The tag tells messages apart that are under way at once on a stream.
-        prepared.end(task.index + 1, accumulate=task.position >= len(self.schedule.uses))
-
     @torch.no_grad()
     def run(self, task: Task, scratch: int = 0) -> None:
         """Do a task's work for all its units. ``scratch``: number of the tier's buffer to receive into."""
@@ -239,37 +201,7 @@ class Engine:
             for name in task.units:
                 self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
             return
-        prepared = self._prepared_for(task, scratch)
-        prepared.begin(task.index + 1)
-        self._end(prepared, task)
-
-    def _prepared_for(self, task: Task, scratch: int) -> _Prepared:
-        """A communication task's collectives, prepared when it is run first."""
-        key = task.kind, task.units, task.tier, scratch
-        if (prepared := self._prepared.get(key)) is None:
-            prepared = self._prepared[key] = self._prepare(task, scratch)
-        return prepared
-
-    def _prepare(self, task: Task, scratch: int) -> _Prepared:
-        buckets = [bucket for name in task.units for bucket in self.units[name].buckets]
-        if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
-            received = self._scratch[task.tier][scratch]
-            listed = [found for bucket in buckets for found in bucket.reductions(task.kind, task.tier)]
-            prepared = _Prepared([], [], [])
-            for (operation, stage), run in itertools.groupby(listed, key=itemgetter(0)):
-                group, each = self.groups["reduce", stage], [buffers for _, buffers in run]
-                if operation == "all_reduce":
-                    sums = group.all_reduce(joined(each, group.place, group.size), received)
-                    (prepared.in_order if sums.in_order else prepared.together).append(sums)
-                else:
-                    prepared.reductions.append(group.reduce_scatter(each, received))
-            return prepared
-        gathers: dict[Stage, list[Buffers]] = {}
-        for bucket in buckets:
-            for stage, buffers in bucket.gathers(task.kind, task.tier):
-                gathers.setdefault(stage, []).append(buffers)
-        kind = GROUP_OF[task.kind]
-        return _Prepared([], [], [self.groups[kind, stage].all_gather(one) for stage, one in gathers.items()])
+        self._messages.run(task, scratch)
 
     # What the hooks report.
 

@@ -1,4 +1,4 @@
-"""Updates of one rank's shards: torch's own optimizer, one per unit, fed with pieces of the tensors.
+"""Updates of one rank's shards: torch's own optimizer, one per unit, or per units that are updated together.
 
 Here is decided which gradients count in the norm (``counted_gradients``), and here they are multiplied by
 clipping's factor, right before a unit's update.
@@ -100,9 +100,8 @@ class Updates:
         self._units = {unit.name: unit for unit in units}
         self._host = _host_states(units, optimizer_class, groups, arguments, offload_slots, device)
         self._inner: dict[str, Optimizer] = {}  # by unit, or the first of those that are updated together
-        self._call_of = {unit.name: unit.name for unit in units} | dict.fromkeys(
-            together, together[0] if together else ""
-        )
+        self._call_of = {unit.name: unit.name for unit in units}
+        self._call_of |= dict.fromkeys(together, next(iter(together), ""))
         self.pieces: list[Piece] = []
         self._gradients: dict[str, list[Tensor]] = {}  # by unit: those that this rank updates with
         self.counted_gradients: dict[str, list[Tensor]] = {}  # by unit: what of them this rank looks at
