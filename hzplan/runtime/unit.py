@@ -16,8 +16,8 @@ ABSENT = -0.0
 else: gradients that there are have their zeros delivered as +0.0. So the reduced gradient says whether any
 rank had one, without a message of its own (IEEE 754, §6.3)."""
 
-CHUNK_ELEMENTS = 1 << 16
-"""Elements of a gradient that are cast at once: few enough to stay in a core's cache."""
+CHUNK_ELEMENTS = 1 << 18
+"""Elements of a gradient that are cast at once, for a cast allocates: few enough to stay in a cache."""
 
 
 class UnitState:
@@ -136,45 +136,38 @@ def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool)
     """Write ``scale`` times a gradient into its place (or add it), rounding no earlier than there, with zeros
     as +0.0.
 
-    A gradient of another dtype is cast first, or the product would be rounded to the gradient's; in chunks,
-    because a mixed operation on the CPU makes a copy of the whole. The profiler calls it too: what is
+    A gradient of another dtype is cast first, or the product would be rounded to the gradient's. To add it,
+    the CPU casts into a tensor of its own, so a large one goes in chunks. The profiler calls it too: what is
     allocated here is in its record.
     """
-    if target.is_cuda and gradient.dtype != target.dtype:  # whose kernels cast as they go
-        if not accumulate:
-            target.zero_()
-        target.add_(gradient, alpha=scale)
-        return
-    if gradient.dtype == target.dtype:
-        _scaled(gradient, target, scale, accumulate=accumulate)
-        return
-    chunks = (tensor.flatten().split(CHUNK_ELEMENTS) for tensor in (gradient, target))
-    for source, place in zip(*chunks, strict=True):
-        _scaled(source.to(target.dtype), place, scale, accumulate=accumulate)
-
-
-def _scaled(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool) -> None:
-    if accumulate:
-        target.add_(gradient, alpha=scale)
-    else:
+    mixed = gradient.dtype != target.dtype
+    if not accumulate:
+        if mixed:  # the copy casts
+            gradient = target.copy_(gradient)
         torch.add(torch.zeros((), dtype=target.dtype), gradient, alpha=scale, out=target)
+    elif mixed and not target.is_cuda and target.numel() > CHUNK_ELEMENTS:
+        chunks = (tensor.flatten().split(CHUNK_ELEMENTS) for tensor in (target, gradient))
+        for place, source in zip(*chunks, strict=True):
+            place.add_(source, alpha=scale)
+    else:
+        target.add_(gradient, alpha=scale)
 
 
 def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *, accumulate: bool) -> None:
     """``deliver`` for many."""
     if not gradients:
         return
-    if gradients[0].dtype == targets[0].dtype:
-        if not accumulate:
-            torch._foreach_zero_(targets)
-        torch._foreach_add_(targets, gradients, alpha=scale)
-    elif not accumulate:  # the copy casts
+    if not accumulate and gradients[0].dtype != targets[0].dtype:  # the copy casts
         torch._foreach_copy_(targets, gradients)
         torch._foreach_mul_(targets, scale)
         torch._foreach_add_(targets, 0.0)
+    elif max(target.numel() for target in targets) <= CHUNK_ELEMENTS:
+        if not accumulate:
+            torch._foreach_zero_(targets)
+        torch._foreach_add_(targets, gradients, alpha=scale)
     else:
         for gradient, target in zip(gradients, targets, strict=True):
-            deliver(gradient, target, scale, accumulate=True)
+            deliver(gradient, target, scale, accumulate=accumulate)
 
 
 def _cut(buffer: Tensor, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
