@@ -169,7 +169,7 @@ def _random(
     again: frozenset[str],
 ) -> Evaluation:
     triples = model.mesh.triples()
-    prefetch, buffers = rng.choice(paces(model, PREFETCH_DEPTHS))
+    pace = rng.choice(paces(model, PREFETCH_DEPTHS))
     single = rng.choice(triples)
     levels: dict[str, tuple[Levels, ...]] = {}
     for unit, tensors in tensors_of(profile).items():
@@ -181,10 +181,9 @@ def _random(
                 for triple, tensor in zip(chosen, tensors, strict=True)
             )
     schedule = model.schedule(
-        prefetch=prefetch,
+        **pace._asdict(),
         accumulation=global_batch // (model.mesh.world * MICRO_BATCH),
         clip=True,
-        gradient_buffers=buffers,
     )
     return evaluate(model, levels, schedule, MICRO_BATCH, modes=Modes(again))
 

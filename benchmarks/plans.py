@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.models import role
 from hzplan.core.hierarchy import Levels
+from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.formats.base import fingerprint
 from hzplan.formats.plan import Plan, Proof, Source
@@ -95,7 +96,7 @@ def best_by_role(model: CostModel, request: Request, start: Evaluation) -> Evalu
 
 
 def _improved(
-    model: CostModel, request: Request, chosen: Mapping[str, Levels], pace: tuple[int, int]
+    model: CostModel, request: Request, chosen: Mapping[str, Levels], pace: Pace
 ) -> Evaluation | None:
     """Change the triple of one role after the other while that helps; None where the start does not fit."""
     best = _evaluated(model, request, chosen, pace)
@@ -113,15 +114,12 @@ def _improved(
     return best
 
 
-def _evaluated(
-    model: CostModel, request: Request, by_role: Mapping[str, Levels], pace: tuple[int, int]
-) -> Evaluation:
+def _evaluated(model: CostModel, request: Request, by_role: Mapping[str, Levels], pace: Pace) -> Evaluation:
     size = model.profile.micro_batches[0]
     schedule = model.schedule(
-        prefetch=pace[0],
+        **pace._asdict(),
         accumulation=request.global_batch // (model.mesh.world * size),
         clip=request.clip,
-        gradient_buffers=pace[1],
     )
     levels = {
         unit: tuple(by_role[role(tensor.name)] for tensor in tensors)
@@ -131,8 +129,8 @@ def _evaluated(
     return evaluate(model, levels, schedule, size)
 
 
-def _pace(found: Evaluation) -> tuple[int, int]:
-    return found.schedule.prefetch, found.schedule.gradient_buffers
+def _pace(found: Evaluation) -> Pace:
+    return found.schedule.pace
 
 
 def _fastest(request: Request, tried: Iterator[Evaluation]) -> Evaluation | None:

@@ -93,10 +93,10 @@ def _write_plan(profile: Profile, profile_path: Path, case: Case, plan: Path) ->
             evaluate(
                 model,
                 uniform(profile, case.levels),
-                model.schedule(prefetch=depth, accumulation=1, clip=True, gradient_buffers=buffers),
+                model.schedule(**pace._asdict(), accumulation=1, clip=True),
                 MICRO_BATCH,
             )
-            for depth, buffers in paces(model, PREFETCH_DEPTHS)
+            for pace in paces(model, PREFETCH_DEPTHS)
         ),
         key=lambda found: found.step_s,
     )

@@ -161,11 +161,11 @@ def _front(model: CostModel) -> list[Evaluation]:
         evaluate(
             model,
             uniform(model.profile, triple),
-            model.schedule(prefetch=depth, accumulation=1, clip=True, gradient_buffers=buffers),
+            model.schedule(**pace._asdict(), accumulation=1, clip=True),
             1,
         )
         for triple in model.mesh.triples()
-        for depth, buffers in paces(model, PREFETCH_DEPTHS)
+        for pace in paces(model, PREFETCH_DEPTHS)
     ]
     found.sort(key=lambda e: (e.memory.peak, e.step_s))
     front: list[Evaluation] = []

@@ -13,6 +13,7 @@ from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.order import in_order, within
+from hzplan.core.schedule import Pace
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.cost.simulate import floor_ns, objective_ns, replay, replay_shared
@@ -154,13 +155,13 @@ def _points(rng: random.Random) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class Truth:
     """The least objective and the shortest replayed step within the budget (None: nothing fits), and the
-    least peak memory of all; and the least objective by micro-batch size, depth and gradient buffers, where
+    least peak memory of all; and the least objective by micro-batch size and pace, where
     something fits. ``step_ns``: None where steps were not replayed, too."""
 
     objective_ns: float | None
     step_ns: float | None
     smallest_bytes: int
-    by_pace: Mapping[tuple[int, int, int], float]
+    by_pace: Mapping[tuple[int, Pace], float]
 
 
 def try_everything(
@@ -178,23 +179,21 @@ def try_everything(
     options = [_options(tensors[name], model, pins, offload=request.host_bytes > 0) for name in names]
     nothing = UnitCost.zero(len(model.mesh.tiers))
     best = shortest = float("inf")
-    by_pace: dict[tuple[int, int, int], float] = {}
+    by_pace: dict[tuple[int, Pace], float] = {}
     smallest: int | None = None
-    for size, (depth, buffers) in itertools.product(profile.micro_batches, paces(model, request.depths)):
+    for size, pace in itertools.product(profile.micro_batches, paces(model, request.depths)):
         if request.global_batch % (model.mesh.world * size):
             continue
         accumulation = request.global_batch // (model.mesh.world * size)
         schedule = model.schedule(
-            prefetch=depth,
+            **pace._asdict(),
             accumulation=accumulation,
             clip=request.clip,
-            gradient_buffers=buffers,
             offload=request.host_bytes > 0,
         )
         if like is not None and like.schedule.order is not None:
-            own = like.micro_batch, like.schedule.prefetch, like.schedule.gradient_buffers
-            same = own == (size, depth, schedule.gradient_buffers)
-            order = like.schedule.order if same else within(like.schedule.order, depth + 1)
+            same = (like.micro_batch, like.schedule.pace) == (size, schedule.pace)
+            order = like.schedule.order if same else within(like.schedule.order, pace.prefetch + 1)
             schedule = in_order(schedule, order)
         slots = assign_slots(schedule, tensors)
         late = model.late_ns(schedule, size)
@@ -214,8 +213,8 @@ def try_everything(
                 smallest = needed if smallest is None else min(smallest, needed)
                 if needed <= request.memory_bytes:
                     durations = model.durations(schedule, units, size)
-                    pace = size, depth, schedule.gradient_buffers
-                    tried = by_pace.get(pace, float("inf"))
+                    named = size, schedule.pace
+                    tried = by_pace.get(named, float("inf"))
                     enough = max(tried, shortest) if steps else tried
                     if floor_ns(schedule, durations, model.interference) >= enough:
                         continue
@@ -223,7 +222,7 @@ def try_everything(
                     if part < tried:
                         objective = objective_ns(schedule, durations, model.interference, graph)
                         best = min(best, objective)
-                        by_pace[pace] = min(objective, by_pace.get(pace, objective))
+                        by_pace[named] = min(objective, by_pace.get(named, objective))
                     if steps and part < shortest:
                         again_ns = replay_shared(schedule, durations, model.interference, late).period_ns
                         shortest = min(again_ns, shortest)

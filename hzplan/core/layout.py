@@ -68,6 +68,11 @@ class TensorSpec:
         return replace(self, dtype=dtype) if self.dtype == MASTER_DTYPE[dtype] else self
 
 
+def gradient_bytes(tensors: Iterable[TensorSpec]) -> int:
+    """Bytes of the gradients of those that are trained, as they are kept."""
+    return sum(t.numel * ITEM_BYTES[MASTER_DTYPE[t.dtype]] for t in tensors if t.trainable)
+
+
 @dataclass(frozen=True)
 class BucketLayout:
     """Tensors of one unit with the same levels, dtype and trainable flag, laid in one flat buffer.

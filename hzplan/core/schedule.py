@@ -38,6 +38,18 @@ Ahead = tuple[int, ...]
 """By tier, fastest first: how many later uses' parameters go before a unit's gradients."""
 
 
+class Pace(NamedTuple):
+    """How far a step runs ahead, and how large its messages are; see ``build``."""
+
+    prefetch: int
+    gradient_buffers: int
+    message_bytes: int = 0
+
+    def __str__(self) -> str:
+        messages = f", messages of {self.message_bytes:,} bytes" if self.message_bytes else ""
+        return f"prefetch {self.prefetch}, {self.gradient_buffers} gradient buffers{messages}"
+
+
 class MessageOrder(NamedTuple):
     """An order of the messages of each tier (``core.order``).
 
@@ -113,8 +125,9 @@ class Task:
 class Schedule:
     """A step: its tasks in total launch order, and when each unit's buffers are in use.
 
-    ``unshard_live_ranges``: closed intervals of positions in which a unit's unsharded parameters occupy
-    their buffer; ``gradient_live_ranges``: likewise for unreduced gradients, counted in reduces. Both cover
+    ``completed_at``: by use the units whose gradients are complete after it. ``unshard_live_ranges``: closed
+    intervals of positions in which a unit's unsharded parameters occupy their buffer;
+    ``gradient_live_ranges``: likewise for unreduced gradients, counted in reduces. Both cover
     at most three micro-batches, after which they repeat. ``offload_slots``: by unit the buffer that its
     states are fetched to. ``order``: the message order (``core.order``), and ``shared`` the same step without
     it; None where messages of a tier share its link.
@@ -125,15 +138,22 @@ class Schedule:
     tiers: int
     prefetch: int
     gradient_buffers: int
+    message_bytes: int
     accumulation: int
     clip: bool
     options_read: int | None
     requires: Mapping[str, tuple[str, ...]]
+    completed_at: Mapping[int, tuple[str, ...]] = field(repr=False)
     unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     offload_slots: Mapping[str, int] = field(repr=False)
     order: MessageOrder | None = None
     shared: Schedule | None = field(default=None, repr=False)
+
+    @property
+    def pace(self) -> Pace:
+        """What was asked of ``build``, and of buffers as many as there is a use for."""
+        return Pace(self.prefetch, self.gradient_buffers, self.message_bytes)
 
     @cached_property
     def streams(self) -> dict[str, tuple[Task, ...]]:
@@ -194,14 +214,18 @@ def build(
     clip: bool,
     gradient_buffers: int | None = None,
     offload: bool = False,
+    message_bytes: int = 0,
+    gradient_bytes: Mapping[str, int] | None = None,
 ) -> Schedule:
     """Order one step.
 
     ``uses``: the recorded sequence of one forward and backward, in which a unit's first use reads;
     ``requires``: for every unit the units whose parameters a use of it needs, if it reads any; ``trainable``:
     the units with trained tensors; ``prefetch``: how many uses ahead of compute may be unsharded (at least
-    1); ``gradient_buffers``: how many units' gradients may be there unreduced, the one that is being computed
-    included (default: ``prefetch + 1``); ``offload``: whether optimizer states may lie in the host's memory.
+    1); ``gradient_buffers``: how many reduces' gradients may be there unreduced, the one that is being
+    computed included (default: ``prefetch + 1``); ``offload``: whether optimizer states may lie in the host's
+    memory; ``message_bytes``: units that follow each other are reduced in one task for as long as their
+    gradients (``gradient_bytes``, by unit) have no more bytes together.
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
@@ -212,8 +236,14 @@ def build(
     buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
     if prefetch < 1 or accumulation < 1 or buffers < 1:
         raise ValueError("prefetch, accumulation and gradient_buffers must be at least 1")
+    if message_bytes and gradient_bytes is None:
+        raise ValueError("message_bytes needs gradient_bytes")
+    completed_at = _last_backward(uses, requires, trainable)
+    reduces = _reduces(completed_at, message_bytes, gradient_bytes or {})
+    pace = Pace(prefetch, min(buffers, max(1, len(reduces))), message_bytes)
     return _Builder(
-        tuple(uses), dict(requires), tuple(trainable), tiers, prefetch, buffers, accumulation, clip, offload
+        *(tuple(uses), dict(requires), tuple(trainable), completed_at, reduces),
+        *(pace, tiers, accumulation, clip, offload),
     ).build()
 
 
@@ -225,23 +255,28 @@ class _Builder:
         uses: tuple[Use, ...],
         requires: dict[str, tuple[str, ...]],
         trainable: tuple[str, ...],
+        completed_at: dict[int, tuple[str, ...]],
+        reduces: list[list[int]],
+        pace: Pace,
         tiers: int,
-        prefetch: int,
-        gradient_buffers: int,
         accumulation: int,
         clip: bool,
         offload: bool,
     ) -> None:
         self.uses, self.requires, self.trainable = uses, requires, trainable
-        self.tiers, self.prefetch, self.accumulation, self.clip = tiers, prefetch, accumulation, clip
+        self.pace, self.prefetch, self.gradient_buffers = pace, pace.prefetch, pace.gradient_buffers
+        self.tiers, self.accumulation, self.clip = tiers, accumulation, clip
         self.positions = len(uses) * accumulation
-        self.runs = _runs(uses, requires, prefetch, accumulation)
+        self.runs = _runs(uses, requires, self.prefetch, accumulation)
         self.runs_at: dict[int, list[str]] = {}  # position -> the units to be unsharded for it
         for unit, runs in self.runs.items():
             for first, _ in runs:
                 self.runs_at.setdefault(first, []).append(unit)
-        self.reduced_at = _last_backward(uses, requires, trainable)
-        self.gradient_buffers = min(gradient_buffers, max(1, len(self.reduced_at)))
+        self.completed_at = completed_at
+        self.filled_from = {uses[0] for uses in reduces}  # the uses at which a reduce's first gradients come
+        self.reduced_at = {  # by index of a use: the units that are reduced after it
+            uses[-1]: tuple(unit for use in uses for unit in completed_at[use]) for uses in reduces
+        }
         self.tasks: list[Task] = []
         self.tail: dict[str, int] = {}
         self.unsharded: dict[int, int] = {}  # position -> last unshard task
@@ -295,10 +330,12 @@ class _Builder:
             tiers=self.tiers,
             prefetch=self.prefetch,
             gradient_buffers=self.gradient_buffers,
+            message_bytes=self.pace.message_bytes,
             accumulation=self.accumulation,
             clip=self.clip,
             options_read=self.options_read,
             requires=self.requires,
+            completed_at=self.completed_at,
             unshard_live_ranges=self.unshard_live_ranges(),
             gradient_live_ranges=self.gradient_live_ranges(),
             offload_slots=self.offload_slots,
@@ -321,7 +358,7 @@ class _Builder:
     def compute(self, position: int) -> int:
         after = [self.unsharded[position]] if position in self.unsharded else []
         # No more buffers than reduces a micro-batch has: a unit's own last one must be over in any case.
-        if position % len(self.uses) in self.reduced_at and len(self.reduces) >= self.gradient_buffers:
+        if position % len(self.uses) in self.filled_from and len(self.reduces) >= self.gradient_buffers:
             after.append(self.reduces[-self.gradient_buffers])
         use = self.uses[position % len(self.uses)]
         return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
@@ -493,3 +530,20 @@ def _last_backward(
         if unit in seen:
             at.setdefault(last.get(unit, len(uses) - 1), []).append(unit)
     return {index: tuple(at[index]) for index in sorted(at)}
+
+
+def _reduces(
+    completed_at: Mapping[int, tuple[str, ...]], message_bytes: int, gradient_bytes: Mapping[str, int]
+) -> list[list[int]]:
+    """The uses whose gradients are reduced together, in order."""
+    found: list[list[int]] = []
+    together = 0
+    for use, units in completed_at.items():
+        nbytes = sum(gradient_bytes.get(unit, 0) for unit in units)
+        if message_bytes and found and together + nbytes <= message_bytes:
+            found[-1].append(use)
+            together += nbytes
+        else:
+            found.append([use])
+            together = nbytes
+    return found

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
-from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec
+from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes
 from hzplan.core.order import in_order
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import Collective, collectives_of
@@ -21,6 +21,10 @@ from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.lateness import Late
 from hzplan.cost.unit import BucketCost, UnitCost, summed
 from hzplan.formats.profile import Profile, RecomputeCost, UseCost
+
+REDUCED_TOGETHER = (Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
+"""The kinds of tasks in which units pay something once. Each then pays an equal share of its own, which is
+exact where their tensors have the same levels, and linear in the choice."""
 
 
 def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
@@ -231,14 +235,16 @@ class CostModel:
     def combined(self, parts: Iterable[BucketCost]) -> UnitCost:
         """The cost of a unit from those of its buckets.
 
-        Reductions run one after the other; gathers of one stage run as one message. Gathers of several stages
-        of a tier share its link, so their times add up. Exchanges are under way at the same time, so of their
-        latencies only the largest counts.
+        Reductions run one after the other; gathers of one stage run as one message, and so do all-reduces.
+        Gathers of several stages of a tier share its link, so their times add up. Exchanges are under way at
+        the same time, so of their latencies only the largest counts.
         """
         total = UnitCost.zero(len(self.mesh.tiers))
+        twice = list(total.final_reduce_ns)  # what all-reduces wait, counted for each
         sizes: dict[tuple[int, int, Stage], int] = {}
         for part in parts:
             total += part.cost
+            twice = [a + b for a, b in zip(twice, part.cost.reduce_waits_ns, strict=True)]
             for kind, tier, stage, nbytes in part.gathers:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
         times = [[0] * len(self.mesh.tiers) for _ in range(3)]
@@ -250,7 +256,18 @@ class CostModel:
             times[kind][tier] += alone - latency
             waited[kind][tier] = max(waited[kind][tier], latency)
         unshard, grad_gather, param_gather = map(summed, times, waited)
-        return replace(total, unshard_ns=unshard, grad_gather_ns=grad_gather, param_gather_ns=param_gather)
+        final = tuple(
+            ns - more + once
+            for ns, more, once in zip(total.final_reduce_ns, twice, total.reduce_waits_ns, strict=True)
+        )
+        return replace(
+            total,
+            unshard_ns=unshard,
+            final_reduce_ns=final,
+            grad_gather_ns=grad_gather,
+            param_gather_ns=param_gather,
+            gather_waits_ns=tuple(waited[1]),
+        )
 
     def part(self, bucket: BucketLayout) -> BucketCost:
         """The cost of one bucket, for ``combined``.
@@ -279,6 +296,15 @@ class CostModel:
             return tuple(
                 sum(self.collective_ns(*one, nbytes) for one, nbytes in self.collectives(bucket, kind, tier))
                 for tier in tiers
+            )
+
+        def waited(tier: int) -> int:
+            """Of all-reduces that what a message of no bytes takes."""
+            listed = self.collectives(bucket, Kind.FINAL_REDUCE, tier)
+            return sum(
+                min(self.collective_ns(*one, nbytes), self.collective_ns(*one, 0))
+                for one, nbytes in listed
+                if one.operation == "all_reduce"
             )
 
         replicated = mesh.shards[max(levels.grad, levels.optim)] == 1
@@ -311,6 +337,7 @@ class CostModel:
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
             replicated=replicated,
             norm_ns=0 if replicated else self._norm_share_ns(bucket),
+            reduce_waits_ns=tuple(map(waited, tiers)),
         )
         return BucketCost(cost, gathers)
 
@@ -328,17 +355,19 @@ class CostModel:
         accumulation: int,
         clip: bool,
         gradient_buffers: int | None = None,
+        message_bytes: int = 0,
         offload: bool = False,
         order: MessageOrder | None = None,
     ) -> Schedule:
         """The schedule of the profile's uses under these settings, cached."""
-        key = prefetch, accumulation, clip, gradient_buffers, offload, order
+        key = prefetch, accumulation, clip, gradient_buffers, message_bytes, offload, order
         if key not in self._schedules and order is not None:
             apart = self.schedule(
                 prefetch=prefetch,
                 accumulation=accumulation,
                 clip=clip,
                 gradient_buffers=gradient_buffers,
+                message_bytes=message_bytes,
                 offload=offload,
             )
             self._schedules[key] = in_order(apart, order)
@@ -353,11 +382,13 @@ class CostModel:
                 clip=clip,
                 gradient_buffers=gradient_buffers,
                 offload=offload,
+                message_bytes=message_bytes,
+                gradient_bytes={unit: gradient_bytes(tensors) for unit, tensors in self.tensors.items()},
             )
         return self._schedules[key]
 
     @cached_property
-    def _schedules(self) -> dict[tuple[int, int, bool, int | None, bool, MessageOrder | None], Schedule]:
+    def _schedules(self) -> dict[object, Schedule]:
         return {}
 
     def durations(self, schedule: Schedule, units: Mapping[str, UnitCost], micro_batch: int) -> list[int]:
@@ -414,7 +445,11 @@ class CostModel:
             return self.compute_ns(index, micro_batch) + (
                 self.recompute_ns(index, micro_batch) if recompute else 0
             )
-        return sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+        total = sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+        if task.kind in REDUCED_TOGETHER:
+            once = sum(units[unit].once_ns(task.kind, task.tier) for unit in task.units)
+            total -= once - -(-once // len(task.units))
+        return total
 
 
 def _replicated(units: Mapping[str, UnitCost]) -> bool:

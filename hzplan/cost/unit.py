@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ class UnitCost:
     bytes lie in the host's memory instead of ``master`` and ``optim``, and in a device slot during the
     update; ``copy_ns``: of one copy, in either direction. ``replicated``: whether every rank has all of its
     reduced gradients; ``norm_ns``: its share of what a norm over ranks takes longer than each rank's own,
-    where they do not (``CostModel.step_ns``).
+    where they do not (``CostModel.step_ns``). ``reduce_waits_ns`` and ``gather_waits_ns``: of
+    ``final_reduce_ns`` and ``grad_gather_ns`` what units that are reduced together pay once.
     """
 
     unshard_ns: tuple[int, ...]
@@ -43,6 +44,8 @@ class UnitCost:
     copy_ns: int = 0
     replicated: bool = True
     norm_ns: int = 0
+    reduce_waits_ns: tuple[int, ...] = ()
+    gather_waits_ns: tuple[int, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -72,13 +75,16 @@ class UnitCost:
             copy_ns=self.copy_ns + other.copy_ns,
             replicated=self.replicated and other.replicated,
             norm_ns=self.norm_ns + other.norm_ns,
+            reduce_waits_ns=tuple(map(max, self.reduce_waits_ns, other.reduce_waits_ns)),
+            gather_waits_ns=tuple(map(max, self.gather_waits_ns, other.gather_waits_ns)),
         )
 
     @classmethod
     def zero(cls, tiers: int) -> UnitCost:
         """A unit without tensors."""
         none = (0,) * tiers
-        return cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
+        zero = cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
+        return replace(zero, reduce_waits_ns=none, gather_waits_ns=none)
 
     @cached_property
     def _by_kind(self) -> dict[Kind, tuple[int, ...]]:
@@ -97,6 +103,11 @@ class UnitCost:
     def duration_ns(self, kind: Kind, tier: int) -> int:
         """Nanoseconds of this unit's part of a task."""
         by_tier = self._by_kind.get(kind)
+        return by_tier[tier] if by_tier else 0
+
+    def once_ns(self, kind: Kind, tier: int) -> int:
+        """Of them those that units which are reduced together pay once, the same for each."""
+        by_tier = {Kind.FINAL_REDUCE: self.reduce_waits_ns, Kind.GRAD_GATHER: self.gather_waits_ns}.get(kind)
         return by_tier[tier] if by_tier else 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hzplan.core.schedule import Schedule
-from hzplan.export.shape import GRADIENTS, MESSAGES, Exported, Lost
+from hzplan.export.shape import GRADIENTS, MESSAGES, TOGETHER, Exported, Lost
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Modes, evaluate, replay
@@ -44,7 +44,7 @@ def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Ex
         if one.where in before.levels:
             step_s, peak_bytes = changed({one.where})
             losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
-        elif one.where == GRADIENTS and made.gradient_buffers is not None:
+        elif (one.where == GRADIENTS and made.gradient_buffers is not None) or one.where == TOGETHER:
             step_s, peak_bytes = changed(set(), rescheduled, before.modes)
             losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
         elif one.where == MESSAGES:

@@ -12,6 +12,7 @@ from hzplan.formats.plan import Plan, PlanUnit
 
 GRADIENTS = "the gradients"
 MESSAGES = "messages"
+TOGETHER = "units reduced together"
 """``Lost.where`` of a loss that concerns all units."""
 
 ROOT = ""
@@ -91,6 +92,9 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
     if plan.message_order is not None:
         what = "sent one at a time on each tier in the plan; those of the target share its links"
         lost.append(Lost(MESSAGES, what))
+    if plan.message_bytes is not None:
+        what = f"units reduced together in the plan, up to {plan.message_bytes:,} bytes; here each by itself"
+        lost.append(Lost(TOGETHER, what))
     return found, lost
 
 

@@ -43,7 +43,7 @@ class Node(Strict):
 
 
 class PaceProof(Strict):
-    """The proof under one micro-batch size, prefetch and number of gradient buffers: ``bound_s``.
+    """The proof under one micro-batch size and pace (see ``Plan``): ``bound_s``.
 
     ``in_order``: of messages in the plan's order, as far as this prefetch allows; else in any. ``walks``:
     cycles of the event graph, from node to predecessor, below 0 where that is in the step before.
@@ -53,6 +53,7 @@ class PaceProof(Strict):
     micro_batch: PositiveInt
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
+    message_bytes: PositiveInt | None = None
     in_order: bool
     bound_s: Seconds
     walks: tuple[tuple[int, ...], ...]

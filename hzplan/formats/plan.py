@@ -172,6 +172,7 @@ class Plan(Document):
     batch: Batch
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
+    message_bytes: PositiveInt | None = None
     sync_ahead: NonNegativeInt | None = None
     ctas: tuple[PositiveInt, ...] | None = None
     replica_sync: Literal["every_step"] = "every_step"

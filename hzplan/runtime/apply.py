@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise
+from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise, gradient_bytes
 from hzplan.core.order import CircularOrder, in_order
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
 from hzplan.errors import UserError
@@ -48,6 +48,7 @@ class Choice:
 
     ``dtype``: the dtype that the model computes in, torch's name; None: its parameters'. ``reduce_dtype``:
     the dtype that gradients travel in; None: the master weights'. ``message_order``: see ``core.order``.
+    ``message_bytes``: see ``core.schedule.build``.
     ``requires``: by unit, the units whose parameters it needs, besides those that the model shows.
     ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
     state lies in the host's memory. ``tier_names``: the cluster's names of its links, for messages.
@@ -63,6 +64,7 @@ class Choice:
     dtype: str | None = None
     reduce_dtype: str | None = None
     gradient_buffers: int | None = None
+    message_bytes: int = 0
     message_order: MessageOrder | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
@@ -90,6 +92,7 @@ class Choice:
             dtype=plan.model.dtype,
             reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
+            message_bytes=plan.message_bytes or 0,
             message_order=plan.message_order,
             requires={unit.name: unit.requires for unit in plan.units},
             recompute=plan.recomputed,
@@ -352,6 +355,8 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         clip=choice.clip,
         gradient_buffers=choice.gradient_buffers,
         offload=bool(choice.offload),
+        message_bytes=choice.message_bytes,
+        gradient_bytes={unit.name: gradient_bytes(unit.tensors) for unit in listed},
     )
     try:
         return in_order(schedule, choice.message_order)

@@ -77,7 +77,12 @@ class Engine:
         self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
         reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
         self._reduced_at = {task.position: task.units for task in reductions}
-        self._trainable = tuple(dict.fromkeys(u for units in self._reduced_at.values() for u in units))
+        self._completed_at = {
+            micro_batch * len(schedule.uses) + use: units
+            for micro_batch in range(schedule.accumulation)
+            for use, units in schedule.completed_at.items()
+        }
+        self._trainable = tuple(u for units in schedule.completed_at.values() for u in units)
         self._new_step()
         self._calls_outside = 0  # of modules, since the schedule was left; of those that take collectives
         self._is_sharded = any(bucket.sharded for unit in units for bucket in unit.buckets)
@@ -228,16 +233,16 @@ class Engine:
             self._enter_unscheduled(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete: it goes to its bucket in the turn after which the unit is reduced.
+        """A gradient is complete: it goes to its bucket in the turn after which all of its unit's are.
 
         Before that turn the gradient buffer may be another unit's: an early gradient stays in
         ``parameter.grad``.
         """
         unit, step = self._unit_of[id(parameter)], self.step_state
         step.in_backward = True
-        if unit.name in step.reduced or unit.name not in self._trainable:
+        if unit.name in step.complete or unit.name not in self._trainable:
             self._require_expected(unit)
-        if step.scheduled and unit.name in self._reduced_at.get(step.position, ()):
+        if step.scheduled and unit.name in self._completed_at.get(step.position, ()):
             unit.take_gradient(parameter, accumulate=step.micro_batch > 0)
             step.delivered.add(id(parameter))
             step.used.add(id(parameter))
@@ -285,7 +290,7 @@ class Engine:
                 f"unit {unit.name!r} has a gradient, but took no part when the model was recorded; "
                 "profile and solve with a step that uses it, or set requires_grad=False"
             )
-        if unit.name in self.step_state.reduced:
+        if unit.name in self.step_state.complete:
             raise RuntimeError(
                 f"a gradient of unit {unit.name!r} came after the turn that completed it when the model was "
                 "recorded; profile and solve again"
@@ -428,10 +433,17 @@ class Engine:
         for name in self._needs[position]:
             if name not in kept:
                 self.units[name].to_sharded()
-        for name in self._reduced_at.get(position, ()):
-            step.used |= self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
-            step.reduced.add(name)
+        for name in self._completed_at.get(position, ()):
+            self._complete(name)
+        step.reduced.update(self._reduced_at.get(position, ()))
         self.executor.end(self.schedule.compute[position])
+
+    def _complete(self, name: str) -> None:
+        """Nothing more comes: the gradients of a unit that are not in its buckets yet go there."""
+        step = self.step_state
+        if name not in step.complete:
+            step.used |= self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+            step.complete.add(name)
 
     # Unscheduled: everything on the compute thread, in program order, which is the same on every rank.
 
@@ -518,8 +530,12 @@ class Engine:
         kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
         position = step.micro_batch * len(self.schedule.uses)
         left = [name for name in self._trainable if name not in step.reduced]
-        for name in sorted(left, key=lambda name: not self.units[name].has_any(step.delivered)):
-            step.used |= self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+
+        def is_empty(name: str) -> bool:
+            return name not in step.complete and not self.units[name].has_any(step.delivered)
+
+        for name in sorted(left, key=is_empty):
+            self._complete(name)
             self._run_on_tiers(kind, name, position)
             if final:
                 self._run_on_tiers(Kind.GRAD_GATHER, name, position)

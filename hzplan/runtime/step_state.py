@@ -30,12 +30,15 @@ class StepState:
     """Ids of the parameters whose gradient of this micro-batch is in its unit's gradient buffer."""
     used: set[int] = field(default_factory=set)
     """Ids of the parameters that had a gradient in any micro-batch of the step, on this rank."""
+    complete: set[str] = field(default_factory=set)
+    """Units all of whose gradients of this micro-batch are in their gradient buffers."""
     reduced: set[str] = field(default_factory=set)
-    """Units whose reduction of this micro-batch was launched."""
+    """Those whose reduction of this micro-batch was launched."""
 
     def end_micro_batch(self) -> None:
         """Count a micro-batch whose gradients are all reduced, or under way."""
         self.delivered.clear()
+        self.complete.clear()
         self.reduced.clear()
         self.in_micro_batch = self.in_backward = False
         self.micro_batch += 1

@@ -22,12 +22,13 @@ from math import isnan
 
 import numpy as np
 
+from hzplan.core.schedule import Pace
 from hzplan.formats.base import fingerprint
 from hzplan.formats.certificate import Certificate, Multipliers, Node, PaceProof
 from hzplan.formats.profile import Profile
 from hzplan.solver import rows
 from hzplan.solver.evaluate import Evaluation
-from hzplan.solver.in_order import order_at, pace_of
+from hzplan.solver.in_order import SizeAndPace, order_at, pace_of
 from hzplan.solver.paths import LazyConstraint
 from hzplan.solver.question import Coefficients, Question
 from hzplan.solver.rows import ALL, INFINITY, Row
@@ -95,11 +96,12 @@ def _pace_proof(search: Search, enough_ms: float, *, in_order: bool) -> PaceProo
     places = {n: fixed + 1 + place for place, n in enumerate(used)}
     walks = [search.lp.cycles[n - 1][1].walk for n in used]
     assert all(walk is not None for walk in walks), "the rows behind the capacities are cycles"
-    micro_batch, prefetch, buffers = pace_of(search)
+    micro_batch, pace = pace_of(search)
     proof = PaceProof(
         micro_batch=micro_batch,
-        prefetch=prefetch,
-        gradient_buffers=buffers,
+        prefetch=pace.prefetch,
+        gradient_buffers=pace.gradient_buffers,
+        message_bytes=pace.message_bytes or None,
         in_order=in_order,
         bound_s=0.0,
         walks=tuple(walk for walk in walks if walk is not None),
@@ -147,14 +149,14 @@ def multiplied(certificate: Certificate, plan: Evaluation, searches: Sequence[Se
     """
     known = {pace_of(search): search for search in searches}
     for (pace, in_order), times in Counter((_named(of), of.in_order) for of in certificate.paces).items():
-        where = f"micro-batch {pace[0]}, prefetch {pace[1]}, {pace[2]} gradient buffers"
+        where = f"micro-batch {pace[0]}, {pace[1]}"
         if pace not in known:
             raise Refused(f"a proof of {where}, which the question does not have")
         if times > 1:
             raise Refused(f"{times} proofs of {where}{', in the order' * in_order}; one is needed")
     proofs = _by_pace(certificate.paces)
     order = plan.schedule.order if certificate.in_order_bound_s is not None else None
-    found: dict[tuple[int, int, int], tuple[float, float]] = {}
+    found: dict[SizeAndPace, tuple[float, float]] = {}
     for pace, search in known.items():
         if pace not in proofs:
             raise Refused(f"no proof of {search}")
@@ -204,7 +206,7 @@ def _both(any_order: PaceProof, ordered: PaceProof | None) -> float:
 
 def _by_pace(
     proofs: Iterable[PaceProof],
-) -> dict[tuple[int, int, int], tuple[PaceProof, PaceProof | None]]:
+) -> dict[SizeAndPace, tuple[PaceProof, PaceProof | None]]:
     """By pace, the proof in any order, and that in the plan's."""
     found = {}
     listed = list(proofs)
@@ -215,8 +217,8 @@ def _by_pace(
     return found
 
 
-def _named(proof: PaceProof) -> tuple[int, int, int]:
-    return proof.micro_batch, proof.prefetch, proof.gradient_buffers
+def _named(proof: PaceProof) -> SizeAndPace:
+    return proof.micro_batch, Pace(proof.prefetch, proof.gradient_buffers, proof.message_bytes or 0)
 
 
 class _Sum:

@@ -80,6 +80,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         ),
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
+        message_bytes=chosen.schedule.message_bytes or None,
         sync_ahead=chosen.schedule.order.sync if chosen.schedule.order else None,
         ctas=profile.ctas,
         source=source,

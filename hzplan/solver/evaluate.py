@@ -247,6 +247,7 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             accumulation=plan.batch.accumulation,
             clip=plan.clip,
             gradient_buffers=plan.gradient_buffers,
+            message_bytes=plan.message_bytes or 0,
             offload=plan.source.host_memory_bytes is not None,
             order=plan.message_order,
         )

@@ -58,7 +58,7 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     unit_of = {name: unit for unit, name in binaries.items()}
     names = [unit_of.get(name, name) for name in names]
     sums: dict[str, np.ndarray] = {}
-    for column, (kind, tier) in enumerate(network.columns):
+    for column, (kind, tier, _) in enumerate(network.columns):
         where = f" over {tier_names[tier]}" if tier >= 0 else ""
         what = f"{DOING[kind]}{where}"
         sums[what] = sums.get(what, np.zeros(len(names))) + spent[:, column]

@@ -76,10 +76,9 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
     levels, size, pace = of["levels"], of["micro-batch"], of["prefetch"].schedule
     order = of["message order"].schedule.order
     schedule = levels.model.schedule(
-        prefetch=pace.prefetch,
+        **pace.pace._asdict(),
         accumulation=size.schedule.accumulation,
         clip=request.clip,
-        gradient_buffers=pace.gradient_buffers,
         offload=request.host_bytes > 0,
         order=None if order is None else within(order, pace.prefetch + 1),
     )

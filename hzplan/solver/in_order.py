@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzplan.core.order import within
-from hzplan.core.schedule import MessageOrder
+from hzplan.core.schedule import MessageOrder, Pace
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.paths import MS
@@ -91,14 +91,17 @@ class InOrder:
         return [pace for pace in self.paces if pace.bound_ms < goal]
 
 
-def _pace(one: Evaluation) -> tuple[int, int, int]:
-    return one.micro_batch, one.schedule.prefetch, one.schedule.gradient_buffers
+SizeAndPace = tuple[int, Pace]
+"""A micro-batch size, and a pace."""
 
 
-def pace_of(search: Search) -> tuple[int, int, int]:
-    """Micro-batch size, prefetch depth and number of gradient buffers."""
-    schedule = search.question.schedule
-    return search.question.micro_batch, schedule.prefetch, schedule.gradient_buffers
+def _pace(one: Evaluation) -> SizeAndPace:
+    return one.micro_batch, one.schedule.pace
+
+
+def pace_of(search: Search) -> SizeAndPace:
+    """What a search is of."""
+    return search.question.micro_batch, search.question.schedule.pace
 
 
 def order_at(order: MessageOrder, of: Evaluation, search: Search) -> MessageOrder:

@@ -206,8 +206,7 @@ def _late(one: Evaluation) -> list[Late] | None:
 
 def _key(one: Evaluation) -> object:
     schedule = one.schedule
-    pace = schedule.prefetch, schedule.gradient_buffers, schedule.order
-    return tuple(sorted(one.levels.items())), one.modes, pace
+    return tuple(sorted(one.levels.items())), one.modes, schedule.pace, schedule.order
 
 
 def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[LevelsByUnit, Modes]]:

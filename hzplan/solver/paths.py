@@ -29,7 +29,7 @@ from hzplan.cost.events import Cycle, Event, EventGraph
 from hzplan.cost.lateness import Late, late_in
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
-from hzplan.solver.patterns import RECOMPUTE_KEY, duration_keys
+from hzplan.solver.patterns import RECOMPUTE_KEY, DurationKey, duration_keys
 
 MS = 1e-6  # nanoseconds to milliseconds
 Weights = NDArray[np.floating[Any]]
@@ -136,7 +136,7 @@ class Network:
             elif task.kind is Kind.STEP:
                 constant += times * self.model.step_ns(self.whole, replicated=True) * MS
                 terms += self._of_units(task.kind, self.rows, times) if self.whole.clip else []
-            elif (task.kind, task.tier) in self.columns:
+            elif DurationKey(task.kind, task.tier) in self.columns:
                 terms += self._of_units(task.kind, task.units, times, task.tier)
         return constant, terms
 
@@ -144,9 +144,15 @@ class Network:
         self, kind: Kind, units: Iterable[str], times: int, tier: int = -1
     ) -> list[tuple[int, float]]:
         """The terms of the units' durations of a kind."""
-        column = self.columns[kind, tier]
+        named = list(units)
+        factors = {DurationKey(kind, tier): float(times)}
+        factors[DurationKey(kind, tier, once=True)] = times / len(named)
         return [
-            (self.rows[unit] * self.shape[1] + column, float(times)) for unit in units if unit in self.rows
+            (self.rows[unit] * self.shape[1] + self.columns[key], factor)
+            for key, factor in factors.items()
+            if key in self.columns
+            for unit in named
+            if unit in self.rows
         ]
 
     def lengths(self, durations: Weights) -> Weights:
@@ -181,7 +187,7 @@ class Network:
         found = np.zeros(self.shape)
         for unit, row in self.rows.items():
             if unit in units:
-                found[row] = [units[unit].duration_ns(kind, tier) * MS for kind, tier in self.columns]
+                found[row] = [key.of(units[unit]) * MS for key in self.columns]
         for unit, binary in self.binaries.items():
             found[self.rows[binary], self.columns[RECOMPUTE_KEY]] = float(units[unit].recompute)
         return found
@@ -232,13 +238,7 @@ def _middles(model: CostModel, short: Schedule) -> dict[int, tuple[int, list[Tas
     one micro-batch between them. (In a message order that task before may be of any micro-batch; what goes on
     the stream between it and the same place of a later micro-batch is the same.)
     """
-    three = model.schedule(
-        prefetch=short.prefetch,
-        accumulation=3,
-        clip=short.clip,
-        gradient_buffers=short.gradient_buffers,
-        order=short.order,
-    )
+    three = model.schedule(**short.pace._asdict(), accumulation=3, clip=short.clip, order=short.order)
     found = {}
     for stream, tasks in short.streams.items():
         placed = [task for task in tasks if task.position >= 0]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.schedule import Kind
-from hzplan.cost.model import CostModel
+from hzplan.cost.model import REDUCED_TOGETHER, CostModel
 from hzplan.cost.unit import BucketCost, UnitCost
 from hzplan.errors import UserError
 
@@ -35,14 +36,30 @@ MAX_NS = 24 * 3600 * 10**9
 """Longest duration of a task that is accepted, one day: sums of nanoseconds then stay inside 64 bits."""
 
 
-def duration_keys(tiers: int) -> list[tuple[Kind, int]]:
-    """The (kind, tier) of every task whose duration depends on the pattern, as ``durations_ns`` has them."""
+class DurationKey(NamedTuple):
+    """A part of a unit's duration in a task, what is paid ``once`` by units that are reduced together being
+    one of its own."""
+
+    kind: Kind
+    tier: int = -1
+    once: bool = False
+
+    def of(self, cost: UnitCost) -> int:
+        """Nanoseconds of a unit's cost."""
+        once = cost.once_ns(self.kind, self.tier)
+        return once if self.once else cost.duration_ns(self.kind, self.tier) - once
+
+
+def duration_keys(tiers: int) -> list[DurationKey]:
+    """What of a unit's durations depends on the pattern, as ``durations_ns`` has it."""
     kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
-    once = [(kind, -1) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
-    return [(kind, tier) for kind in kinds for tier in range(tiers)] + once + [RECOMPUTE_KEY]
+    found = [DurationKey(kind, tier) for kind in kinds for tier in range(tiers)]
+    found += [DurationKey(kind, tier, once=True) for kind in REDUCED_TOGETHER for tier in range(tiers)]
+    found += [DurationKey(kind) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
+    return [*found, RECOMPUTE_KEY]
 
 
-RECOMPUTE_KEY = (Kind.COMPUTE, -1)
+RECOMPUTE_KEY = DurationKey(Kind.COMPUTE)
 """The duration key of a recompute binary: 1 ms where it is one. ``paths.Network`` multiplies it by the
 milliseconds that recomputation adds to each backward use."""
 
@@ -116,7 +133,7 @@ def enumerate_patterns(
         levels += [pattern for pattern, cost in zip(levels, offloaded, strict=True) if cost.host_bytes]
         costs += [cost for cost in offloaded if cost.host_bytes]
     keys = duration_keys(len(model.mesh.tiers))
-    lengths = [[cost.duration_ns(kind, tier) for kind, tier in keys] for cost in costs]
+    lengths = [[key.of(cost) for key in keys] for cost in costs]
     if max(map(max, lengths)) > MAX_NS:
         raise UserError(
             "collectives, optimizer.points or host.points: at this model's sizes the times measured come "

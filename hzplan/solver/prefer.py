@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hzplan.core.hierarchy import Levels
-from hzplan.core.schedule import MessageOrder
 from hzplan.solver.evaluate import Evaluation, fastest_of, within
 from hzplan.solver.schemes import Row, slack_bytes
 
@@ -86,8 +85,8 @@ def distance(one: Evaluation, other: Evaluation) -> int:
     return levels + modes + sum(mine != theirs for mine, theirs in zip(_pace(one), _pace(other), strict=True))
 
 
-def _pace(one: Evaluation) -> tuple[int, int, int, MessageOrder | None]:
-    return one.micro_batch, one.schedule.prefetch, one.schedule.gradient_buffers, one.schedule.order
+def _pace(one: Evaluation) -> tuple[object, ...]:
+    return one.micro_batch, *one.schedule.pace, one.schedule.order
 
 
 def _step(one: Evaluation) -> float:

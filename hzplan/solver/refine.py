@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hzplan.core.schedule import Schedule
 from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
@@ -79,10 +78,6 @@ def _in_its_order(
     return inside
 
 
-def _pace(schedule: Schedule) -> tuple[int, int]:
-    return schedule.prefetch, schedule.gradient_buffers
-
-
 def simplified(
     best: Evaluation,
     found: Candidates,
@@ -117,11 +112,11 @@ def _replays(start: Evaluation, searches: Sequence[Search]) -> list[Replay]:
 
     if start.schedule.order is not None:  # what is proven is proven of this order
         return [own]
-    pace = _pace(start.schedule)
+    pace = start.schedule.pace
     others = [
         search
         for search in searches
-        if search.question.micro_batch == start.micro_batch and _pace(search.question.schedule) != pace
+        if search.question.micro_batch == start.micro_batch and search.question.schedule.pace != pace
     ]
     return [own, *(search.replay for search in others)]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Recompute
 from hzplan.solver.evaluate import Evaluation, Modes, fastest_of, within, within_objective
@@ -28,8 +29,6 @@ SAME = 1e-6
 """Relative difference below which two predicted steps count as equal."""
 SLACK_BYTES, SLACK_SHARE = 2**30, 0.05
 """Peak memories that differ by less than the smaller of 1 GiB and 5 % count as equal."""
-
-Pace = tuple[int, int]
 
 
 def slack_bytes(peak_bytes: int) -> float:
@@ -277,8 +276,7 @@ class Settings:
 
 
 def _pace(one: Bounded) -> Pace:
-    schedule = one.search.question.schedule
-    return schedule.prefetch, schedule.gradient_buffers
+    return one.search.question.schedule.pace
 
 
 def _kind(one: Bounded) -> tuple[int, frozenset[str]]:
@@ -289,8 +287,9 @@ def _shallower(one: Bounded, other: Bounded) -> bool:
     """Whether the paces differ, and the first's is nowhere deeper."""
     if _kind(one) != _kind(other):
         return False
-    pairs = list(zip(_pace(one), _pace(other), strict=True))
-    return all(mine <= theirs for mine, theirs in pairs) and _pace(one) != _pace(other)
+    mine, theirs = _pace(one), _pace(other)
+    nowhere = mine.prefetch <= theirs.prefetch and mine.gradient_buffers <= theirs.gradient_buffers
+    return nowhere and mine.message_bytes == theirs.message_bytes and mine != theirs
 
 
 def _deepest(settings: Sequence[Bounded]) -> list[Bounded]:

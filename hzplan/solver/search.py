@@ -16,8 +16,8 @@ import numpy as np
 
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels
-from hzplan.core.layout import Dtype
-from hzplan.core.schedule import MessageOrder
+from hzplan.core.layout import Dtype, gradient_bytes
+from hzplan.core.schedule import MessageOrder, Pace
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
@@ -34,6 +34,9 @@ from hzplan.solver.rows import INFINITY, PERIOD
 from hzplan.solver.tree import Limits, Split, Tree, halves
 
 PREFETCH_DEPTHS = (1, 2, 3)
+MESSAGES = (3, 6)
+"""About how many messages of gradients a step has where units are reduced together."""
+LEAST_WAITS = 0.01
 FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_POSITIONS = 2048  # uses with nodes of their own; what a longer step leaves out costs tightness, not truth
 ROUNDS = 8  # of column and row generation in one node before another search has its turn
@@ -69,18 +72,51 @@ class Request:
     tie: float | None = None
 
 
-def paces(model: CostModel, depths: Iterable[int]) -> list[tuple[int, int]]:
-    """The paces to search: pairs (prefetch, gradient buffers).
+def paces(model: CostModel, depths: Iterable[int]) -> list[Pace]:
+    """The paces to search.
 
     For every depth as many buffers as uses in flight, and as many as there are reduces, which costs memory
     only where gradients are sharded; and the least depth with one buffer, which needs the least memory.
     """
-    most = model.schedule(
-        prefetch=1, accumulation=1, clip=False, gradient_buffers=sys.maxsize
-    ).gradient_buffers
+    most = _reduces(model)
     listed = sorted(depths)
-    pairs = [(depth, count) for depth in listed for count in (min(depth + 1, most), most)]
-    return list(dict.fromkeys([*pairs, (listed[0], 1)]))
+    apart = [Pace(depth, count) for depth in listed for count in (min(depth + 1, most), most)]
+    joined = [
+        Pace(listed[0], count, nbytes)
+        for nbytes in message_sizes(model)
+        if (count := _reduces(model, nbytes)) < most
+    ]
+    return list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
+
+
+def _reduces(model: CostModel, message_bytes: int = 0) -> int:
+    """The reduces of a micro-batch."""
+    schedule = model.schedule(
+        prefetch=1,
+        accumulation=1,
+        clip=False,
+        gradient_buffers=sys.maxsize,
+        message_bytes=message_bytes,
+    )
+    return schedule.gradient_buffers
+
+
+def message_sizes(model: CostModel) -> list[int]:
+    """Largest messages that units' gradients may be joined to, bytes: about ``MESSAGES`` of a step.
+
+    None where all-reduces do not wait long: over all of a step's units less than ``LEAST_WAITS`` of compute.
+    """
+    mesh, uses = model.mesh, range(len(model.profile.uses))
+    stages = [mesh.stage_in_tier(tier, 0, mesh.levels) for tier in range(len(mesh.tiers))]
+    waits = sum(model.collective_ns("all_reduce", stage, 0) for stage in stages if stage is not None)
+    computes = min(
+        sum(model.compute_ns(use, size) for use in uses) // size for size in model.profile.micro_batches
+    )
+    if waits * _reduces(model) < LEAST_WAITS * computes:
+        return []
+    gradients = sum(gradient_bytes(tensors) for tensors in model.tensors.values())
+    # Greed fills a message to between half and all of its size.
+    return [ceil(gradients / (number * 3 / 4)) for number in MESSAGES]
 
 
 @dataclass(frozen=True)
@@ -152,7 +188,7 @@ class Search:
         self,
         model: CostModel,
         micro_batch: int,
-        pace: tuple[int, int],
+        pace: Pace,
         request: Request,
         pools: Mapping[str, ColumnPool],
         binaries: Mapping[str, str],
@@ -162,10 +198,9 @@ class Search:
         explicit = min(accumulation, max(2, MAX_POSITIONS // len(model.profile.uses)))
         schedule, short = (
             model.schedule(
-                prefetch=pace[0],
+                **pace._asdict(),
                 accumulation=micro_batches,
                 clip=request.clip,
-                gradient_buffers=pace[1],
                 offload=request.host_bytes > 0,
                 order=order,
             )
@@ -196,15 +231,10 @@ class Search:
     def in_order(self, order: MessageOrder) -> Search:
         """The same search in a message order."""
         q = self.question
-        pace = q.schedule.prefetch, q.schedule.gradient_buffers
-        return Search(q.model, q.micro_batch, pace, self.request, self.pools, q.binaries, order)
+        return Search(q.model, q.micro_batch, q.schedule.pace, self.request, self.pools, q.binaries, order)
 
     def __str__(self) -> str:
-        schedule = self.question.schedule
-        return (
-            f"micro-batch {self.question.micro_batch}, prefetch {schedule.prefetch}, "
-            f"{schedule.gradient_buffers} gradient buffers"
-        )
+        return f"micro-batch {self.question.micro_batch}, {self.question.schedule.pace}"
 
     def evaluate(self, choice: Mapping[str, int]) -> Evaluation:
         """Replay a choice of patterns."""

@@ -238,10 +238,9 @@ def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
 def _replayed(one: Evaluation, request: Request) -> Evaluation:
     """A plan from outside, evaluated on a schedule with host copies where this question allows them."""
     schedule = one.model.schedule(
-        prefetch=one.schedule.prefetch,
+        **one.schedule.pace._asdict(),
         accumulation=one.schedule.accumulation,
         clip=one.schedule.clip,
-        gradient_buffers=one.schedule.gradient_buffers,
         offload=request.host_bytes > 0 or bool(one.modes.offload),
     )
     return evaluate(one.model, one.levels, schedule, one.micro_batch, modes=one.modes)

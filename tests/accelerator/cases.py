@@ -23,6 +23,8 @@ from tests.accelerator.ranks import Meetings, World, simulated_nccl
 from tests.accelerator.recording import Device, Recorder, host_copies_seen
 
 WIDTH, ROWS, BLOCKS, STEPS = 6, 3, 3, 3
+LAYER_BYTES = 8 * (WIDTH + 3) * WIDTH
+"""Of a layer's gradients without experts, in float64."""
 
 
 class Layer(nn.Module):
@@ -76,6 +78,7 @@ class Case:
     dtype: str = "float64"
     reduce_dtype: str | None = None
     gradient_buffers: int | None = None
+    message_bytes: int = 0
     ahead: int | None = None
     recompute: bool = False
     offload: bool = False
@@ -109,6 +112,7 @@ class Case:
             *(tuple(uses), self.prefetch, self.accumulation, self.clip, self.dtype),
             reduce_dtype=self.reduce_dtype,
             gradient_buffers=self.gradient_buffers,
+            message_bytes=self.message_bytes,
             message_order=order,
             recompute=frozenset(names if self.recompute else ()),
             offload=frozenset(names[::2] if self.offload else ()),
@@ -147,6 +151,8 @@ CASES = [
     Case("recomputation, two gradient buffers", "2|2", BOTH, prefetch=2, gradient_buffers=2, recompute=True),
     Case("offload", "2|2", ((1, 2, 2),), dtype="bfloat16", offload=True),
     Case("offload, updates in backward", "2|2", ((1, 2, 2),), accumulation=2, clip=False, offload=True),
+    Case("units reduced together", "2|2", ((0, 0, 2), (0, 0, 0)), accumulation=2, message_bytes=1 << 30),
+    Case("slices reduced together", "2|2", BOTH, gradient_buffers=1, message_bytes=2 * LAYER_BYTES),
     Case("an order of messages", "2|2", ((1, 2, 2),), ahead=2),
     Case("an order of messages, updates in backward", "2|2", BOTH, accumulation=3, clip=False, ahead=3),
     Case("levels that differ", "2|2", ((0, 0, 2), (2, 2, 2), (1, 1, 1)), accumulation=2),

@@ -178,6 +178,7 @@ def choice(case: Case) -> Choice:
         case.reduce_dtype,
         requires=requires,
         offload=frozenset(unit for unit in units if case.offload and rng.random() < 0.7),
+        message_bytes=random.Random(case.name).choice((0, 0, 4096, 1 << 30)),  # a unit or two, or all
         message_order=order_of(case),
         local_norm=case.clip and replicated,
     )

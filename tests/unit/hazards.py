@@ -55,6 +55,17 @@ def reduced_units(schedule: Schedule, trainable: Sequence[str]) -> dict[int, lis
     return found
 
 
+def reduced_together(schedule: Schedule, reduced: Mapping[int, Sequence[str]]) -> list[list[int]]:
+    """The uses of ``reduced_units`` whose gradients travel together, where each unit's have a byte."""
+    found: list[list[int]] = []
+    for use in sorted(reduced):
+        if found and sum(len(reduced[one]) for one in [*found[-1], use]) <= schedule.message_bytes:
+            found[-1].append(use)
+        else:
+            found.append([use])
+    return found
+
+
 def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
     """The reads and writes of every task of a step."""
     reduced = reduced_units(schedule, trainable)
@@ -121,19 +132,20 @@ def other_tenants(schedule: Schedule) -> dict[int, list[str]]:
 
 
 def other_gradients(schedule: Schedule, reduced: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
-    """For every position of a reduce the units whose gradient slot that reduce may be using."""
+    """For every position whose gradients are reduced the units whose slot that reduce may be using."""
     if schedule.accumulation > 3:
         return {}
-    ordinals = [
-        micro_batch * len(schedule.uses) + index
+    together = [
+        [micro_batch * len(schedule.uses) + index for index in some]
         for micro_batch in range(schedule.accumulation)
-        for index in sorted(reduced)
+        for some in reduced_together(schedule, reduced)
     ]
     found: dict[int, list[str]] = {}
-    for ordinal, position in enumerate(ordinals):
+    for ordinal, positions in enumerate(together):
         for unit, lives in schedule.gradient_live_ranges.items():
             if all(ordinal + schedule.gradient_buffers - 1 < start or ordinal > end for start, end in lives):
-                found.setdefault(position, []).append(unit)
+                for position in positions:
+                    found.setdefault(position, []).append(unit)
     return found
 
 

@@ -25,6 +25,7 @@ class Step:
     gradient_buffers: int | None = None
     offload: bool = False
     order: MessageOrder | None = None
+    message_bytes: int = 0
 
     def build(self) -> Schedule:
         schedule = build(
@@ -37,6 +38,8 @@ class Step:
             clip=self.clip,
             gradient_buffers=self.gradient_buffers,
             offload=self.offload,
+            message_bytes=self.message_bytes,
+            gradient_bytes=dict.fromkeys(self.requires, 1),
         )
         return in_order(schedule, self.order)
 
@@ -62,7 +65,7 @@ def steps(
     """Chains, tied and nested units, modules called twice, recomputation, frozen units, parts of no gradient.
 
     Some backwards read no parameter; optimizer state may lie in the host's memory. ``ordered``: half of the
-    steps have a message order.
+    steps have a message order. A unit's gradients have a byte.
 
     As in any training step the first use of a unit is a forward before the first backward.
     """
@@ -99,4 +102,5 @@ def steps(
         draw(st.none() | st.integers(1, 8)),
         draw(st.booleans()),
         order,
+        draw(st.sampled_from((0, 0, 0, 2, 3))),
     )

@@ -75,8 +75,12 @@ def choice_of(
     tensors = {name: Levels(*levels) for name, _ in fresh(SMALL).named_parameters()}
     ahead = (0,) * (len(Mesh.parse(mesh).tiers) - 1) + (2,)
     order = MessageOrder(tuple((name, ahead) for name in names), 1) if ordered else None
-    parsed = Mesh.parse(mesh)
-    return Choice(parsed, tensors, tuple(uses), 1, accumulation, clip, "float64", message_order=order)
+    several = 3 * 8 * sum(p.numel() for p in fresh(SMALL).blocks[0].parameters()) * (sum(levels) % 2)
+    return Choice(
+        *(Mesh.parse(mesh), tensors, tuple(uses), 1, accumulation, clip, "float64"),
+        message_bytes=several,
+        message_order=order,
+    )
 
 
 Loop = Callable[[Net, torch.optim.Optimizer, Callable[[int], Tensor]], None]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hzplan.core.schedule import Pace
 from hzplan.errors import UserError
 from hzplan.formats.certificate import Certificate, Multipliers, Node, PaceProof, path_of, save
 from hzplan.formats.plan import gap_of
@@ -48,18 +49,19 @@ def test_a_certificate_is_as_good_as_the_relaxation_and_below_every_plan(seed: i
     truth = try_everything(profile, request)
     assert truth.objective_ns is not None
     for proof in certificate.paces:
-        pace = proof.micro_batch, proof.prefetch, proof.gradient_buffers
+        pace = proof.micro_batch, Pace(proof.prefetch, proof.gradient_buffers, proof.message_bytes or 0)
         if not proof.in_order and pace in truth.by_pace:
             assert proof.bound_s * 1e9 <= truth.by_pace[pace] * NEARLY + 1
 
 
 def _of_one_leaf(
-    pace: tuple[int, int, int], walks: Iterable[tuple[int, ...]], multipliers: Multipliers
+    pace: tuple[int, Pace], walks: Iterable[tuple[int, ...]], multipliers: Multipliers
 ) -> PaceProof:
     return PaceProof(
         micro_batch=pace[0],
-        prefetch=pace[1],
-        gradient_buffers=pace[2],
+        prefetch=pace[1].prefetch,
+        gradient_buffers=pace[1].gradient_buffers,
+        message_bytes=pace[1].message_bytes or None,
         in_order=False,
         bound_s=0.0,
         walks=tuple(walks),

@@ -31,10 +31,9 @@ def alike(one: Evaluation, *ahead: int) -> MessageOrder:
 def in_order(one: Evaluation, order: MessageOrder) -> Evaluation:
     schedule = one.schedule
     ordered = one.model.schedule(
-        prefetch=schedule.prefetch,
+        **schedule.pace._asdict(),
         accumulation=schedule.accumulation,
         clip=schedule.clip,
-        gradient_buffers=schedule.gradient_buffers,
         offload=bool(schedule.offload_slots),
         order=order,
     )

@@ -16,7 +16,16 @@ from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.layout import TensorSpec
 from hzplan.core.order import CircularOrder, in_order, is_ahead
 from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, MessageOrder, Schedule, Task, Use, build
-from tests.unit.hazards import Detector, edges, implied, in_lanes, other_tenants, reduced_units, without
+from tests.unit.hazards import (
+    Detector,
+    edges,
+    implied,
+    in_lanes,
+    other_tenants,
+    reduced_together,
+    reduced_units,
+    without,
+)
 from tests.unit.steps import Step, chain, steps
 
 # ---- structure ---------------------------------------------------------------------------------------------
@@ -140,7 +149,11 @@ def runs(step: Step, unit: str) -> list[int]:
 @given(steps(ordered=True))
 def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> None:
     schedule = step.build()
-    reduced = reduced_units(schedule, step.trainable)
+    complete = reduced_units(schedule, step.trainable)
+    reduced = {
+        some[-1]: [unit for use in some for unit in complete[use]]
+        for some in reduced_together(schedule, complete)
+    }
     trained = sum(map(len, reduced.values()))
     travelling = {runs(step, unit)[0] for units in reduced.values() for unit in units}
     unshards = {position for unit in step.requires for position in runs(step, unit)}
@@ -278,7 +291,7 @@ class Machine:
         self.param = dict.fromkeys(step.requires, 0)  # the version of the slice that unshards read
         self.master = dict.fromkeys(step.requires, 0)
         self.whole: dict[int, tuple[str, int]] = {}  # slot -> unit and version
-        self.staged: dict[int, tuple[str, int]] = {}  # slot -> unit and position
+        self.staged: dict[int, tuple[str, int]] = {}  # slot -> unit and micro-batch
         self.grad: dict[str, list[int]] = {}  # micro-batches summed
         self.synced: set[str] = set()  # units whose gradient is there to be used
         self.next_tier: dict[tuple[Kind, str], int] = {}
@@ -305,7 +318,7 @@ class Machine:
                     f"{task}: {unit} is not whole"
                 )
             for unit in self.reduced.get(index, ()):
-                self.staged[self.slots.gradient[unit]] = (unit, task.position)
+                self.staged[self.slots.gradient[unit]] = (unit, self.schedule.micro_batch(task))
         elif task.kind is Kind.STEP:
             assert not self.step.clip or self.synced == set(self.trained)
         for unit in task.units if task.kind is not Kind.COMPUTE else ():
@@ -328,7 +341,7 @@ class Machine:
                 if last:
                     self.whole[self.slots.unshard[unit]] = (unit, self.param[unit])
             case Kind.REDUCE | Kind.FINAL_REDUCE:
-                assert self.staged[self.slots.gradient[unit]] == (unit, task.position)
+                assert self.staged[self.slots.gradient[unit]] == (unit, self.schedule.micro_batch(task))
                 if last:
                     self.grad[unit].append(self.schedule.micro_batch(task))
             case Kind.GRAD_GATHER:
@@ -416,6 +429,7 @@ MUTATED = {
     "deep": chain(12, tiers=3, prefetch=3, accumulation=3),
     "one micro-batch": chain(9, tiers=1, prefetch=2, accumulation=1),
     "offloaded": replace(chain(8, tiers=2, prefetch=1, accumulation=2, clip=True), offload=True),
+    "two units reduced together": replace(chain(9, tiers=2, prefetch=1, accumulation=2), message_bytes=2),
     "offloaded, updated in backward": replace(chain(8, prefetch=2, accumulation=2), offload=True),
 }
 

@@ -85,6 +85,16 @@ def test_equals_trying_everything(seed: int) -> None:
     assert step_ns == pytest.approx(same.step_ns, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", shorter(range(40), without=range(12, 40)))
+def test_messages_of_several_units_equal_trying_everything(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short all-reduces wait."""
+    monkeypatch.setattr("hzplan.solver.search.LEAST_WAITS", 0.0)
+    monkeypatch.setattr("hzplan.solver.search.MESSAGES", (1, 2))
+    test_equals_trying_everything(seed)
+
+
 def test_without_every_replay_no_optimum_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, request = _instance(11)
     whole = solve(profile, request)
@@ -117,8 +127,7 @@ def test_no_search_claims_more_than_its_own_best(
         found, useful = Candidates(), defaultdict(set)
         while search.has_open_nodes and search.may_improve(found):
             search.branch(found, useful)
-        schedule = search.question.schedule
-        pace = search.question.micro_batch, schedule.prefetch, schedule.gradient_buffers
+        pace = search.question.micro_batch, search.question.schedule.pace
         own = truth.by_pace.get(pace, float("inf")) * MS
         assert search.bound_ms <= own * (1 + 1e-7)
         if own < float("inf"):
@@ -281,11 +290,9 @@ def test_beats_or_equals_every_known_scheme() -> None:
     assert isinstance(outcome, Solved)
     model = CostModel(profile)
     for levels in model.mesh.triples():
-        for depth, buffers in paces(model, request.depths):
+        for pace in paces(model, request.depths):
             for size in profile.micro_batches:
-                schedule = model.schedule(
-                    prefetch=depth, accumulation=4 // size, clip=True, gradient_buffers=buffers
-                )
+                schedule = model.schedule(**pace._asdict(), accumulation=4 // size, clip=True)
                 known = evaluate(model, uniform(profile, levels), schedule, size)
                 assert outcome.best.predicted.period_ns <= known.predicted.period_ns * (1 + TIE + 1e-9)
 
