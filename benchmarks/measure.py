@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -19,6 +19,7 @@ from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.peers import POORER, SETTINGS
+from hzplan.peers.compare import within
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request
 
@@ -33,8 +34,10 @@ LEARNING_RATE = 1e-4
 PEERS = ("zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp")
 DEEPSPEED = ("deepspeed1", "deepspeed3")
 TRIED: Mapping[str, tuple[int, ...]] = {"buckets": (6, 3, 1), "ahead": (1, 0, 2)}
-"""What of a peer is tried before it is measured, by what its number sets (``hzplan.peers.SETTINGS``)."""
-TUNING_ROUNDS = 3
+"""What is measured of a peer that may be the best, by what its number sets (``hzplan.peers.SETTINGS``)."""
+LOOK_ROUNDS = 2
+NEAR = 1.3
+"""Steps of the fastest peer that fits, within which another one's may become the fastest."""
 
 
 class NoResult(Exception):
@@ -57,10 +60,12 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
         return result | {"infeasible": True}
     plan, variants, infeasible = made
     chosen = Plan.load(plan)
-    tuned = best_settings(regime, plan, peers, chosen.predicted.step_s)
+    look = beside(regime, plan, peers, chosen.predicted.step_s, LOOK_ROUNDS)
+    tuned = settings_of(near(look["contenders"], peers, budget))
     others = [*tuned, *(*map(str, variants.values()), *POORER)] if ablations else tuned
     compared = beside(regime, plan, others, chosen.predicted.step_s)
     return result | {
+        "look": look["contenders"],
         "ablations": ablations,
         "network_s": network_s(chosen, regime),
         "predicted": chosen.predicted.model_dump(),
@@ -104,18 +109,24 @@ def beside(
     return found
 
 
-def best_settings(regime: Regime, plan: Path, peers: Sequence[str], step_s: float) -> list[str]:
-    """Every peer in the fastest of its settings, DDP among them; each is tried in the same few rounds."""
-    of_peer = {
-        peer: [f"{peer}@{number}" for number in TRIED[SETTINGS[peer]]] if peer in SETTINGS else [peer]
-        for peer in ("ddp", *peers)
-    }
-    tried = [name for names in of_peer.values() if len(names) > 1 for name in names]
-    found = {
+def near(entries: Iterable[Mapping[str, Any]], peers: Sequence[str], budget_bytes: int) -> list[str]:
+    """The peers that fit and may be the fastest in another setting, DDP among them; DDP where none fits."""
+    steps = {
         entry["name"]: entry["step_s"]["median"]
-        for entry in beside(regime, plan, tried, step_s, TUNING_ROUNDS)["contenders"]
+        for entry in entries
+        if entry["name"] in ("ddp", *peers) and within(entry["peak_memory_bytes"], budget_bytes)
     }
-    return [min(names, key=lambda name: found.get(name, inf)) for names in of_peer.values()]
+    least = min(steps.values(), default=inf)
+    return [name for name, step_s in steps.items() if step_s <= NEAR * least] or ["ddp"]
+
+
+def settings_of(peers: Iterable[str]) -> list[str]:
+    """Every peer in all settings that are tried of it."""
+    return [
+        name
+        for peer in peers
+        for name in ([f"{peer}@{number}" for number in TRIED[SETTINGS[peer]]] if peer in SETTINGS else [peer])
+    ]
 
 
 def network_s(plan: Plan, regime: Regime) -> float:

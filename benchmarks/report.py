@@ -60,8 +60,8 @@ def _main(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "*ratio*: the best fitting peer's step over the plan's; *A/A*: half-width of DDP against itself. "
-        "Peers are in the fastest of three settings each, tried before in another job: *@* and the number "
-        "of buckets (DDP, ZeRO-1 and tensor parallelism: 6, 3 or 1), or of the blocks that FSDP2 "
+        "Peers that fit and come near the fastest in a first job are in three settings each: *@* and the "
+        "number of buckets (DDP, ZeRO-1 and tensor parallelism: 6, 3 or 1), or of the blocks that FSDP2 "
         "gathers ahead (1, 2, or 0: as torch does by itself). Lost where the interval lies wholly below the "
         "bar: "
         + ", ".join(f"{name} {bar}" for name, bar in BARS.items())

@@ -82,7 +82,12 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
         for name, entry in entries.items()
         if _kind(name) in (*PEERS, *DEEPSPEED, "ddp") and entry["losses_agree"] and fits(entry, result)
     }
-    kinds = {_kind(name) for name in fitting}
+    looked = (entry for entry in result.get("look", ()) if entry["losses_agree"] and fits(entry, result))
+    kinds = {_kind(name) for name in (*fitting, *(entry["name"] for entry in looked))} - {
+        OURS,
+        LOCAL,
+        CONTROL,
+    }
     if "ddp" in kinds:
         group = "DDP fits"
     elif kinds - set(FULL):

@@ -113,6 +113,7 @@ class SolveReport:
             f"micro-batch {batch.micro_batch}, accumulation {batch.accumulation}, "
             f"prefetch {self.plan.prefetch} unit{'s' * (self.plan.prefetch > 1)} ahead, "
             f"{self.plan.gradient_buffers} gradient buffer{'s' * (self.plan.gradient_buffers > 1)}, "
+            + _together(self.plan)
             + _order(self.plan),
         )
         yield "how sure", self._expected_error()
@@ -358,6 +359,12 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
     with_tensors = [unit for unit in plan.units if unit.buckets]
     for choice, run in groupby(with_tensors, key=_choice):
         yield _names([unit.name or "(root)" for unit in run]), choice
+
+
+def _together(plan: Plan) -> str:
+    if plan.message_bytes is None:
+        return ""
+    return f"gradients of several units reduced together, up to {console.size(plan.message_bytes)}, "
 
 
 def _order(plan: Plan) -> str:

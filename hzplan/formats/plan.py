@@ -155,6 +155,8 @@ class Plan(Document):
     ``sync_ahead``: where messages are sent in an order (``ahead`` of the units), how many uses before a
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
+    ``message_bytes``: units that follow each other are reduced together for as long as their gradients have
+    no more bytes; None: each by itself.
     ``ctas``: by tier, thread blocks of a collective's kernel at most; None: what the device has room for.
     ``local_norm``: every rank has all reduced gradients and takes their norm by itself, for clipping; else it
     takes that of its slices, which are summed over all ranks.

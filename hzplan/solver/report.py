@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Schedule, Task
+from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Pace, Schedule, Task
 from hzplan.cost.simulate import critical, tier_loads_ns
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
@@ -96,7 +96,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
             f"{batch.global_batch} sequences of {plan.model.seq_len}: "
             f"{plan.data_ranks} ranks × {batch.micro_batch} × {batch.accumulation} forward passes",
         ),
-        ("prefetch", f"{plan.prefetch} deep, {plan.gradient_buffers} gradient buffers"),
+        ("pace", str(Pace(plan.prefetch, plan.gradient_buffers, plan.message_bytes or 0))),
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", plan.reduce_dtype),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),

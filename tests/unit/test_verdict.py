@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure import near, settings_of
 from benchmarks.report import markdown
 from benchmarks.verdict import judge
 
@@ -57,6 +58,18 @@ def test_the_class_follows_from_who_fits() -> None:
     assert found and (found.group, found.peer, found.bar) == ("parts fit", "hsdp", 1.0)
     found = judge(result(entry("hsdp", 1.6, fits=False), entry("fsdp2", 3)))
     assert found and (found.group, found.peer, found.bar) == ("full shard only", "fsdp2", 1.0)
+    looked = {"look": [entry("hsdp", 1.6), entry("zero1", 1.6, fits=False)]}  # too slow to be measured again
+    found = judge(result(entry("fsdp2", 3)) | looked)
+    assert found and (found.group, found.peer) == ("parts fit", "fsdp2")
+
+
+def test_what_fits_and_is_near_the_fastest_is_measured_in_three_settings() -> None:
+    look = [entry("ddp", 1.0, fits=False), entry("hsdp", 1.2), entry("fsdp2", 1.5), entry("deepspeed3", 1.3)]
+    peers = near(look, ("hsdp", "fsdp2", "deepspeed3"), BUDGET)
+    assert peers == ["hsdp", "fsdp2", "deepspeed3"]
+    assert near([*look, entry("zero1", 1.1)], ("hsdp", "fsdp2", "zero1"), BUDGET) == ["hsdp", "zero1"]
+    assert near(look[:1], ("hsdp",), BUDGET) == ["ddp"]
+    assert settings_of(["hsdp", "deepspeed3"]) == ["hsdp@1", "hsdp@0", "hsdp@2", "deepspeed3"]
 
 
 def test_who_trains_something_else_or_does_not_fit_is_no_peer() -> None:
