@@ -21,6 +21,7 @@ from benchmarks.plans import given
 from benchmarks.plot import scatter
 from benchmarks.regimes import Regime
 from hzplan.core.hierarchy import Levels
+from hzplan.core.recompute import Recomputed
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.formats.accuracy import Accuracy, AccuracyEntry
 from hzplan.formats.base import write_text
@@ -152,8 +153,9 @@ def random_plans(profile_path: Path, regime: Regime, folder: Path, count: int) -
     global_batch = profile.mesh.world * MICRO_BATCH * regime.accumulation
     written = []
     for number in range(count):
-        again = [unit for unit in model.recomputable if number % 2 and rng.random() < 0.5]
-        found = _random(profile, model, global_batch, rng, number % 3, frozenset(again))
+        able = [unit for unit in model.ways if number % 2 and rng.random() < 0.5]
+        again = Recomputed({unit: rng.choice(model.ways[unit]) for unit in able})
+        found = _random(profile, model, global_batch, rng, number % 3, again)
         path = folder / f"random{number}.json"
         given(profile, profile_path, found, Request(UNLIMITED, global_batch)).save(path)
         written.append(path)
@@ -166,7 +168,7 @@ def _random(
     global_batch: int,
     rng: random.Random,
     variety: int,
-    again: frozenset[str],
+    again: Recomputed,
 ) -> Evaluation:
     triples = model.mesh.triples()
     pace = rng.choice(paces(model, PREFETCH_DEPTHS))

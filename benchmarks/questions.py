@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hzplan.core.recompute import Recomputed
 from hzplan.cost.collectives import with_nodes
 from hzplan.cost.model import CostModel
 from hzplan.formats.profile import Profile
@@ -108,7 +109,7 @@ def _lean_bytes(profile: Profile) -> int:
     model, size = CostModel(profile), profile.micro_batches[0]
     schedule = model.schedule(prefetch=1, accumulation=1, clip=True)
     levels = uniform(profile, schemes(model.mesh)["ZeRO-3"])
-    again = Modes(frozenset(model.recomputable))
+    again = Modes(Recomputed.of(model.recomputable))
     return evaluate(model, levels, schedule, size, modes=again).memory.peak
 
 

@@ -13,6 +13,7 @@ from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.order import in_order, within
+from hzplan.core.recompute import Recomputed
 from hzplan.core.schedule import Pace
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
@@ -58,6 +59,7 @@ def random_profile(
     ]
     _add_recomputation(uses)
     _add_late_ranks(uses)
+    _add_partial_ways(uses)
     own = random.Random(json.dumps(units))  # what was drawn before this was added stays as it was
     return Profile.model_validate(
         {
@@ -120,6 +122,21 @@ def _add_recomputation(uses: list[dict[str, Any]]) -> None:
                     cost["recompute"] = {
                         "seconds": longer,
                         "retained_bytes": cost["retained_bytes"] - rng.randint(-500, 4000),
+                        "peak_bytes": cost["peak_bytes"] + rng.randint(0, 500),
+                    }
+
+
+def _add_partial_ways(uses: list[dict[str, Any]]) -> None:
+    """Half of those units can also compute parts of their forward again."""
+    rng = random.Random(f"ways {json.dumps(uses)}")
+    for unit in sorted({use["unit"] for use in uses if "recompute" in use["costs"][0]}):
+        for way in rng.choice(([], [], ["operations"], ["elementwise", "attention"])):
+            for use in uses:
+                for cost in use["costs"] if use["unit"] == unit else ():
+                    full, share = cost["recompute"], rng.uniform(0, 1)
+                    cost.setdefault("partial", {})[way] = {
+                        "seconds": full["seconds"] * share,
+                        "retained_bytes": cost["retained_bytes"] - rng.randint(-500, 3000),
                         "peak_bytes": cost["peak_bytes"] + rng.randint(0, 500),
                     }
 
@@ -201,7 +218,7 @@ def try_everything(
         for again in _agains(model, request):
             peak = model.activation_peak_bytes(size, again)
             costs = [
-                [replace(cost, recompute=name in again) for cost in choices]
+                [replace(cost, recompute=again.get(name)) for cost in choices]
                 for name, choices in zip(names, options, strict=True)
             ]
             for combination in itertools.product(*costs):
@@ -231,13 +248,15 @@ def try_everything(
     return Truth(best if by_pace else None, step, smallest, by_pace)
 
 
-def _agains(model: CostModel, request: Request) -> list[frozenset[str]]:
-    """Every set of units to recompute, or the one that is given."""
-    able = model.recomputable
+def _agains(model: CostModel, request: Request) -> list[Recomputed]:
+    """Every way to recompute units, or the one that is given."""
     if request.recompute != "choose":
-        return [frozenset(able if request.recompute == "all" else ())]
-    counts = range(len(able) + 1)
-    return [frozenset(some) for count in counts for some in itertools.combinations(able, count)]
+        return [Recomputed.of(model.recomputable if request.recompute == "all" else ())]
+    choices = itertools.product(*([None, *ways] for ways in model.ways.values()))
+    return [
+        Recomputed({unit: way for unit, way in zip(model.ways, chosen, strict=True) if way is not None})
+        for chosen in choices
+    ]
 
 
 def _options(

@@ -10,6 +10,7 @@ from torch import nn
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
+from hzplan.core.recompute import Recomputed
 from hzplan.core.schedule import Use
 from hzplan.formats.plan import (
     Batch,
@@ -22,6 +23,7 @@ from hzplan.formats.plan import (
     Proof,
     Shards,
     Source,
+    recompute_entry,
 )
 from hzplan.formats.profile import signature
 from hzplan.models.hooks import attach
@@ -61,7 +63,7 @@ def make_plan(
     optimizer: str = "adamw",
     dtype: Dtype = "float32",
     reduce_dtype: Dtype | None = None,
-    recompute: Collection[str] = (),
+    recompute: Collection[str] | Recomputed = (),
     offload: Collection[str] = (),
 ) -> Plan:
     """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3);
@@ -71,6 +73,7 @@ def make_plan(
     shape = Mesh.parse(mesh)
     model = workload.build()
     units = find_units(model)
+    ways = recompute if isinstance(recompute, Recomputed) else Recomputed.of(recompute)
 
     def shards(unit: str) -> Shards:
         chosen = levels(unit) if callable(levels) else levels or Levels(*[shape.levels] * 3)
@@ -117,7 +120,7 @@ def make_plan(
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
-                recompute=True if unit.name in recompute else None,
+                recompute=recompute_entry(ways.get(unit.name)),
                 offload=True if unit.name in offload else None,
                 buckets=(
                     (BucketEntry(shards=shards(unit.name), tensors=tuple(t.name for t in unit.tensors)),)

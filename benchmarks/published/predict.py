@@ -13,6 +13,7 @@ from benchmarks.published.parameters import Values, models
 from benchmarks.published.settings import Scheme, Setting, workload
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import ITEM_BYTES
+from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.cost.memory import budget_bytes
 from hzplan.cost.model import CostModel
 from hzplan.cost.parallel import share
@@ -113,9 +114,9 @@ def evaluated(setting: Setting, shapes: Shapes, values: Values, *, prefetch: int
     model = CostModel(profile, setting.reduce)
     schedule = model.schedule(prefetch=prefetch, accumulation=setting.accumulation, clip=True)
     offered = RecomputeOptions.of(model)
-    units = frozenset[str]()
+    units = NOTHING
     if setting.recompute != "none":
-        units = frozenset(offered.blocks) if setting.every == 1 else offered.every(setting.every)
+        units = Recomputed.of(offered.blocks) if setting.every == 1 else offered.every(setting.every)
     levels = uniform(profile, _levels(setting.scheme, mesh, inside=setting.inside))
     return evaluate(model, levels, schedule, setting.micro_batch, modes=Modes(units))
 

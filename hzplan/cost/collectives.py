@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from math import log2, prod
+from typing import TypeVar
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, TierModel, find_cluster
-from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile, UnitEntry, UseEntry
+from hzplan.formats.profile import (
+    CollectiveCurve,
+    CollectivePoint,
+    Profile,
+    RecomputeCost,
+    UnitEntry,
+    UseCost,
+    UseEntry,
+)
+
+Cost = TypeVar("Cost", UseCost, RecomputeCost)
 
 LEAST_BYTES = 1 << 10
 """Smallest message of a modelled curve, bytes."""
@@ -127,16 +138,11 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
 
 def _later(use: UseEntry, times: float) -> UseEntry:
     """A use that takes so many times as long, because more ranks wait for the slowest."""
-    costs = tuple(
-        cost.model_copy(
-            update={
-                "seconds": round(cost.seconds * times, 9),
-                "recompute": cost.recompute
-                and cost.recompute.model_copy(update={"seconds": round(cost.recompute.seconds * times, 9)}),
-            }
-        )
-        for cost in use.costs
-    )
+
+    def later(cost: Cost) -> Cost:
+        return cost.model_copy(update={"seconds": round(cost.seconds * times, 9)})
+
+    costs = tuple(later(cost).with_again(later) for cost in use.costs)
     return use.model_copy(update={"costs": costs})
 
 

@@ -5,7 +5,7 @@ Times are integer nanoseconds and sizes integer bytes, so that sums do not depen
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes
 from hzplan.core.order import in_order
+from hzplan.core.recompute import NOTHING, WAYS, Recomputed, Way
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import Collective, collectives_of
 from hzplan.cost.curves import interpolate
@@ -96,19 +97,25 @@ class CostModel:
         """Nanoseconds of a use's computation, without recomputation."""
         return round(self._use_cost(use_index, micro_batch).seconds * 1e9)
 
-    def recompute_ns(self, use_index: int, micro_batch: int) -> int:
+    def recompute_ns(self, use_index: int, micro_batch: int, way: Way) -> int:
         """Nanoseconds that recomputation of its unit adds to a use."""
-        recompute = self._use_cost(use_index, micro_batch).recompute
-        return round(recompute.seconds * 1e9) if recompute is not None else 0
+        again = self._use_cost(use_index, micro_batch).again.get(way)
+        return round(again.seconds * 1e9) if again is not None else 0
+
+    @cached_property
+    def ways(self) -> Mapping[str, tuple[Way, ...]]:
+        """By unit whose forward can be computed again the ways to do so, in the order of the profile."""
+        found: dict[str, set[Way]] = {use.unit: {*WAYS} for use in self.profile.uses}
+        for use in self.profile.uses:
+            for cost in use.costs:
+                found[use.unit] &= cost.again.keys() if use.reads_parameters else set()
+        named = {unit.name: found.get(unit.name, ()) for unit in self.profile.units}
+        return {unit: tuple(way for way in WAYS if way in of) for unit, of in named.items() if of}
 
     @cached_property
     def recomputable(self) -> tuple[str, ...]:
-        """The units whose forward can be computed again, in the order of the profile."""
-        able = {unit.name: False for unit in self.profile.units}
-        able |= {use.unit: True for use in self.profile.uses}
-        for use in self.profile.uses:
-            able[use.unit] &= use.reads_parameters and all(cost.recompute is not None for cost in use.costs)
-        return tuple(unit for unit, can in able.items() if can)
+        """The units all of whose forward can be computed again."""
+        return tuple(unit for unit, ways in self.ways.items() if "full" in ways)
 
     def late_ns(self, schedule: Schedule, micro_batch: int) -> list[Late] | None:
         """For every task of a schedule, how late ranks are, nanoseconds; None where none is."""
@@ -172,30 +179,29 @@ class CostModel:
             for unit, tensors in self.tensors.items()
         }
 
-    def activation_bytes(self, micro_batch: int, recompute: Collection[str] = ()) -> list[int]:
+    def activation_bytes(self, micro_batch: int, recompute: Recomputed = NOTHING) -> list[int]:
         """Peak bytes of activations and temporaries at every use of a forward and backward.
 
-        ``recompute``: the recomputed units. The bytes are a sum of one term per use, so linear in that
-        choice.
+        The bytes are a sum of one term per use, so linear in the choice of ``recompute``.
         """
         level, found = 0, []
         for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True):
             own: UseCost | RecomputeCost = cost
-            if use.unit in recompute and cost.recompute is not None:
-                own = cost.recompute
+            if (way := recompute.get(use.unit)) is not None:
+                own = cost.again.get(way, cost)
             found.append(level + own.peak_bytes)
             level += own.retained_bytes
         return found
 
-    def activation_peak_bytes(self, micro_batch: int, recompute: Iterable[str] = ()) -> int:
+    def activation_peak_bytes(self, micro_batch: int, recompute: Recomputed = NOTHING) -> int:
         """Peak bytes of activations and temporaries over all uses."""
-        key = micro_batch, frozenset(recompute)
+        key = micro_batch, recompute
         if key not in self._peaks:
             self._peaks[key] = max(0, *self.activation_bytes(*key))
         return self._peaks[key]
 
     @cached_property
-    def _peaks(self) -> dict[tuple[int, frozenset[str]], int]:
+    def _peaks(self) -> dict[tuple[int, Recomputed], int]:
         return {}
 
     def flops(self, micro_batch: int) -> int:
@@ -443,7 +449,7 @@ class CostModel:
             index = task.position % len(schedule.uses)
             recompute = units[schedule.uses[index].unit].recompute
             return self.compute_ns(index, micro_batch) + (
-                self.recompute_ns(index, micro_batch) if recompute else 0
+                self.recompute_ns(index, micro_batch, recompute) if recompute else 0
             )
         total = sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
         if task.kind in REDUCED_TOGETHER:

@@ -305,18 +305,17 @@ def _share_of_cost(cost: UseCost, gradient: int, parallel: ModelParallel, exchan
             "peak_bytes": -(-(peak - weight) // ways) + weight // parallel.tensor + more,
         }
 
-    recompute = cost.recompute
-    if recompute is not None:
-        recompute = RecomputeCost(
-            seconds=round(recompute.seconds / ways + (exchange_s if recompute.seconds else 0.0), 9),
-            **bytes_of(recompute.retained_bytes, recompute.peak_bytes),
+    def again(whole: RecomputeCost) -> RecomputeCost:
+        return RecomputeCost(
+            seconds=round(whole.seconds / ways + (exchange_s if whole.seconds else 0.0), 9),
+            **bytes_of(whole.retained_bytes, whole.peak_bytes),
         )
-    return cost.model_copy(
+
+    return cost.with_again(again).model_copy(
         update={
             "seconds": round(cost.seconds / ways + exchange_s, 9),
             "straggler_seconds": round(cost.straggler_seconds / ways, 9),
             "flops": cost.flops // ways,
-            "recompute": recompute,
             **bytes_of(cost.retained_bytes, cost.peak_bytes),
         }
     )

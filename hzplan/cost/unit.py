@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hzplan.core.hierarchy import Stage
+from hzplan.core.recompute import Way
 from hzplan.core.schedule import Kind
 
 
@@ -17,7 +18,7 @@ class UnitCost:
 
     ``param``, ``master``, ``grad`` and ``optim`` bytes are resident; ``unshard`` and ``gradient_buffer``
     bytes are needed in a slot while the unit is unsharded, or its gradient is unreduced; ``scratch[t]`` for
-    receiving on tier t. ``recompute``: whether the unit's forward is computed again in its backward. ``host``
+    receiving on tier t. ``recompute``: in what way the unit's forward is computed again, None: not. ``host``
     bytes lie in the host's memory instead of ``master`` and ``optim``, and in a device slot during the
     update; ``copy_ns``: of one copy, in either direction. ``replicated``: whether every rank has all of its
     reduced gradients; ``norm_ns``: its share of what a norm over ranks takes longer than each rank's own,
@@ -39,7 +40,7 @@ class UnitCost:
     gradient_buffer_bytes: int
     scratch_bytes: tuple[int, ...]
     update_temporary_bytes: int
-    recompute: bool = False
+    recompute: Way | None = None
     host_bytes: int = 0
     copy_ns: int = 0
     replicated: bool = True

@@ -10,6 +10,7 @@ from typing import Any
 from hzplan.core.hierarchy import Levels
 from hzplan.export.shape import GRADIENTS, Exported, Lost, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
+from hzplan.show import readable
 
 LAST_WITH_MICS = "0.19.6"
 """Its release; later ones refuse a file with ``mics_shard_size``."""
@@ -50,7 +51,10 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
         what = f"--to deepspeed-mics says shards inside of a group, for DeepSpeed up to {LAST_WITH_MICS}"
         lost.append(Lost("the model", what))
     lost += [
-        Lost(group.module, "recomputed in the plan; wrap its forward in torch.utils.checkpoint yourself")
+        Lost(
+            group.module,
+            f"{readable.way(group.recompute)} in the plan; wrap its forward in torch.utils.checkpoint",
+        )
         for group in groups
         if group.recompute
     ]

@@ -26,6 +26,7 @@ TEMPLATE = '''"""FSDP2 as a plan of hzplan says: {about}.
 """
 
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 WORLD = {world}
 MICRO_BATCH = {micro_batch}
@@ -48,6 +50,9 @@ class Wrap(NamedTuple):
     reshard: what is left after forward: True, the shard; False, all of it; a number, one of so many shards.
     keep: parameters stay whole from the first micro-batch of a step to the last.
     late: gradients are reduced after the last micro-batch only, and add up unsharded before.
+    recompute: forward is computed again in backward, all of it ("full"), or what remains where the results of
+    matrix products and attention are kept ("elementwise"), of attention and every other product
+    ("operations"), or of products ("attention").
     """
 
     module: str
@@ -55,13 +60,28 @@ class Wrap(NamedTuple):
     reshard: bool | int = True
     keep: bool = False
     late: bool = False
-    recompute: bool = False
+    recompute: str = ""
 
 
 WRAPS = (
 {wraps}
 )
 ROOT = {root}
+
+
+def _contexts(way: str):
+    """What is kept of one forward."""
+    products = [0, 0]  # of forward, and of the one in backward
+
+    def policy(context, operation, *arguments, **keywords):
+        name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
+        keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
+        if name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"):
+            products[context.is_recompute] += 1
+            keeps = way != "operations" or products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def shard(model: nn.Module, device_type: str = "{device}") -> nn.Module:
@@ -71,7 +91,9 @@ def shard(model: nn.Module, device_type: str = "{device}") -> nn.Module:
     for wrap in WRAPS:
         if wrap.recompute:
             parent, _, name = wrap.module.rpartition(".")
-            setattr(model.get_submodule(parent), name, checkpoint_wrapper(model.get_submodule(wrap.module)))
+            kept = {{}} if wrap.recompute == "full" else {{"context_fn": partial(_contexts, wrap.recompute)}}
+            again = checkpoint_wrapper(model.get_submodule(wrap.module), **kept)
+            setattr(model.get_submodule(parent), name, again)
     for wrap in sorted(WRAPS, key=lambda wrap: -wrap.module.count(".")):
         wrapped[wrap.module] = _shard(model.get_submodule(wrap.module), wrap, meshes, device_type)
     _shard(model, ROOT, meshes, device_type)
@@ -170,7 +192,7 @@ def _wrap(plan: Plan, group: WrappedModule) -> tuple[str, list[Lost]]:
         elif grad != optim:
             lost.append(Lost(where, f"gradients add up in {grad} shards in the plan; in FSDP2 in {optim}"))
     if group.recompute:
-        options["recompute"] = "True"
+        options["recompute"] = json.dumps(group.recompute)
     said = ", ".join(f"{name}={value}" for name, value in options.items())
     return f"Wrap({json.dumps(group.module)}, {said})", lost
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec
+from hzplan.core.recompute import Way
 from hzplan.formats.plan import Plan, PlanUnit
 
 GRADIENTS = "the gradients"
@@ -29,7 +30,7 @@ class WrappedModule:
     module: str
     units: tuple[str, ...]
     levels: Levels
-    recompute: bool
+    recompute: Way | None
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,11 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
     for module, names in [*((name, [name]) for name in alone), (ROOT, together)]:
         members = [units[name] for name in names]
         levels = _heaviest(plan, members, sizes)
-        recompute = bool(members) and all(unit.recompute for unit in members) and module != ROOT
+        ways = {plan.recomputed.get(name) for name in names} if module != ROOT else {None}
+        recompute = ways.pop() if len(ways) == 1 else None
         lost += _others(plan, module, members, levels)
         lost += [
-            Lost(unit.name, "recomputed in the plan; the root is not")
+            Lost(unit.name, "recomputed in the plan; what it is wrapped with is not")
             for unit in members
             if unit.recompute and not recompute
         ]

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.core.order import is_ahead
+from hzplan.core.recompute import PartialWay, Recomputed, Way
 from hzplan.core.schedule import MessageOrder
 from hzplan.formats.base import (
     Document,
@@ -46,10 +47,16 @@ def _true(value: bool) -> bool:
     return value
 
 
+def recompute_entry(way: Way | None) -> bool | PartialWay | None:
+    """A way as ``PlanUnit`` has it."""
+    return True if way == "full" else way
+
+
 class PlanUnit(Strict):
     """A unit and its buckets; a unit without tensors of its own (tied weights) has none.
 
-    ``recompute``: true where its forward is computed again in its backward, and what that needs is not kept.
+    ``recompute``: true where its forward is computed again in its backward, and what that needs is not kept;
+    or the name of a way in which part of it is (``core.recompute``).
     ``offload``: true where its optimizer state, and master weights, lie in the host's memory. ``ahead``: by
     tier, fastest first, how many later uses' parameters are gathered before this unit's gradients are
     reduced (``core.order``).
@@ -57,7 +64,7 @@ class PlanUnit(Strict):
 
     name: str
     requires: tuple[str, ...]
-    recompute: Annotated[bool, AfterValidator(_true)] | None = None
+    recompute: Annotated[bool, AfterValidator(_true)] | PartialWay | None = None
     offload: Annotated[bool, AfterValidator(_true)] | None = None
     ahead: tuple[NonNegativeInt, ...] | None = None
     buckets: tuple[BucketEntry, ...]
@@ -266,9 +273,10 @@ class Plan(Document):
         return data_ranks(self.mesh, self.parallel)
 
     @property
-    def recomputed(self) -> frozenset[str]:
-        """The units whose forward is computed again."""
-        return frozenset(unit.name for unit in self.units if unit.recompute)
+    def recomputed(self) -> Recomputed:
+        """The units whose forward is computed again, each with its way."""
+        ways = ((unit.name, unit.recompute) for unit in self.units if unit.recompute)
+        return Recomputed((name, "full" if way is True else way) for name, way in ways)
 
     @property
     def offloaded(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from hzplan.core import stages
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import Dtype, TensorSpec
+from hzplan.core.recompute import PARTIAL_WAYS, PartialWay, Way
 from hzplan.core.schedule import Use
 from hzplan.formats.base import (
     Document,
@@ -72,7 +73,8 @@ class UseCost(Strict):
     ``retained_bytes``: memory after the use less memory before it (negative where backward frees);
     ``peak_bytes``: the highest memory inside the use less memory before it; ``spread``: half the distance
     between the quartiles of repeats, over their median. ``straggler_seconds``: how much longer the slowest
-    rank takes. ``recompute``: None where the unit cannot be recomputed, or that saves nothing.
+    rank takes. ``recompute``: None where the unit cannot be recomputed, or that saves nothing; ``partial``:
+    of ways that compute a part of its forward again (``core.recompute``) those that save less for less time.
     """
 
     micro_batch: PositiveInt
@@ -83,6 +85,20 @@ class UseCost(Strict):
     retained_bytes: Annotated[int, Field(ge=-(2**52), le=2**52)]
     peak_bytes: NonNegativeInt
     recompute: RecomputeCost | None = None
+    partial: dict[PartialWay, RecomputeCost] | None = None
+
+    @property
+    def again(self) -> dict[Way, RecomputeCost]:
+        """By way the cost of recomputation."""
+        partial = self.partial or {}
+        found: dict[Way, RecomputeCost] = {way: partial[way] for way in PARTIAL_WAYS if way in partial}
+        return found if self.recompute is None else found | {"full": self.recompute}
+
+    def with_again(self, change: Callable[[RecomputeCost], RecomputeCost]) -> UseCost:
+        """The same with a change of recomputation's cost, whatever the way."""
+        partial = {way: change(cost) for way, cost in (self.partial or {}).items()}
+        update = {"recompute": self.recompute and change(self.recompute), "partial": partial or None}
+        return self.model_copy(update=update)
 
 
 class UseEntry(Strict):

@@ -1,4 +1,5 @@
-"""Recomputation (activation checkpointing) of units: forward keeps its inputs, and is computed again.
+"""Recomputation (activation checkpointing) of units: forward keeps its inputs, and with them the results of
+some operations (``core.recompute``); the others are computed again.
 
 The wrapper lies inside of a unit's hooks: the recorded uses are the same with it and without, and the second
 forward happens within the unit's backward call, when its parameters are unsharded.
@@ -9,13 +10,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from hzplan.core.recompute import Way
 from hzplan.errors import UserError
 from hzplan.models.units import Unit
 
@@ -33,7 +40,43 @@ def leaves(units: Iterable[Unit]) -> frozenset[str]:
     )
 
 
-def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> list[nn.Module]:
+PRODUCTS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "addmv", "mv", "convolution")
+)
+"""Names of torch's operations that count as matrix products; see also ``profiler.model.operations``."""
+
+
+class _Policy:
+    """What of one forward is kept; made anew for each, and told of the operations of the second, too."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._products = [0, 0]  # of the first run, and of the second
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operation: Any, *arguments: Any, **keywords: Any
+    ) -> CheckpointPolicy:
+        kept = self._keeps(operation, again=bool(context.is_recompute))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _keeps(self, operation: Any, *, again: bool) -> bool:
+        name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
+        if name in PRODUCTS:
+            self._products[again] += 1
+            return self._way != "operations" or self._products[again] % 2 == 1
+        attends = "scaled_dot_product" in name or "flash_attention" in name or name == "flex_attention"
+        return attends and self._way != "attention"
+
+
+def _contexts(way: Way) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a checkpoint's two forwards run in."""
+    if way == "full":
+        return nullcontext(), nullcontext()
+    contexts: Any = create_selective_checkpoint_contexts(_Policy(way))
+    return contexts[0], contexts[1]
+
+
+def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> dict[str, nn.Module]:
     """Those of the units named; UserError for one that the model lacks or that has units inside."""
     listed = {unit.name: unit for unit in units}
     inner = leaves(listed.values())
@@ -46,27 +89,28 @@ def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> list[nn
             raise UserError(
                 f"the plan recomputes unit {name}, which has other units inside; solve again without it"
             )
-    return [listed[name].module for name in sorted(names)]
+    return {name: listed[name].module for name in sorted(names)}
 
 
 def recompute(
-    module: nn.Module, wanted: Callable[[], bool] = lambda: True, *, keep_random_state: bool = True
+    module: nn.Module, wanted: Callable[[], Way | None] = lambda: "full", *, keep_random_state: bool = True
 ) -> Callable[[], None]:
-    """Let a module compute its forward again in backward, where that is ``wanted`` when forward begins; the
-    function returned undoes it. ``keep_random_state``: dropout is the same both times. Buffers that forward
-    changes, such as BatchNorm's, change once."""
+    """Let a module compute its forward again in backward, in the way that is ``wanted`` when forward begins;
+    the function returned undoes it. ``keep_random_state``: dropout is the same both times. Buffers that
+    forward changes, such as BatchNorm's, change once."""
     own = module.__dict__.get("forward")
     changing = _Buffers()
 
     def recomputing(this: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         forward = own if own is not None else functools.partial(type(this).forward, this)
-        if not torch.is_grad_enabled() or not wanted():
+        if not torch.is_grad_enabled() or (way := wanted()) is None:
             return forward(*arguments, **keywords)
         return checkpoint(  # which has keywords of its own
             functools.partial(changing.once, this, functools.partial(forward, **keywords)),
             *arguments,
             use_reentrant=False,
             preserve_rng_state=keep_random_state,
+            context_fn=functools.partial(_contexts, way),
         )
 
     # A method, so that a copy of the module is bound to the copy.
@@ -133,20 +177,20 @@ def _buffers(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 
 class Switch:
-    """Whether forwards that begin now are to be computed again in backward."""
+    """In what way forwards that begin now are to be computed again in backward."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.way: Way | None = None
 
-    def around(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def around(self, step: Callable[[], Tensor], way: Way = "full") -> Callable[[], Tensor]:
         """The step with the switch on."""
 
         def run() -> Tensor:
-            self.on = True
+            self.way = way
             try:
                 return step()
             finally:
-                self.on = False
+                self.way = None
 
         return run
 
@@ -157,7 +201,7 @@ def switched(units: Iterable[Unit], *, keep_random_state: bool = True) -> Iterat
     listed, switch = list(units), Switch()
     able = leaves(listed)
     undo = [
-        recompute(unit.module, lambda: switch.on, keep_random_state=keep_random_state)
+        recompute(unit.module, lambda: switch.way, keep_random_state=keep_random_state)
         for unit in listed
         if unit.name in able
     ]

@@ -30,7 +30,7 @@ from hzplan.profiler.model.entries import joined_units, largest_elements, model_
 from hzplan.profiler.model.kernels import Kernels, Pricing
 from hzplan.profiler.model.operations import Operated
 from hzplan.profiler.model.optimizer import footprint
-from hzplan.profiler.model.recompute import recompute_differences, use_entries
+from hzplan.profiler.model.recompute import RecomputeCosts, recompute_differences, use_entries
 from hzplan.profiler.model.selective import Recompute, selective
 from hzplan.profiler.model.shapes import Shapes, trace_shapes
 from hzplan.profiler.network.links import LAST_BYTES
@@ -98,18 +98,23 @@ def modelled(
         ]
 
     costs = {size: priced(found, shapes.operations[size]) for size, found in shapes.costs.items()}
-    recompute = {
-        size: recompute_differences(costs[size], priced(found, shapes.recompute_operations[size]))
-        for size, found in shapes.recompute.items()
+    recompute: RecomputeCosts = {
+        way: {
+            size: recompute_differences(costs[size], priced(found, shapes.recompute_operations[way][size]))
+            for size, found in by_size.items()
+        }
+        for way, by_size in shapes.recompute.items()
     }
-    if pricing.recompute != "full":
+    if pricing.recompute != "full":  # instead of the ways that this runtime has
         recompute = {
-            size: selective(
-                *(pricing.recompute, shapes.uses, costs[size], whole, shapes.operations[size]),
-                ITEM_BYTES[dtype],
-                lambda operations: slowest * pricing.kernels_s(operations),
-            )
-            for size, whole in recompute.items()
+            "full": {
+                size: selective(
+                    *(pricing.recompute, shapes.uses, costs[size], whole, shapes.operations[size]),
+                    ITEM_BYTES[dtype],
+                    lambda operations: slowest * pricing.kernels_s(operations),
+                )
+                for size, whole in recompute.get("full", {}).items()
+            }
         }
     uses = use_entries(shapes.uses, shapes.reads, [*costs.values()], recompute, shapes.recomputable)
     return Profile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise, gradient_bytes
 from hzplan.core.order import CircularOrder, in_order
+from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -67,7 +69,7 @@ class Choice:
     message_bytes: int = 0
     message_order: MessageOrder | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    recompute: frozenset[str] = frozenset()
+    recompute: Recomputed = NOTHING
     offload: frozenset[str] = frozenset()
     tier_names: tuple[str, ...] = ()
     optimizer: str | None = None
@@ -259,7 +261,8 @@ def apply(
         tier_names=choice.tier_names,
         queues=queues,
     )
-    undo = [attach(units, engine), *map(recompute, recomputed)]
+    undo = [attach(units, engine)]
+    undo += [recompute(module, partial(choice.recompute.get, name)) for name, module in recomputed.items()]
     if any(bucket.sharded for state in states for bucket in state.buckets):
         undo += [refuse_state_dict(module) for module in model.modules()]
 

@@ -27,6 +27,11 @@ def at_most(share: float) -> str:
     return f"{ceil(share * 1e4 * (1 - 1e-12)) / 1e4:.2%}"
 
 
+def way(of: str | None) -> str:
+    """How a unit is recomputed, in a word or two."""
+    return {None: "activations kept", "full": "recomputed"}.get(of, f"recomputed: {of}")
+
+
 def size(nbytes: float) -> str:
     """``1.23 GiB``."""
     for unit, scale in SIZES:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.schemes import RecomputeOptions, Row, Settings, schemes
 from hzplan.solver.search import Search
 
-BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|all,micro_batch=1,prefetch=2"
+BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|operations|all,micro_batch=1,prefetch=2"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Baseline:
     triple: Levels | None = None
     micro_batch: int | None = None
     prefetch: int | None = None
-    recompute: frozenset[str] | None = None
+    recompute: Recomputed | None = None
 
     @classmethod
     def parse(cls, text: str, model: CostModel) -> Baseline:
@@ -95,9 +96,10 @@ def _triple(name: str, mesh: Mesh) -> Levels:
     raise UserError(f"--baseline: {name[:40]} is no plan file and no scheme ({known}); {BASELINE}")
 
 
-def _recompute(value: str, offered: RecomputeOptions) -> frozenset[str]:
-    """The units that none, selective (every second layer), every-K, full or all stand for."""
-    named = {"none": frozenset[str](), "full": frozenset(offered.blocks), "all": frozenset(offered.blocks)}
+def _recompute(value: str, offered: RecomputeOptions) -> Recomputed:
+    """What none, selective (every second layer), every-K, a part of each layer, full or all stand for."""
+    named = {"none": NOTHING, "full": Recomputed.of(offered.blocks), "all": Recomputed.of(offered.blocks)}
+    named |= {way: Recomputed.of(offered.blocks, way) for way in offered.partial}
     named["selective"] = offered.every(2)
     every, _, k = value.partition("-")
     if every == "every" and k.isdecimal() and 0 < len(k) < 10 and 0 < int(k) <= len(offered.blocks):

@@ -57,7 +57,7 @@ class Factors:
     def on(self, profile: Profile) -> Profile:
         """The profile with its times multiplied by these factors."""
         uses = tuple(
-            use.model_copy(update={"costs": tuple(_times(cost, self.compute) for cost in use.costs)})
+            use.model_copy(update={"costs": tuple(_cost_times(cost, self.compute) for cost in use.costs)})
             for use in profile.uses
         )
         curves = tuple(
@@ -81,12 +81,12 @@ Point = TypeVar("Point", UseCost, RecomputeCost, CollectivePoint, OptimizerPoint
 
 
 def _times(point: Point, factor: float) -> Point:
-    update: dict[str, object] = {"seconds": round(point.seconds * factor, 9)}
-    if isinstance(point, UseCost):
-        update["straggler_seconds"] = round(point.straggler_seconds * factor, 9)
-        if point.recompute is not None:
-            update["recompute"] = _times(point.recompute, factor)
-    return point.model_copy(update=update)
+    return point.model_copy(update={"seconds": round(point.seconds * factor, 9)})
+
+
+def _cost_times(cost: UseCost, factor: float) -> UseCost:
+    later = {"straggler_seconds": round(cost.straggler_seconds * factor, 9)}
+    return _times(cost, factor).with_again(lambda again: _times(again, factor)).model_copy(update=later)
 
 
 @dataclass(frozen=True)

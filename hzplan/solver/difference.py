@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hzplan.core.schedule import MessageOrder
 from hzplan.formats.plan import Plan, Shards
+from hzplan.show import readable
 
 Sides = tuple[object, object]
 
@@ -67,18 +68,14 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         yield Difference("recomputation", (), one.source.recompute, other.source.recompute)
     both = {unit.name for unit in one.units} & {unit.name for unit in other.units}
     for unit in (unit.name for unit in one.units if unit.name in both):
-        before, after = unit in one.recomputed, unit in other.recomputed
-        if before != after:
-            yield Difference(unit, (), _recompute_text(recompute=before), _recompute_text(recompute=after))
+        way, other_way = one.recomputed.get(unit), other.recomputed.get(unit)
+        if way != other_way:
+            yield Difference(unit, (), readable.way(way), readable.way(other_way))
         before, after = unit in one.offloaded, unit in other.offloaded
         if before != after:
             yield Difference(unit, (), _place(host=before), _place(host=after))
     if one.uses != other.uses:
         yield Difference("uses", (), f"{len(one.uses)} of units", f"{len(other.uses)}, in another order")
-
-
-def _recompute_text(*, recompute: bool) -> str:
-    return "recomputed" if recompute else "activations kept"
 
 
 def _order_text(order: MessageOrder | None) -> str:

@@ -24,6 +24,7 @@ from hzplan.formats.plan import (
     Shards,
     Source,
     gap_of,
+    recompute_entry,
 )
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Evaluation
@@ -121,7 +122,7 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
             PlanUnit(
                 name=unit.name,
                 requires=unit.requires,
-                recompute=True if unit.name in chosen.modes.recompute else None,
+                recompute=recompute_entry(chosen.modes.recompute.get(unit.name)),
                 offload=True if unit.name in chosen.modes.offload else None,
                 ahead=ahead.get(unit.name),
                 buckets=tuple(

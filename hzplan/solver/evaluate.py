@@ -12,6 +12,7 @@ from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype, bucketise
 from hzplan.core.order import CircularOrder
+from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.core.schedule import Schedule
 from hzplan.cost.interference import Interference
 from hzplan.cost.memory import Memory, memory
@@ -32,7 +33,7 @@ class Modes(NamedTuple):
     """Choices for whole units: those that are recomputed, and those whose optimizer state is offloaded to the
     host's memory."""
 
-    recompute: frozenset[str] = frozenset()
+    recompute: Recomputed = NOTHING
     offload: frozenset[str] = frozenset()
 
 
@@ -149,7 +150,7 @@ def unit_costs(
     known, none = model.unit_costs, UnitCost.zero(len(model.mesh.tiers))
     units = {}
     for unit, specs in model.tensors.items():
-        recompute, offload = unit in modes.recompute, unit in modes.offload
+        recompute, offload = modes.recompute.get(unit), unit in modes.offload
         key = model.like[unit], levels.get(unit), recompute, offload
         if key not in known:
             made = unit_cost(specs, levels[unit], model) if specs else none
@@ -258,7 +259,7 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             f"{path}: field units: {min(plan.offloaded)} is offloaded, but {plan.source.profile} knows no "
             "link to the host's memory"
         )
-    for unit in sorted(plan.recomputed - {*model.recomputable}):
+    for unit in sorted(u for u, way in plan.recomputed.items() if way not in model.ways.get(u, ())):
         raise UserError(
             f"{path}: field units: {unit} is recomputed, which {plan.source.profile} knows no cost of"
         )

@@ -58,7 +58,7 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     unit_of = {name: unit for unit, name in binaries.items()}
     names = [unit_of.get(name, name) for name in names]
     sums: dict[str, np.ndarray] = {}
-    for column, (kind, tier, _) in enumerate(network.columns):
+    for column, (kind, tier, *_) in enumerate(network.columns):
         where = f" over {tier_names[tier]}" if tier >= 0 else ""
         what = f"{DOING[kind]}{where}"
         sums[what] = sums.get(what, np.zeros(len(names))) + spent[:, column]
@@ -113,9 +113,8 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
         shards = readable.shards(*(found.model.mesh.shards[level] for level in triple))
         attempt(triple, shards, tuple(triple.of(trainable=t.trainable) for t in tensors[unit]), found.modes)
     recompute, offload = found.modes
-    if unit in found.model.recomputable:
-        what = "activations kept" if unit in recompute else "recomputed"
-        attempt(None, what, found.levels[unit], Modes(recompute ^ {unit}, offload))
+    for way in (None, *found.model.ways.get(unit, ())):
+        attempt(None, readable.way(way), found.levels[unit], Modes(recompute.with_([unit], way), offload))
     if unit in found.schedule.offload_slots and found.model.profile.host is not None:
         what = "state on the device" if unit in offload else "offloaded"
         attempt(None, what, found.levels[unit], Modes(recompute, offload ^ {unit}))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hzplan.core.order import within
+from hzplan.core.recompute import Recomputed
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of
 from hzplan.solver.prefer import preferred, tie_of
 from hzplan.solver.schemes import RecomputeOptions, Row
@@ -84,7 +85,7 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
     )
     start = of["recompute"].modes.recompute
 
-    def made(recompute: frozenset[str]) -> Evaluation:
+    def made(recompute: Recomputed) -> Evaluation:
         modes = Modes(recompute, levels.modes.offload)
         return evaluate(levels.model, levels.levels, schedule, size.micro_batch, modes=modes)
 
@@ -96,7 +97,7 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
     if given == "recompute" or request.recompute != "choose":
         return None
     offered = RecomputeOptions.of(levels.model)
-    low, high = len(start.intersection(offered.blocks)) + 1, len(offered.blocks) + 1
+    low, high = sum(start.get(unit) == "full" for unit in offered.blocks) + 1, len(offered.blocks) + 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(made(offered.first(middle))) else (middle + 1, high)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.errors import UserError, printable
 from hzplan.formats.base import has_fingerprint, to_text
 from hzplan.formats.certificate import Certificate, path_of
@@ -146,8 +147,8 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
         yield Change("cost data", "the profile is not the one that the plan was solved from", True)
     if not Pins(plan.source.pins, now.model.profile).keep(now.model.profile, now.levels):
         yield Change("choice", "the recorded plan is not as its field source.pins says", True)
-    everything = frozenset(now.model.recomputable)
-    asked = {"none": frozenset[str](), "all": everything}.get(plan.source.recompute, now.modes.recompute)
+    everything = Recomputed.of(now.model.recomputable)
+    asked = {"none": NOTHING, "all": everything}.get(plan.source.recompute, now.modes.recompute)
     if now.modes.recompute != asked:
         yield Change("choice", "the recorded plan is not as its field source.recompute says", True)
     if now.memory.peak > plan.source.memory_budget_bytes:

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
+from typing import NamedTuple
 
 from hzplan.core.hierarchy import Levels
+from hzplan.core.recompute import Way
 from hzplan.cost.lateness import Late
 from hzplan.cost.simulate import events
 from hzplan.solver.evaluate import Evaluation, Modes, within
@@ -31,21 +33,28 @@ Replay = Callable[[LevelsByUnit, Modes], Evaluation]
 """Replays levels and modes under one micro-batch size and pace."""
 
 
+class Choosable(NamedTuple):
+    """Like units, and the ways in which each may be recomputed; None: it may keep everything."""
+
+    units: tuple[str, ...]
+    ways: tuple[Way | None, ...]
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The neighbourhood of the local search: what may be changed in a plan.
 
     ``alike``: groups of units with the same tensors; ``trained``: by unit, which of its tensors are trained;
     ``known``: by the first unit of a group, the patterns that found plans have; ``triples``: all legal ones;
-    ``recomputable``, ``offloadable``: groups of like units whose recomputation, or offload, is free to
-    choose.
+    ``recomputable``, ``offloadable``: groups of like units whose recomputation, in some ways, or offload is
+    free to choose.
     """
 
     alike: Sequence[Sequence[str]]
     trained: Mapping[str, Sequence[bool]]
     known: Mapping[str, Sequence[Pattern]]
     triples: Sequence[Levels]
-    recomputable: Sequence[Sequence[str]] = ()
+    recomputable: Sequence[Choosable] = ()
     offloadable: Sequence[Sequence[str]] = ()
 
 
@@ -180,16 +189,17 @@ def leaner(
 def _lighter(best: Evaluation, around: Surroundings) -> Iterator[tuple[LevelsByUnit, Modes]]:
     """Neighbours that may need less memory and keep like units alike.
 
-    All units of a group are recomputed, or one more; all are offloaded; or a pattern changes to another
-    triple, as a whole or in one bucket.
+    All units of a group are recomputed in a way, or one more; all are offloaded; or a pattern changes to
+    another triple, as a whole or in one bucket.
     """
     recompute, offload = best.modes
-    for some in around.recomputable:
-        yield best.levels, Modes(recompute | {*some}, offload)
-        following = [unit for unit in some if unit not in recompute][:1]
-        yield best.levels, Modes(recompute | {*following}, offload)
-    for some in around.offloadable:
-        yield best.levels, Modes(recompute, offload | {*some})
+    for some, ways in around.recomputable:
+        for way in ways:
+            yield best.levels, Modes(recompute.with_(some, way), offload)
+            following = [unit for unit in some if recompute.get(unit) != way][:1]
+            yield best.levels, Modes(recompute.with_(following, way), offload)
+    for units in around.offloadable:
+        yield best.levels, Modes(recompute, offload | {*units})
     for units in around.alike:
         for choice in _retripled(best.levels, units, _whole_and_buckets, around):
             yield choice, best.modes
@@ -212,25 +222,26 @@ def _key(one: Evaluation) -> object:
 def _neighbours(best: Evaluation, around: Surroundings) -> Iterator[tuple[LevelsByUnit, Modes]]:
     """All neighbours of a plan, those that change most first.
 
-    All units of a group are recomputed or none, or offloaded or none; or they take a pattern known from other
-    plans; or one of their buckets takes another triple; or one of their tensors does; or one unit alone takes
-    a known pattern, or one triple for all of its tensors, or flips its recomputation or offload; or two like
-    units exchange their patterns.
+    All units of a group are recomputed in one way or none, or offloaded or none; or they take a pattern known
+    from other plans; or one of their buckets takes another triple; or one of their tensors does; or one unit
+    alone takes a known pattern, or one triple for all of its tensors, or another way, or flips its offload;
+    or two like units exchange their patterns.
     """
     recompute, offload = best.modes
-    for some in around.recomputable:
-        yield best.levels, Modes(recompute | {*some}, offload)
-        yield best.levels, Modes(recompute - {*some}, offload)
-    for some in around.offloadable:
-        yield best.levels, Modes(recompute, offload - {*some})
-        yield best.levels, Modes(recompute, offload | {*some})
+    for some, ways in around.recomputable:
+        for way in ways[::-1]:
+            yield best.levels, Modes(recompute.with_(some, way), offload)
+    for units in around.offloadable:
+        yield best.levels, Modes(recompute, offload - {*units})
+        yield best.levels, Modes(recompute, offload | {*units})
     for choice in _other_levels(best.levels, around):
         yield choice, best.modes
-    for some in around.recomputable:
-        for unit in some:
-            yield best.levels, Modes(recompute ^ {unit}, offload)
-    for some in around.offloadable:
-        for unit in some:
+    for some, ways in around.recomputable:
+        for unit, way in product(some, ways):
+            if recompute.get(unit) != way:
+                yield best.levels, Modes(recompute.with_([unit], way), offload)
+    for units in around.offloadable:
+        for unit in units:
             yield best.levels, Modes(recompute, offload ^ {unit})
     for units in around.alike:  # last, because there are most of these
         for one, other in combinations(units, 2):

@@ -29,7 +29,7 @@ from hzplan.cost.events import Cycle, Event, EventGraph
 from hzplan.cost.lateness import Late, late_in
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
-from hzplan.solver.patterns import RECOMPUTE_KEY, DurationKey, duration_keys
+from hzplan.solver.patterns import RECOMPUTE_KEYS, DurationKey, duration_keys
 
 MS = 1e-6  # nanoseconds to milliseconds
 Weights = NDArray[np.floating[Any]]
@@ -129,16 +129,26 @@ class Network:
                 index = task.position % len(self.whole.uses)
                 constant += times * self.model.compute_ns(index, self.micro_batch) * MS
                 binary = self.binaries.get(self.whole.uses[index].unit)
-                recompute_ms = self.model.recompute_ns(index, self.micro_batch) * MS
-                if binary is not None and recompute_ms:
-                    at = self.rows[binary] * self.shape[1] + self.columns[RECOMPUTE_KEY]
-                    terms.append((at, times * recompute_ms))
+                if binary is not None:
+                    terms += self._of_recomputation(self.rows[binary], index, times)
             elif task.kind is Kind.STEP:
                 constant += times * self.model.step_ns(self.whole, replicated=True) * MS
                 terms += self._of_units(task.kind, self.rows, times) if self.whole.clip else []
             elif DurationKey(task.kind, task.tier) in self.columns:
                 terms += self._of_units(task.kind, task.units, times, task.tier)
         return constant, terms
+
+    def _of_recomputation(self, row: int, use_index: int, times: int) -> list[tuple[int, float]]:
+        """The terms of what a use's unit computes again."""
+        added = {
+            key: self.model.recompute_ns(use_index, self.micro_batch, way) * MS
+            for way, key in RECOMPUTE_KEYS.items()
+        }
+        return [
+            (row * self.shape[1] + self.columns[key], times * more_ms)
+            for key, more_ms in added.items()
+            if more_ms
+        ]
 
     def _of_units(
         self, kind: Kind, units: Iterable[str], times: int, tier: int = -1
@@ -189,7 +199,8 @@ class Network:
             if unit in units:
                 found[row] = [key.of(units[unit]) * MS for key in self.columns]
         for unit, binary in self.binaries.items():
-            found[self.rows[binary], self.columns[RECOMPUTE_KEY]] = float(units[unit].recompute)
+            if (way := units[unit].recompute) is not None:
+                found[self.rows[binary], self.columns[RECOMPUTE_KEYS[way]]] = 1.0
         return found
 
     @cached_property

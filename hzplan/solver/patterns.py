@@ -11,7 +11,7 @@ unit's *column pool*; which of them the ILP gets is decided by reduced costs (``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec, bucketise
+from hzplan.core.recompute import WAYS, Way
 from hzplan.core.schedule import Kind
 from hzplan.cost.model import REDUCED_TOGETHER, CostModel
 from hzplan.cost.unit import BucketCost, UnitCost
@@ -43,6 +44,7 @@ class DurationKey(NamedTuple):
     kind: Kind
     tier: int = -1
     once: bool = False
+    way: Way | None = None
 
     def of(self, cost: UnitCost) -> int:
         """Nanoseconds of a unit's cost."""
@@ -56,12 +58,12 @@ def duration_keys(tiers: int) -> list[DurationKey]:
     found = [DurationKey(kind, tier) for kind in kinds for tier in range(tiers)]
     found += [DurationKey(kind, tier, once=True) for kind in REDUCED_TOGETHER for tier in range(tiers)]
     found += [DurationKey(kind) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
-    return [*found, RECOMPUTE_KEY]
+    return [*found, *RECOMPUTE_KEYS.values()]
 
 
-RECOMPUTE_KEY = DurationKey(Kind.COMPUTE)
-"""The duration key of a recompute binary: 1 ms where it is one. ``paths.Network`` multiplies it by the
-milliseconds that recomputation adds to each backward use."""
+RECOMPUTE_KEYS: Mapping[Way, DurationKey] = {way: DurationKey(Kind.COMPUTE, way=way) for way in WAYS}
+"""The duration keys of a recompute choice: 1 ms for the way that is taken. ``paths.Network`` multiplies it by
+the milliseconds that this adds to each backward use."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ColumnPool:
     ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
     bytes ``resident``, ``unshard``, ``gradient_buffer``, ``temporary``, ``host`` [patterns] and ``scratch``
     [patterns, tiers]. ``host`` is above 0 where the optimizer state lies in the host's memory.
-    ``recompute`` [patterns]: 1 where a recompute binary is one (``recompute_pool``), else 0.
+    ``ways`` [patterns]: of a recompute choice (``recompute_pool``) its ways, else None.
     """
 
     levels: tuple[tuple[Levels, ...], ...]
@@ -82,7 +84,12 @@ class ColumnPool:
     scratch: NDArray[np.int64]
     temporary: NDArray[np.int64]
     host: NDArray[np.int64]
-    recompute: NDArray[np.int64]
+    ways: tuple[Way | None, ...]
+
+    @cached_property
+    def recompute(self) -> NDArray[np.int64]:
+        """1 where something is computed again, else 0 [patterns]."""
+        return np.array([way is not None for way in self.ways], dtype=np.int64)
 
     @cached_property
     def plainest(self) -> list[int]:
@@ -93,7 +100,8 @@ class ColumnPool:
     @cached_property
     def leanest(self) -> list[int]:
         """Indices of the patterns that are not dominated in bytes; enough where time is ignored."""
-        recompute = (self.recompute, -self.recompute)  # 0 needs less memory at some events, 1 at others
+        numbers = np.array([0 if way is None else 1 + WAYS.index(way) for way in self.ways])
+        recompute = (numbers, -numbers)  # each needs less memory than the others at some events
         parts = (self.resident, self.unshard, self.gradient_buffer, self.temporary, self.host, *recompute)
         sizes = np.column_stack([*parts, self.scratch])
         return _undominated(sizes[:, :0], sizes)
@@ -152,38 +160,40 @@ def enumerate_patterns(
         temporary=sizes[:, 3],
         host=sizes[:, 4],
         scratch=sizes[:, 5:],
-        recompute=np.zeros(len(kept), dtype=np.int64),
+        ways=(None,) * len(kept),
     )
 
 
 def recompute_names(model: CostModel) -> dict[str, str]:
-    """By recomputable unit, the name of its recompute binary; no unit has such a name."""
+    """By unit that can be recomputed, the name of that choice; no unit has such a name."""
     prefix = "recompute "
     while any(unit.name.startswith(prefix) for unit in model.profile.units):
         prefix = f"re{prefix}"
-    return {unit: f"{prefix}{unit}" for unit in model.recomputable}
+    return {unit: f"{prefix}{unit}" for unit in model.ways}
 
 
-def recompute_pool(tiers: int, states: Sequence[bool]) -> ColumnPool:
-    """The column pool of a recompute binary, one pattern per allowed state.
+def recompute_pool(tiers: int, ways: Sequence[Way | None]) -> ColumnPool:
+    """The column pool of a unit's recomputation, one pattern per allowed way.
 
-    Cost and saving of recomputation do not depend on the unit's levels. So the binary has a pool of its own,
+    Cost and saving of recomputation do not depend on the unit's levels. So the choice has a pool of its own,
     and the relaxation, the ILP and the rounding treat it as one more unit. Its time and bytes depend on the
     micro-batch size and are in ``paths.Network`` and in the buffer of activations.
     """
-    keys, none = duration_keys(tiers), np.zeros(len(states), dtype=np.int64)
-    durations = np.zeros((len(states), len(keys)), dtype=np.int64)
-    durations[:, keys.index(RECOMPUTE_KEY)] = [10**6 * state for state in states]
+    keys, none = duration_keys(tiers), np.zeros(len(ways), dtype=np.int64)
+    durations = np.zeros((len(ways), len(keys)), dtype=np.int64)
+    for pattern, way in enumerate(ways):
+        if way is not None:
+            durations[pattern, keys.index(RECOMPUTE_KEYS[way])] = 10**6
     return ColumnPool(
-        ((),) * len(states),
+        ((),) * len(ways),
         durations,
         resident=none,
         unshard=none,
         gradient_buffer=none,
         temporary=none,
         host=none,
-        scratch=np.zeros((len(states), tiers), dtype=np.int64),
-        recompute=np.array(states, dtype=np.int64),
+        scratch=np.zeros((len(ways), tiers), dtype=np.int64),
+        ways=tuple(ways),
     )
 
 

@@ -81,7 +81,8 @@ def distance(one: Evaluation, other: Evaluation) -> int:
         for unit, triples in one.levels.items()
         for mine, theirs in zip(triples, other.levels.get(unit, ()), strict=False)
     )
-    modes = sum(len(mine ^ theirs) for mine, theirs in zip(one.modes, other.modes, strict=True))
+    modes = len(one.modes.recompute.difference(other.modes.recompute))
+    modes += len(one.modes.offload ^ other.modes.offload)
     return levels + modes + sum(mine != theirs for mine, theirs in zip(_pace(one), _pace(other), strict=True))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hzplan.core.buffers import Slots
+from hzplan.core.recompute import only
 from hzplan.core.schedule import Schedule
 from hzplan.cost.model import CostModel
 from hzplan.solver.paths import MS, Network
@@ -103,8 +104,9 @@ class Question:
         base = np.array(self.model.activation_bytes(self.micro_batch), dtype=float)
         added = {}
         for unit, binary in self.binaries.items():
-            on = np.array(self.model.activation_bytes(self.micro_batch, {unit}), dtype=float) - base
-            added[binary] = np.outer(self.pools[binary].recompute, on)
+            ways = self.pools[binary].ways
+            each = [self.model.activation_bytes(self.micro_batch, only(unit, way)) for way in ways]
+            added[binary] = np.array(each, dtype=float) - base
         kept: list[int] = []
         for event in np.argsort(-base, kind="stable"):
             more = base[event] - base[kept]

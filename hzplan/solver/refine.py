@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hzplan.core.recompute import WAYS
 from hzplan.cost.model import tensors_of
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, fastest_of, within, within_objective
 from hzplan.solver.in_order import InOrder
-from hzplan.solver.local import LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
+from hzplan.solver.local import Choosable, LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
 from hzplan.solver.message_order import in_best_order
 from hzplan.solver.patterns import ColumnPool
 from hzplan.solver.pins import Pins
@@ -137,7 +138,7 @@ def _surroundings(
             for units in groups
         },
         searches[0].question.model.mesh.triples(),
-        _alike(free),
+        [Choosable(tuple(units), free[units[0]].ways) for units in _alike(free)],
         [units for units in groups if pools[units[0]].host.any()],
     )
     pins = Pins(request.pins, profile)
@@ -149,14 +150,16 @@ def _tidied(
 ) -> Evaluation:
     """The plan with its recomputed units moved to the first of their like ones, where the step stays within
     the ceiling. A reader then sees one run of layers, and their activations are freed for the later ones."""
-    pools, recompute = searches[0].pools, set(best.modes.recompute)
+    pools, recompute = searches[0].pools, best.modes.recompute
     binaries = searches[0].question.binaries  # the same in all
     for units in _alike({unit: pools[name] for unit, name in binaries.items()}):
-        count = len(recompute.intersection(units))
-        recompute = recompute.difference(units) | set(units[:count])
+        ways = sorted((recompute[unit] for unit in units if unit in recompute), key=WAYS.index, reverse=True)
+        recompute = recompute.with_(units, None)
+        for unit, way in zip(units, ways, strict=False):
+            recompute = recompute.with_([unit], way)
     if recompute == best.modes.recompute:
         return best
-    modes = best.modes._replace(recompute=frozenset(recompute))
+    modes = best.modes._replace(recompute=recompute)
     tidy = evaluate(best.model, best.levels, best.schedule, best.micro_batch, best.slots, modes)
     return tidy if fits(tidy) and within(tidy, ceiling) else best
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import NOTHING, PARTIAL_WAYS, WAYS, Recomputed, Way
 from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Recompute
@@ -55,10 +56,12 @@ def schemes(mesh: Mesh) -> dict[str, Levels]:
 @dataclass(frozen=True)
 class RecomputeOptions:
     """The recomputable units of a profile. ``blocks``: those with like units, which are the layers of a
-    model, in order (all where no unit has a like one); ``all``: every recomputable unit."""
+    model, in order (all where no unit has a like one); ``all``: every recomputable unit; ``partial``: the
+    ways that all blocks have beside the full one."""
 
     blocks: tuple[str, ...]
     all: tuple[str, ...]
+    partial: tuple[Way, ...] = ()
 
     @classmethod
     def of(cls, model: CostModel) -> RecomputeOptions:
@@ -66,37 +69,52 @@ class RecomputeOptions:
         able = model.recomputable
         many = Counter(model.like[unit] for unit in able)
         repeated = tuple(unit for unit in able if many[model.like[unit]] > 1 and model.tensors[unit])
-        return cls(repeated or able, able)
+        blocks = repeated or able
+        return cls(blocks, able, tuple(w for w in PARTIAL_WAYS if blocks and _all_have(model, blocks, w)))
 
-    def by_hand(self, asked: Recompute) -> list[frozenset[str]]:
-        """The sets of units that users recompute by hand, smallest first: none, every k-th block, all blocks,
-        all units."""
+    def by_hand(self, asked: Recompute) -> list[Recomputed]:
+        """What users recompute by hand, smallest first: none, every k-th block, all blocks in a part, all
+        blocks, all units."""
         if asked == "all":
-            return [frozenset(self.all)]
-        found = [frozenset[str](), *(self.every(k) for k in sorted(EVERY, reverse=True))]
-        found += [frozenset(self.blocks), frozenset(self.all)]
+            return [Recomputed.of(self.all)]
+        found = [NOTHING, *(self.every(k) for k in sorted(EVERY, reverse=True))]
+        found += [Recomputed.of(self.blocks, way) for way in self.partial]
+        found += [Recomputed.of(self.blocks), Recomputed.of(self.all)]
         return list(dict.fromkeys(found)) if asked == "choose" else found[:1]
 
-    def every(self, k: int) -> frozenset[str]:
+    def every(self, k: int) -> Recomputed:
         """Every k-th block."""
-        return frozenset(self.blocks[k - 1 :: k])
+        return Recomputed.of(self.blocks[k - 1 :: k])
 
-    def first(self, count: int) -> frozenset[str]:
+    def first(self, count: int) -> Recomputed:
         """The first ``count`` blocks, and beyond them all other units."""
-        return frozenset(self.blocks[:count] if count <= len(self.blocks) else self.all)
+        return Recomputed.of(self.blocks[:count] if count <= len(self.blocks) else self.all)
 
-    def name(self, chosen: Iterable[str]) -> str:
-        """``none``, ``all``, ``every 3rd`` or ``22 of 80``, counted in blocks."""
-        units, blocks = frozenset(chosen), frozenset(self.blocks)
-        if not units:
+    def name(self, chosen: Recomputed) -> str:
+        """``none``, ``all``, ``every 3rd`` or ``22 of 80``, counted in blocks; ``operations`` where that part
+        of all blocks is recomputed, ``8 of 32, operations 24`` where ways are mixed."""
+        if not chosen:
             return "none"
+        by_way = {way: frozenset(u for u, of in chosen.items() if of == way) for way in reversed(WAYS)}
+        parts = [self._of(units, way) for way, units in by_way.items() if units]
+        return ", ".join(parts)
+
+    def _of(self, units: frozenset[str], way: Way) -> str:
+        blocks = frozenset(self.blocks)
+        if way != "full":
+            of = len(units & blocks)
+            return way if units >= blocks else f"{way} {of or len(units)}"
         if units >= blocks:
             return "all"
         for k in EVERY:
-            if units == self.every(k):
+            if units == frozenset(self.every(k)):
                 return f"every {ORDINALS.get(k, f'{k}th')}"
-        of = units & blocks
-        return f"{len(of)} of {len(blocks)}" if of else f"{len(units)} of {len(self.all)}"
+        named = units & blocks
+        return f"{len(named)} of {len(blocks)}" if named else f"{len(units)} of {len(self.all)}"
+
+
+def _all_have(model: CostModel, units: Iterable[str], way: Way) -> bool:
+    return all(way in model.ways[unit] for unit in units)
 
 
 @dataclass(frozen=True)
@@ -123,10 +141,10 @@ class Settings:
         self.model = searches[0].question.model
         self.recompute_options = RecomputeOptions.of(self.model)
         self._uniforms: dict[Levels, Uniform] = {}
-        self._firsts: dict[int, frozenset[str]] = {}
-        self._replayed: dict[tuple[Levels, frozenset[str], int], Evaluation] = {}
+        self._firsts: dict[int, Recomputed] = {}
+        self._replayed: dict[tuple[Levels, Recomputed, int], Evaluation] = {}
 
-    def of(self, triple: Levels, recompute_choices: Sequence[frozenset[str]] | None = None) -> list[Bounded]:
+    def of(self, triple: Levels, recompute_choices: Sequence[Recomputed] | None = None) -> list[Bounded]:
         """The settings of a triple with each of ``recompute_choices``; None: those that are made by hand."""
         uniform = self._uniform(triple)
         if recompute_choices is None:
@@ -153,7 +171,7 @@ class Settings:
     def may_fit(self, triple: Levels) -> bool:
         """Whether a triple fits the budget at the smallest micro-batch, with all units recomputed or none."""
         smallest = min(search.question.micro_batch for search in self.searches)
-        nothing, everything = frozenset[str](), frozenset(self.recompute_options.all)
+        nothing, everything = NOTHING, Recomputed.of(self.recompute_options.all)
         choices = {"none": [nothing], "all": [everything]}
         activations = min(
             self.model.activation_peak_bytes(smallest, recompute)
@@ -255,7 +273,7 @@ class Settings:
         tie."""
         return self.lean(row, row.found.predicted.period_ns * (1 + SAME), 0)
 
-    def _fewest(self, search: Search, uniform: Uniform) -> frozenset[str]:
+    def _fewest(self, search: Search, uniform: Uniform) -> Recomputed:
         """The smallest number of first blocks whose recomputation makes a triple fit; else all units."""
         low, high = 0, len(self.recompute_options.blocks) + 1
         question, without = search.question, search.base_memory(uniform)
@@ -269,7 +287,7 @@ class Settings:
                 low = middle + 1
         return self._first(low)
 
-    def _first(self, count: int) -> frozenset[str]:
+    def _first(self, count: int) -> Recomputed:
         if count not in self._firsts:
             self._firsts[count] = self.recompute_options.first(count)
         return self._firsts[count]
@@ -279,7 +297,7 @@ def _pace(one: Bounded) -> Pace:
     return one.search.question.schedule.pace
 
 
-def _kind(one: Bounded) -> tuple[int, frozenset[str]]:
+def _kind(one: Bounded) -> tuple[int, Recomputed]:
     return one.search.question.micro_batch, one.recompute
 
 

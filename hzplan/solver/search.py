@@ -17,6 +17,7 @@ import numpy as np
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype, gradient_bytes
+from hzplan.core.recompute import Recomputed, Way
 from hzplan.core.schedule import MessageOrder, Pace
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
@@ -25,7 +26,7 @@ from hzplan.formats.plan import Recompute
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
 from hzplan.solver.paths import MS, LazyConstraint, Network
-from hzplan.solver.patterns import RECOMPUTE_KEY, ColumnPool
+from hzplan.solver.patterns import RECOMPUTE_KEYS, ColumnPool
 from hzplan.solver.problem import build_fastest, build_smallest, optimise
 from hzplan.solver.question import MIB, Coefficients, Question
 from hzplan.solver.relaxation import TOLERANCE, Relaxation
@@ -151,7 +152,7 @@ class Bounded(NamedTuple):
     ``communication_ns``, and in ``floor_ns`` a lower bound on its step."""
 
     uniform: Uniform
-    recompute: frozenset[str]
+    recompute: Recomputed
     search: Search
     peak_bytes: int
     communication_ns: float
@@ -241,9 +242,10 @@ class Search:
         binaries = self.question.binaries
         names = {*binaries.values()}
         levels = {u: self.pools[u].levels[index] for u, index in choice.items() if u not in names}
-        recompute = (unit for unit, name in binaries.items() if self.pools[name].recompute[choice[name]])
+        ways = {unit: self.pools[name].ways[choice[name]] for unit, name in binaries.items()}
+        recompute = Recomputed({unit: way for unit, way in ways.items() if way is not None})
         offload = (unit for unit in levels if self.pools[unit].host[choice[unit]])
-        return self.replay(levels, Modes(frozenset(recompute), frozenset(offload)))
+        return self.replay(levels, Modes(recompute, frozenset(offload)))
 
     def replay(self, levels: Mapping[str, tuple[Levels, ...]], modes: Modes) -> Evaluation:
         """Replay a choice of levels and modes."""
@@ -438,7 +440,7 @@ class Search:
             if not lp.grow(reduced) and not widened:
                 return lp.bound(reduced)
 
-    def floors_of(self, plain: Uniform, recompute_choices: Iterable[frozenset[str]]) -> list[Bounded]:
+    def floors_of(self, plain: Uniform, recompute_choices: Iterable[Recomputed]) -> list[Bounded]:
         """The settings of a triple, one per choice of recomputed units, whether they fit or not."""
         q, none = self.question, self.base_memory(plain)
         loads = [cut.at(plain.durations) / MS for cut in q.network.loads]
@@ -446,7 +448,7 @@ class Search:
         found = []
         for recompute in recompute_choices:
             peak = none.with_activations(q.model.activation_peak_bytes(q.micro_batch, recompute), q.schedule)
-            more = [sum(added.get(unit, 0.0) for unit in recompute) for added in self._recompute_ns]
+            more = [sum(added.get(one, 0.0) for one in recompute.items()) for added in self._recompute_ns]
             floor = max(*loads, *map(add, energies, more))
             found.append(Bounded(plain, recompute, self, peak.peak, sum(loads), floor))
         return found
@@ -459,13 +461,16 @@ class Search:
         return plain.base_memory[id(self)]
 
     @cached_property
-    def _recompute_ns(self) -> list[dict[str, float]]:
-        """By energy and unit, the nanoseconds that recomputation adds to it."""
+    def _recompute_ns(self) -> list[dict[tuple[str, Way], float]]:
+        """By energy, unit and way, the nanoseconds that recomputation adds to it."""
         network = self.question.network
-        column = network.columns[RECOMPUTE_KEY]
         rows = {unit: network.rows[name] for unit, name in self.question.binaries.items()}
         return [
-            {unit: float(energy.weights[row, column]) / MS for unit, row in rows.items()}
+            {
+                (unit, way): float(energy.weights[row, network.columns[key]]) / MS
+                for unit, row in rows.items()
+                for way, key in RECOMPUTE_KEYS.items()
+            }
             for energy in network.energies
         ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hzplan.core.layout import REDUCE_DTYPES
+from hzplan.core.recompute import NOTHING, Recomputed, Way
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.errors import UserError
 from hzplan.formats.plan import Recompute
@@ -250,8 +251,8 @@ def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
     """Whether a plan keeps every option of the question: batch, clipping, dtypes, budgets, pins,
     recompute."""
     batch = one.micro_batch * one.schedule.accumulation * profile.data_ranks
-    everything = frozenset(one.model.recomputable)
-    recompute = {"none": frozenset[str](), "all": everything}.get(request.recompute, one.modes.recompute)
+    everything = Recomputed.of(one.model.recomputable)
+    recompute = {"none": NOTHING, "all": everything}.get(request.recompute, one.modes.recompute)
     kept = REDUCE_DTYPES[profile.model.dtype][0]  # where no other is asked for
     return (
         batch == request.global_batch
@@ -423,16 +424,18 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
 def _recompute_binaries(
     model: CostModel, recompute: Recompute, pools: dict[str, ColumnPool]
 ) -> dict[str, str]:
-    """Add to ``pools`` a recompute binary for every unit that may be recomputed; their names by unit.
+    """Add to ``pools`` a recompute choice for every unit that may be recomputed; their names by unit.
 
     Like units share one pool.
     """
     if recompute == "none":
         return {}
-    states, made = ([False, True] if recompute == "choose" else [True]), dict[int, ColumnPool]()
+    made: dict[object, ColumnPool] = {}
     found = {}
     for unit, name in recompute_names(model).items():
-        found[unit] = name
-        kind = id(pools.get(unit))
-        pools[name] = made.setdefault(kind, recompute_pool(len(model.mesh.tiers), states))
+        ways: list[Way | None] = [None, *model.ways[unit]] if recompute == "choose" else ["full"]
+        if {*ways} <= {None, *model.ways[unit]}:
+            found[unit] = name
+            kind = id(pools.get(unit)), *ways
+            pools[name] = made.setdefault(kind, recompute_pool(len(model.mesh.tiers), ways))
     return found

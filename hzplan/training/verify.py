@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.order import within
+from hzplan.core.recompute import Recomputed
 from hzplan.core.schedule import MessageOrder
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -142,7 +143,8 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
             tuple(unit.removeprefix(layer) for unit in sorted(units) if under(unit, layer))
             for units in (choice.recompute, choice.offload)
         ]
-        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses), *modes
+        ways = [choice.recompute[unit] for unit in sorted(choice.recompute) if under(unit, layer)]
+        return type(model.get_submodule(layer)), tuple(tensors), tuple(uses), *modes, tuple(ways)
 
     # As many that a slot and a gradient buffer are used by more than two.
     buffers = min(choice.gradient_buffers or 0, MOST_BUFFERS)
@@ -158,7 +160,7 @@ def _thinned(model: nn.Module, plan: Plan, choice: Choice) -> Choice:
             for unit, others in choice.requires.items()
             if (new := renamed(unit)) is not None
         },
-        recompute=frozenset(filter(None, map(renamed, choice.recompute))),
+        recompute=Recomputed({new: way for unit, way in choice.recompute.items() if (new := renamed(unit))}),
         offload=frozenset(filter(None, map(renamed, choice.offload))),
         message_order=_thinned_order(choice, renamed),
     )

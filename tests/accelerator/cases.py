@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import Recomputed, Way
 from hzplan.core.schedule import MessageOrder, Use
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.executor import Streams
@@ -80,7 +81,7 @@ class Case:
     gradient_buffers: int | None = None
     message_bytes: int = 0
     ahead: int | None = None
-    recompute: bool = False
+    recompute: Way | None = None
     offload: bool = False
     experts: int = 0
     evaluates: bool = False
@@ -114,7 +115,7 @@ class Case:
             gradient_buffers=self.gradient_buffers,
             message_bytes=self.message_bytes,
             message_order=order,
-            recompute=frozenset(names if self.recompute else ()),
+            recompute=Recomputed.of(names if self.recompute else (), self.recompute or "full"),
             offload=frozenset(names[::2] if self.offload else ()),
         )
 
@@ -148,7 +149,11 @@ CASES = [
     Case("slices of a node, two micro-batches", "2|2", ((1, 2, 2),), accumulation=2),
     Case("whole parameters, updates in backward", "2|2", ((0, 1, 2),), clip=False),
     Case("bfloat16", "2|2", ((1, 1, 2),), dtype="bfloat16", reduce_dtype="bfloat16"),
-    Case("recomputation, two gradient buffers", "2|2", BOTH, prefetch=2, gradient_buffers=2, recompute=True),
+    Case(
+        "recomputation, two gradient buffers", "2|2", BOTH, prefetch=2, gradient_buffers=2, recompute="full"
+    ),
+    Case("elementwise operations again", "2|2", BOTH, accumulation=2, recompute="elementwise"),
+    Case("every other product again", "2|2", ((1, 2, 2),), dtype="bfloat16", recompute="operations"),
     Case("offload", "2|2", ((1, 2, 2),), dtype="bfloat16", offload=True),
     Case("offload, updates in backward", "2|2", ((1, 2, 2),), accumulation=2, clip=False, offload=True),
     Case("units reduced together", "2|2", ((0, 0, 2), (0, 0, 0)), accumulation=2, message_bytes=1 << 30),

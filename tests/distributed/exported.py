@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import WAYS, only
 from hzplan.export.fsdp2 import export
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload, load
@@ -54,7 +55,7 @@ def random_plan(seed: int, workload: Workload, micro_batch: int) -> Plan:
         prefetch=rng.choice((1, 2)),
         clip=True,
         dtype=rng.choice(("float32", "float32", "bfloat16")),
-        recompute=("layers.1",) if rng.random() < 0.3 else (),
+        recompute=only("layers.1", rng.choice((None, None, *WAYS))),
     )
 
 

@@ -89,7 +89,7 @@ def test_fsdp2_names_what_it_cannot_say() -> None:
     assert all("gradients add up in 2 shards in the plan; in FSDP2 in 4" in lost.what for lost in late.lost)
     assert late.levels["layers.0"] == Levels(0, 2, 2)
     recomputed = fsdp2.export(PATH, plan_of(2, 2, 2, recompute=("layers.1",)), one)
-    assert wraps(recomputed.text)["layers.1"] == {"shards": 4, "recompute": True} and not recomputed.lost
+    assert wraps(recomputed.text)["layers.1"] == {"shards": 4, "recompute": "full"} and not recomputed.lost
 
 
 def test_fsdp2_has_as_many_reductions_under_way_as_the_plan() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hzplan.core.hierarchy import Levels
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
-from hzplan.solver.local import LEAST_GAIN, LevelsByUnit, Surroundings, improve
+from hzplan.solver.local import LEAST_GAIN, Choosable, LevelsByUnit, Surroundings, improve
 from tests.instances import random_profile
 
 
@@ -31,7 +31,7 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
     tensors = {unit: specs for unit, specs in tensors_of(profile).items() if specs}
     trained = {unit: [tensor.trainable for tensor in specs] for unit, specs in tensors.items()}
     known = {unit: [start.levels[unit]] for unit in tensors}
-    recomputable = [[unit] for unit in model.recomputable]
+    recomputable = [Choosable((unit,), (None, *ways)) for unit, ways in model.ways.items()]
     around = Surroundings([[unit] for unit in tensors], trained, known, model.mesh.triples(), recomputable)
     found = improve(start, replays, around, fits)
     assert fits(found)
@@ -50,8 +50,8 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
                     or (candidate.predicted.period_ns >= found.predicted.period_ns * (1 - LEAST_GAIN))
                 )
 
-    for unit in model.recomputable:
-        again = found.modes._replace(recompute=found.modes.recompute ^ {unit})
+    for unit, way in [(unit, way) for unit, ways in model.ways.items() for way in (None, *ways)]:
+        again = found.modes._replace(recompute=found.modes.recompute.with_([unit], way))
         candidate = evaluate(model, found.levels, found.schedule, 1, modes=again)
         assert not fits(candidate) or (
             candidate.predicted.period_ns >= found.predicted.period_ns * (1 - LEAST_GAIN)

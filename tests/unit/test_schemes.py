@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.questions import CLOSE, PROFILES, Question, draw, find
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -101,15 +102,21 @@ def test_a_row_is_the_fastest_of_its_settings_and_of_those_the_leanest() -> None
 
 def test_what_is_recomputed_is_named_as_users_set_it() -> None:
     blocks = tuple(f"layers.{index}" for index in range(6))
-    offered = RecomputeOptions(blocks, ("embed", *blocks))
-    assert offered.every(2) == {"layers.1", "layers.3", "layers.5"}
-    assert offered.name(()) == "none" and offered.name(blocks) == "all"
+    offered = RecomputeOptions(blocks, ("embed", *blocks), ("operations",))
+    assert offered.every(2) == Recomputed.of(["layers.1", "layers.3", "layers.5"])
+    assert offered.name(NOTHING) == "none" and offered.name(Recomputed.of(blocks)) == "all"
     assert offered.name(offered.every(2)) == "every 2nd" and offered.name(offered.every(3)) == "every 3rd"
-    assert offered.name(blocks[:4]) == "4 of 6" and offered.name(["embed"]) == "1 of 7"
-    assert offered.first(2) == {"layers.0", "layers.1"} and offered.first(7) == {"embed", *blocks}
-    assert offered.by_hand("none") == [frozenset()] and offered.by_hand("all") == [{"embed", *blocks}]
+    assert offered.name(offered.first(4)) == "4 of 6" and offered.name(Recomputed.of(["embed"])) == "1 of 7"
+    assert offered.name(Recomputed.of(blocks, "operations")) == "operations"
+    mixed = offered.first(2).with_(blocks[2:], "operations").with_(["embed"], "elementwise")
+    assert offered.name(mixed) == "2 of 6, operations 4, elementwise 1"
+    assert offered.first(2) == Recomputed.of(["layers.0", "layers.1"])
+    assert offered.first(7) == Recomputed.of(["embed", *blocks])
+    assert offered.by_hand("none") == [NOTHING]
+    assert offered.by_hand("all") == [Recomputed.of(["embed", *blocks])]
     sizes = [len(chosen) for chosen in offered.by_hand("choose")]
     assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == 7
+    assert Recomputed.of(blocks, "operations") in offered.by_hand("choose")
 
 
 def test_schemes_of_two_tiers_and_of_one() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import WAYS, Recomputed
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.hf import known_configs
@@ -42,7 +43,9 @@ def test_random_choices_train_like_one_process(seed: int, mesh: str) -> None:
         accumulation=chance.choice([1, 2]),
         prefetch=chance.choice([1, 3]),
         clip=chance.choice([True, False]),
-        recompute=[unit for unit in ("layers.0", "layers.1", "head") if chance.random() < 0.4],
+        recompute=Recomputed(
+            {unit: chance.choice(WAYS) for unit in ("layers.0", "layers.1", "head") if chance.random() < 0.4}
+        ),
         offload=[unit for unit in ("embed", "layers.0", "layers.1", "norm") if chance.random() < 0.4],
     )
     found = verify(plan, steps=2)

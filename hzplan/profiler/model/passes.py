@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hzplan.core.recompute import Way
 from hzplan.core.schedule import Use
 from hzplan.errors import UserError, one_line
 from hzplan.models.recompute import Switch
@@ -99,12 +100,13 @@ def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bo
 
 
 def record_recomputation(
-    ranks: Ranks, calls: RecordedCalls, passes: Sequence[Pass], switch: Switch
+    ranks: Ranks, calls: RecordedCalls, passes: Sequence[Pass], switch: Switch, way: Way
 ) -> list[Pass]:
-    """The same passes with every unit's forward computed again; none where the model does not allow it."""
+    """The same passes with every unit's forward computed again that way; none where the model does not allow
+    it."""
     recomputing = []
     for recorded in passes:
-        step, memory, as_before = switch.around(recorded.step), list[Segment](), False
+        step, memory, as_before = switch.around(recorded.step, way), list[Segment](), False
         try:
             calls.run(step)
             with memory_trace(ranks.device) as trace:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from operator import le
+from typing import NamedTuple
 
+from hzplan.core.recompute import PARTIAL_WAYS, WAYS, Way
 from hzplan.core.schedule import Use
 from hzplan.formats.profile import RecomputeCost, UseCost, UseEntry
 from hzplan.profiler.session.statistics import nanoseconds
@@ -12,8 +15,8 @@ from hzplan.profiler.session.statistics import nanoseconds
 MIN_SAVING = 0.1
 """Least share of the bytes kept for a unit's backward that recomputation has to save to be a choice."""
 
-RecomputeCosts = Mapping[int, Sequence[RecomputeCost]]
-"""By micro-batch size: the cost of every use where all units that can compute their forward again."""
+RecomputeCosts = Mapping[Way, Mapping[int, Sequence[RecomputeCost]]]
+"""By way and micro-batch size: the cost of every use where all units that can compute their forward again."""
 
 
 def use_entries(
@@ -23,45 +26,76 @@ def use_entries(
     recompute: RecomputeCosts,
     recomputable: Collection[str],
 ) -> tuple[UseEntry, ...]:
-    """The uses in order. ``costs``: of every use, by micro-batch size, smallest first; recomputation is added
-    for units that are ``recomputable`` and save memory by it."""
+    """The uses in order. ``costs``: of every use, by micro-batch size, smallest first; ways to recompute are
+    added for units that are ``recomputable`` and save memory by them."""
     entries = [
         UseEntry(unit=use.unit, phase=use.phase, reads_parameters=read, costs=by_size)
         for use, read, by_size in zip(uses, reads, zip(*costs, strict=True), strict=True)
     ]
-    if not recompute:
+    if not recompute:  # of reused costs, which have their ways
         return tuple(entries)
-    saving = {unit for unit in recomputable if _saves(entries, recompute, unit)}
+    sums = {
+        unit: {way: found for way in WAYS if (found := _sums(entries, recompute.get(way), unit)) is not None}
+        for unit in recomputable
+    }
+    kept = {unit: _useful(of_unit) for unit, of_unit in sums.items()}
+
+    def with_ways(index: int, entry: UseEntry, cost: UseCost) -> UseCost:
+        again = {way: recompute[way][cost.micro_batch][index] for way in kept.get(entry.unit, ())}
+        partial = {way: again[way] for way in PARTIAL_WAYS if way in again}
+        return cost.model_copy(update={"recompute": again.get("full"), "partial": partial or None})
+
     return tuple(
-        entry.model_copy(
-            update={
-                "costs": tuple(
-                    cost.model_copy(update={"recompute": recompute[cost.micro_batch][index]})
-                    for cost in entry.costs
-                )
-            }
-        )
-        if entry.unit in saving
-        else entry
+        entry.model_copy(update={"costs": tuple(with_ways(index, entry, cost) for cost in entry.costs)})
         for index, entry in enumerate(entries)
     )
 
 
-def _saves(entries: Sequence[UseEntry], recompute: RecomputeCosts, unit: str) -> bool:
-    """Whether every forward has its backward after all forwards, when parameters are there, and clearly fewer
-    bytes stay between them."""
+class _Sums(NamedTuple):
+    """Of a unit in a micro-batch, by size: seconds that recomputation adds, and bytes between forward and
+    backward; ``all_kept``: those bytes without it."""
+
+    seconds: tuple[float, ...]
+    kept: tuple[int, ...]
+    all_kept: tuple[int, ...]
+
+
+def _sums(
+    entries: Sequence[UseEntry], recompute: Mapping[int, Sequence[RecomputeCost]] | None, unit: str
+) -> _Sums | None:
+    """None where a way is not known, or a forward has not its backward after all forwards, when parameters
+    are there."""
     own = [(index, entry) for index, entry in enumerate(entries) if entry.unit == unit]
     phases = [entry.phase for _, entry in own]
     half = len(phases) // 2
     in_order = phases == ["forward"] * half + ["backward"] * half
-    if not half or not in_order or not all(entry.reads_parameters for _, entry in own):
-        return False
-    without, recomputed = defaultdict[int, int](int), defaultdict[int, int](int)
-    for index, entry in own[:half]:
-        for cost in entry.costs:
-            without[cost.micro_batch] += cost.retained_bytes
-            recomputed[cost.micro_batch] += recompute[cost.micro_batch][index].retained_bytes
-    return all(recomputed[size] < (1 - MIN_SAVING) * without[size] for size in without)
+    if not recompute or not half or not in_order or not all(entry.reads_parameters for _, entry in own):
+        return None
+    sizes = [cost.micro_batch for cost in own[0][1].costs]
+    return _Sums(
+        tuple(sum(recompute[size][index].seconds for index, _ in own) for size in sizes),
+        tuple(sum(recompute[size][index].retained_bytes for index, _ in own[:half]) for size in sizes),
+        tuple(sum(entry.costs[at].retained_bytes for _, entry in own[:half]) for at in range(len(sizes))),
+    )
+
+
+def _useful(sums: Mapping[Way, _Sums]) -> list[Way]:
+    """The ways that clearly save memory, and than which none that saves as much takes as little time."""
+    saving = {
+        way: one
+        for way, one in sums.items()
+        if all(kept < (1 - MIN_SAVING) * before for kept, before in zip(one.kept, one.all_kept, strict=True))
+    }
+
+    def undercut(way: Way, one: _Sums) -> bool:
+        return any(
+            all(map(le, other.seconds, one.seconds))
+            and all(map(le, other.kept, one.kept))
+            and (other != one or WAYS.index(name) > WAYS.index(way))
+            for name, other in saving.items()
+        )
+
+    return [way for way, one in saving.items() if way == "full" or not undercut(way, one)]
 
 
 def recompute_differences(costs: Sequence[UseCost], recomputed: Sequence[UseCost]) -> list[RecomputeCost]:

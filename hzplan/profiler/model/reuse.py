@@ -107,10 +107,13 @@ def _with_memory_of(cost: UseCost, shapes: Shapes, size: int, index: int) -> Use
     def memory(modelled: UseCost) -> dict[str, object]:
         return {"retained_bytes": modelled.retained_bytes, "peak_bytes": modelled.peak_bytes}
 
-    recompute = cost.recompute if shapes.recompute else None
-    if recompute is not None:
-        recompute = recompute.model_copy(update=memory(shapes.recompute[size][index]))
-    return cost.model_copy(update=memory(shapes.costs[size][index]) | {"recompute": recompute})
+    again = {
+        way: of_way.model_copy(update=memory(shapes.recompute[way][size][index]))
+        for way, of_way in cost.again.items()
+        if way in shapes.recompute
+    }
+    ways = {"recompute": again.pop("full", None), "partial": again or None}
+    return cost.model_copy(update=memory(shapes.costs[size][index]) | ways)
 
 
 def with_reused(entries: Sequence[UseEntry], reused: CostsBySize) -> tuple[UseEntry, ...]:

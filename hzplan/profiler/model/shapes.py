@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hzplan.core.recompute import WAYS, Way
 from hzplan.core.schedule import Use
 from hzplan.errors import UserError, one_line
 from hzplan.formats.profile import UnitEntry, UseCost
@@ -40,17 +41,18 @@ class Shapes:
 
     ``reads``: whether each use may read parameters; ``costs``: every use's FLOPs and bytes, without seconds,
     by micro-batch size; ``recompute``: the same where all ``recomputable`` units compute their forward again,
-    empty where the model does not allow that. ``operations``, ``recompute_operations``: of the same uses.
+    by way, without those that the model does not allow. ``operations``, ``recompute_operations``: of the same
+    uses.
     """
 
     units: tuple[UnitEntry, ...]
     uses: tuple[Use, ...]
     reads: tuple[bool, ...]
     costs: Mapping[int, Sequence[UseCost]]
-    recompute: Mapping[int, Sequence[UseCost]]
+    recompute: Mapping[Way, Mapping[int, Sequence[UseCost]]]
     recomputable: frozenset[str]
     operations: Mapping[int, Sequence[Operated]]
-    recompute_operations: Mapping[int, Sequence[Operated]]
+    recompute_operations: Mapping[Way, Mapping[int, Sequence[Operated]]]
 
 
 def trace_shapes(
@@ -99,8 +101,8 @@ class _Passes:
     uses: tuple[Use, ...] = ()
     costs: dict[int, Sequence[UseCost]] = field(default_factory=dict)
     operations: dict[int, Sequence[Operated]] = field(default_factory=dict)
-    recompute: dict[int, Sequence[UseCost]] = field(default_factory=dict)
-    recompute_operations: dict[int, Sequence[Operated]] = field(default_factory=dict)
+    recompute: dict[Way, dict[int, Sequence[UseCost]]] = field(default_factory=dict)
+    recompute_operations: dict[Way, dict[int, Sequence[Operated]]] = field(default_factory=dict)
 
 
 def _passes(
@@ -135,18 +137,20 @@ def _passes(
             found.uses, found.costs[size], found.operations[size] = traced
             orders.add(found.uses)
             progress(f"recomputation in shapes, micro-batch {size}", (number + 0.5) / len(micro_batches))
-            with suppress(UserError), switched(units, keep_random_state=False) as switch:
-                traced = trace(size, switch.around)
-                if traced is not None and traced[0] == found.uses:
-                    _, found.recompute[size], found.recompute_operations[size] = traced
-                elif traced is None:
-                    return None
+            for way in WAYS:
+                with suppress(UserError), switched(units, keep_random_state=False) as switch:
+                    traced = trace(size, partial(switch.around, way=way))
+                    if traced is None:
+                        return None
+                    if traced[0] == found.uses:
+                        found.recompute.setdefault(way, {})[size] = traced[1]
+                        found.recompute_operations.setdefault(way, {})[size] = traced[2]
     if len(orders) > 1:
         raise UserError(
             f"{workload.name}: the order in which modules are used depends on the micro-batch size"
         )
-    if len(found.recompute) < len(found.costs):
-        found.recompute, found.recompute_operations = {}, {}
+    for way in [way for way, by_size in found.recompute.items() if len(by_size) < len(found.costs)]:
+        del found.recompute[way], found.recompute_operations[way]
     return found
 
 

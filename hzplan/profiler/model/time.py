@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
+from hzplan.core.recompute import WAYS, Way
 from hzplan.core.schedule import Use
 from hzplan.errors import UserError
 from hzplan.formats.profile import UnitEntry, UseCost, UseEntry
@@ -16,7 +18,12 @@ from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.memory import Segment
 from hzplan.profiler.model.passes import NOT_FIXED, Pass, record_recomputation
 from hzplan.profiler.model.reads import unread_uses
-from hzplan.profiler.model.recompute import recompute_differences, recompute_from_forwards, use_entries
+from hzplan.profiler.model.recompute import (
+    RecomputeCosts,
+    recompute_differences,
+    recompute_from_forwards,
+    use_entries,
+)
 from hzplan.profiler.session.clock import clock
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
@@ -50,34 +57,45 @@ def measure_uses(
     uses = passes[0].uses
     if any(recorded.uses != uses for recorded in passes):
         raise UserError(f"{model.name}: {NOT_FIXED} the micro-batch size")
+    again: dict[Way, list[Pass]] = {}
     with switched(model.units) as switch:
-        recomputing = [] if shapes else record_recomputation(ranks, model.calls, passes, switch)
-        repeats = _times(ranks, model.calls, [*passes, *recomputing], progress)
+        for way in () if shapes else WAYS:
+            again[way] = record_recomputation(ranks, model.calls, passes, switch, way)
+        timed = [*passes, *itertools.chain.from_iterable(again.values())]
+        repeats = _times(ranks, model.calls, timed, progress)
     if not all(repeats[: len(passes)]):
         raise UserError(f"{model.name}: {NOT_FIXED} chance or earlier calls")
-    if not all(repeats[len(passes) :]):  # a model that could recompute a few times may not always
-        recomputing = []
     kinds = [use_kinds(model.entries, uses, recorded.flops) for recorded in passes]
-    costs, recomputed = (
-        [
+
+    def costs_of(some: Sequence[Pass]) -> list[list[UseCost]]:
+        """None where a pass failed: a model that could recompute a few times may not always."""
+        own = [repeats[timed.index(recorded)] for recorded in some]
+        return [
             use_costs(recorded.micro_batch, kind, recorded.flops, recorded.memory, seconds)
-            for recorded, kind, seconds in zip(timed, kinds, timed_repeats, strict=False)
+            for recorded, kind, seconds in zip(some, kinds, own if all(own) else (), strict=False)
         ]
-        for timed, timed_repeats in ((passes, repeats), (recomputing, repeats[len(passes) :]))
-    )
+
+    costs = costs_of(passes)
     if shapes:
         reads = list(shapes.reads)
-        recompute = {
-            size: recompute_from_forwards(uses, own, shapes.recompute[size])
-            for own in costs
-            if (size := own[0].micro_batch) in shapes.recompute
+        full = shapes.recompute.get("full", {})
+        recompute: RecomputeCosts = {
+            "full": {
+                size: recompute_from_forwards(uses, own, full[size])
+                for own in costs
+                if (size := own[0].micro_batch) in full
+            }
         }
     else:
         unread = frozenset.intersection(*ranks.gather(unread_uses(model.calls, model.units, passes[0].step)))
         reads = [index not in unread for index in range(len(uses))]
         recompute = {
-            own[0].micro_batch: recompute_differences(own, then)
-            for own, then in zip(costs, recomputed, strict=False)  # none where the model cannot
+            way: {
+                own[0].micro_batch: recompute_differences(own, then)
+                for own, then in zip(costs, recomputed, strict=True)
+            }
+            for way, some in again.items()
+            if (recomputed := costs_of(some))
         }
     own_seconds = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[len(passes) - 1])
     return use_entries(uses, reads, costs, recompute, leaves(model.units)), own_seconds

@@ -1,0 +1,68 @@
+"""Which units compute what of their forward again in backward (activation checkpointing). Pure.
+
+Each way keeps the results of some operations, and computes the others again from them: "elementwise" keeps
+matrix products and attention; "operations" attention and every other product (torchtitan's selective
+checkpointing by operation); "attention" products alone; "full" nothing but the unit's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Literal, get_args
+
+PartialWay = Literal["elementwise", "operations", "attention"]
+Way = Literal["elementwise", "operations", "attention", "full"]
+PARTIAL_WAYS: tuple[PartialWay, ...] = get_args(PartialWay)
+WAYS: tuple[Way, ...] = get_args(Way)
+"""From the one that keeps most on."""
+
+
+class Recomputed(Mapping[str, Way]):
+    """By unit its way; who is not in it keeps everything. Does not change, and can be a key."""
+
+    __slots__ = ("_key", "_ways")
+
+    def __init__(self, ways: Mapping[str, Way] | Iterable[tuple[str, Way]] = ()) -> None:
+        self._ways = dict(ways)
+        self._key = frozenset(self._ways.items())
+
+    @classmethod
+    def of(cls, units: Iterable[str], way: Way = "full") -> Recomputed:
+        """One way for all of them."""
+        return cls(dict.fromkeys(units, way))
+
+    def __getitem__(self, unit: str) -> Way:
+        return self._ways[unit]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ways)
+
+    def __len__(self) -> int:
+        return len(self._ways)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recomputed) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return f"Recomputed({dict(sorted(self._ways.items()))})"
+
+    def with_(self, units: Iterable[str], way: Way | None) -> Recomputed:
+        """The same with these units that way; None: they keep everything."""
+        named = {*units}
+        others = {unit: of for unit, of in self._ways.items() if unit not in named}
+        return Recomputed(others if way is None else others | dict.fromkeys(named, way))
+
+    def difference(self, other: Recomputed) -> Collection[str]:
+        """The units that differ."""
+        return {unit for unit, _ in self._key ^ other._key}
+
+
+NOTHING = Recomputed()
+
+
+def only(unit: str, way: Way | None) -> Recomputed:
+    """One unit's way."""
+    return NOTHING.with_([unit], way)
