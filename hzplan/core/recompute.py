@@ -3,6 +3,8 @@
 Each way keeps the results of some operations, and computes the others again from them: "elementwise" keeps
 matrix products and attention; "operations" attention and every other product (torchtitan's selective
 checkpointing by operation); "attention" products alone; "full" nothing but the unit's inputs.
+"chunks" is for a head alone: nothing is computed again, but the loss and its gradients are computed in chunks
+of tokens, so that logits are never there as a whole.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
-PartialWay = Literal["elementwise", "operations", "attention"]
-Way = Literal["elementwise", "operations", "attention", "full"]
+PartialWay = Literal["chunks", "elementwise", "operations", "attention"]
+Way = Literal["chunks", "elementwise", "operations", "attention", "full"]
 PARTIAL_WAYS: tuple[PartialWay, ...] = get_args(PartialWay)
 WAYS: tuple[Way, ...] = get_args(Way)
-"""From the one that keeps most on."""
+"""Of blocks, from the one that keeps most on."""
 
 
 class Recomputed(Mapping[str, Way]):

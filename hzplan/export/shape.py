@@ -10,6 +10,7 @@ from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec
 from hzplan.core.recompute import Way
 from hzplan.formats.plan import Plan, PlanUnit
+from hzplan.show import readable
 
 GRADIENTS = "the gradients"
 MESSAGES = "messages"
@@ -82,10 +83,10 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
         members = [units[name] for name in names]
         levels = _heaviest(plan, members, sizes)
         ways = {plan.recomputed.get(name) for name in names} if module != ROOT else {None}
-        recompute = ways.pop() if len(ways) == 1 else None
+        recompute = ways.pop() if len(ways) == 1 and "chunks" not in ways else None
         lost += _others(plan, module, members, levels)
         lost += [
-            Lost(unit.name, "recomputed in the plan; what it is wrapped with is not")
+            Lost(unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan, not in the target")
             for unit in members
             if unit.recompute and not recompute
         ]

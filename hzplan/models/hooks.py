@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from hzplan.models.chunked_loss import ChunkedLogits
 from hzplan.models.units import Unit
 
 SMALL_ELEMENTS = 1 << 14
@@ -162,7 +163,9 @@ def _before_gradient(tensor: Tensor, begin: Callable[[], None]) -> None:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's output, in any nesting of tuples, lists, dicts and dataclass-like objects."""
-    if isinstance(value, Tensor):
+    if isinstance(value, ChunkedLogits):
+        yield value.hidden
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from torch.utils.checkpoint import (
 
 from hzplan.core.recompute import Way
 from hzplan.errors import UserError
+from hzplan.models import chunked_loss
+from hzplan.models.chunked_loss import ChunkedLogits
 from hzplan.models.units import Unit
 
 
@@ -105,6 +108,11 @@ def recompute(
         forward = own if own is not None else functools.partial(type(this).forward, this)
         if not torch.is_grad_enabled() or (way := wanted()) is None:
             return forward(*arguments, **keywords)
+        if way == "chunks":
+            if not (chunked_loss.applies_to(this) and len(arguments) == 1 and not keywords):
+                return forward(*arguments, **keywords)
+            (hidden,) = arguments  # its gradient, as a tensor of its own, begins the unit's backward
+            return ChunkedLogits.of(hidden.view_as(hidden), cast(nn.Linear, this))
         return checkpoint(  # which has keywords of its own
             functools.partial(changing.once, this, functools.partial(forward, **keywords)),
             *arguments,
@@ -183,12 +191,14 @@ class Switch:
         self.way: Way | None = None
 
     def around(self, step: Callable[[], Tensor], way: Way = "full") -> Callable[[], Tensor]:
-        """The step with the switch on."""
+        """The step with the switch on, whose warnings are about no plan."""
 
         def run() -> Tensor:
             self.way = way
             try:
-                return step()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=chunked_loss.WARNING)
+                    return step()
             finally:
                 self.way = None
 

@@ -29,7 +29,8 @@ def at_most(share: float) -> str:
 
 def way(of: str | None) -> str:
     """How a unit is recomputed, in a word or two."""
-    return {None: "activations kept", "full": "recomputed"}.get(of, f"recomputed: {of}")
+    known = {None: "activations kept", "full": "recomputed", "chunks": "the loss in chunks"}
+    return known.get(of, f"recomputed: {of}")
 
 
 def size(nbytes: float) -> str:

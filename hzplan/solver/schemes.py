@@ -17,6 +17,7 @@ from hzplan.core.recompute import NOTHING, PARTIAL_WAYS, WAYS, Recomputed, Way
 from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Recompute
+from hzplan.show import readable
 from hzplan.solver.evaluate import Evaluation, Modes, fastest_of, within, within_objective
 from hzplan.solver.search import Bounded, Request, Search, Uniform
 
@@ -70,7 +71,8 @@ class RecomputeOptions:
         many = Counter(model.like[unit] for unit in able)
         repeated = tuple(unit for unit in able if many[model.like[unit]] > 1 and model.tensors[unit])
         blocks = repeated or able
-        return cls(blocks, able, tuple(w for w in PARTIAL_WAYS if blocks and _all_have(model, blocks, w)))
+        ways = (way for way in PARTIAL_WAYS if way != "chunks" and blocks and _all_have(model, blocks, way))
+        return cls(blocks, able, tuple(ways))
 
     def by_hand(self, asked: Recompute) -> list[Recomputed]:
         """What users recompute by hand, smallest first: none, every k-th block, all blocks in a part, all
@@ -101,6 +103,8 @@ class RecomputeOptions:
 
     def _of(self, units: frozenset[str], way: Way) -> str:
         blocks = frozenset(self.blocks)
+        if way == "chunks":
+            return readable.way(way)
         if way != "full":
             of = len(units & blocks)
             return way if units >= blocks else f"{way} {of or len(units)}"
