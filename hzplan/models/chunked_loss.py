@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from hzplan.models.local import is_distributed
 
-MOST_CHUNKS = 32
+LEAST_ROWS = 128
+"""Tokens of a chunk, at least: with fewer a product does not fill a device."""
 WARNING = ".* was asked of logits, which are computed as a whole"
 IGNORED = -100
 
@@ -59,8 +59,8 @@ class ChunkedLogits(Tensor):
                 if found is not NotImplemented:
                     return found
             warnings.warn(
-                f"{name or func} was asked of logits, which are computed as a whole for it; the plan counts on "
-                "torch's cross_entropy, which computes them in chunks",
+                f"{name or func} was asked of logits, which are computed as a whole for it; the plan counts "
+                "on torch's cross_entropy, which computes them in chunks",
                 stacklevel=2,
             )
             whole = tree_map_only(ChunkedLogits, _whole, (tuple(args), keywords))
@@ -134,9 +134,10 @@ def _cross_entropy(
     if not plain or reduction not in ("mean", "sum") or logits.hidden.dim() != 2 or target.dim() != 1:
         return NotImplemented
     head, hidden = logits.head, logits.hidden
-    chunks = min(MOST_CHUNKS, max(1, ceil(head.out_features / head.in_features)), max(1, hidden.shape[0]))
+    # As many tokens as have no more logits than all tokens have elements of ``hidden``.
+    rows = max(LEAST_ROWS, hidden.shape[0] * head.in_features // head.out_features)
     found: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-        *(hidden, head.weight, head.bias, target, ignore_index, reduction == "mean", chunks, logits.as_dtype)
+        *(hidden, head.weight, head.bias, target, ignore_index, reduction == "mean", rows, logits.as_dtype)
     )
     return found
 
@@ -174,17 +175,16 @@ class _Loss(torch.autograd.Function):
         target: Tensor,
         ignored: int,
         mean: bool,
-        chunks: int,
+        rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """``hidden`` [tokens, width], ``weight`` [vocab, width], ``target`` int64 [tokens]; the loss [] is
-        reduced in ``dtype``, as that of logits cast to it."""
+        """``hidden`` [tokens, width], ``weight`` [vocab, width], ``target`` int64 [tokens]; ``rows``: tokens
+        of a chunk. The loss [] is reduced in ``dtype``, as that of logits cast to it."""
         counted = target != ignored
         number = counted.sum().clamp(min=1) if mean else torch.ones((), device=hidden.device)
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         of_hidden = torch.empty_like(hidden)
         of_weight, of_bias = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
-        rows = ceil(len(hidden) / chunks)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(dtype)

@@ -100,7 +100,9 @@ def modelled(
     costs = {size: priced(found, shapes.operations[size]) for size, found in shapes.costs.items()}
     recompute: RecomputeCosts = {
         way: {
-            size: recompute_differences(costs[size], priced(found, shapes.recompute_operations[way][size]))
+            size: recompute_differences(
+                shapes.uses, costs[size], priced(found, shapes.recompute_operations[way][size])
+            )
             for size, found in by_size.items()
         }
         for way, by_size in shapes.recompute.items()

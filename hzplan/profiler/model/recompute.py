@@ -98,15 +98,25 @@ def _useful(sums: Mapping[Way, _Sums]) -> list[Way]:
     return [way for way, one in saving.items() if way == "full" or not undercut(way, one)]
 
 
-def recompute_differences(costs: Sequence[UseCost], recomputed: Sequence[UseCost]) -> list[RecomputeCost]:
-    """The cost of recomputation, from uses without it and with it."""
+def recompute_differences(
+    uses: Sequence[Use], costs: Sequence[UseCost], recomputed: Sequence[UseCost]
+) -> list[RecomputeCost]:
+    """The cost of recomputation, from uses without it and with it. What one use of a unit takes less, as the
+    backward of a loss in chunks, its others are not charged."""
+    longer = [then.seconds - cost.seconds for cost, then in zip(costs, recomputed, strict=True)]
+    less: dict[str, float] = defaultdict(float)
+    for use, seconds in zip(uses, longer, strict=True):
+        less[use.unit] += max(0.0, -seconds)
+    charged = []
+    for use, seconds in zip(uses, longer, strict=True):
+        saved = min(less[use.unit], max(0.0, seconds))
+        less[use.unit] -= saved
+        charged.append(max(0.0, seconds) - saved)
     return [
         RecomputeCost(
-            seconds=nanoseconds(max(0.0, then.seconds - cost.seconds)),
-            retained_bytes=then.retained_bytes,
-            peak_bytes=then.peak_bytes,
+            seconds=nanoseconds(seconds), retained_bytes=then.retained_bytes, peak_bytes=then.peak_bytes
         )
-        for cost, then in zip(costs, recomputed, strict=True)
+        for seconds, then in zip(charged, recomputed, strict=True)
     ]
 
 

@@ -91,7 +91,7 @@ def measure_uses(
         reads = [index not in unread for index in range(len(uses))]
         recompute = {
             way: {
-                own[0].micro_batch: recompute_differences(own, then)
+                own[0].micro_batch: recompute_differences(uses, own, then)
                 for own, then in zip(costs, recomputed, strict=True)
             }
             for way, some in again.items()
