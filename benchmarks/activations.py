@@ -131,7 +131,7 @@ def _said(seconds: float | None) -> str:
 
 
 def _more(found: Outcome, step_s: float) -> str:
-    return f"{found.best.step_s / step_s - 1:.1%}" if isinstance(found, Solved) else "does not fit"
+    return f"{max(0.0, found.best.step_s / step_s - 1):.1%}" if isinstance(found, Solved) else "does not fit"
 
 
 @app.command()
