@@ -131,7 +131,9 @@ def _said(seconds: float | None) -> str:
 
 
 def _more(found: Outcome, step_s: float) -> str:
-    return f"{max(0.0, found.best.step_s / step_s - 1):.1%}" if isinstance(found, Solved) else "does not fit"
+    if not isinstance(found, Solved):
+        return "does not fit"
+    return f"{found.best.step_s / step_s - 1:.1%}".replace("-0.0%", "0.0%")
 
 
 @app.command()
