@@ -37,6 +37,8 @@ from hzplan.solver.solve import Solved
 from hzplan.solver.tree import Limits, Split, halves
 
 EPSILON = float(np.finfo(float).eps)
+SLACK = 1e-11
+"""Share by which a bound is stated below what was multiplied out here, so that it follows elsewhere too."""
 DIGITS = 9
 """Significant digits that are kept of a multiplier."""
 ROUNDING = 1e-9
@@ -138,8 +140,8 @@ def _digits(value: float) -> float:
 
 
 def _down(seconds: float) -> float:
-    """Rounded to the places that a plan keeps, downwards."""
-    return max(0.0, np.floor(seconds * 1e9) / 1e9) if seconds < INFINITY else 1e12
+    """Rounded to the places that a plan keeps, downwards; and by what sums in another order may differ."""
+    return max(0.0, np.floor(seconds * (1 - SLACK) * 1e9) / 1e9) if seconds < INFINITY else 1e12
 
 
 def multiplied(certificate: Certificate, plan: Evaluation, searches: Sequence[Search]) -> Certified:
