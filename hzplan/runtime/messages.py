@@ -86,14 +86,21 @@ class Messages:
     def _reductions(self, task: Task, received: Tensor) -> _Prepared:
         buckets = [bucket for name in task.units for bucket in self._units[name].buckets]
         listed = [found for bucket in buckets for found in bucket.reductions(task.kind, task.tier)]
-        prepared = _Prepared([], [], [])
-        for (operation, stage), run in itertools.groupby(listed, key=itemgetter(0)):
-            group, each = self._groups[GROUP_OF[task.kind], stage], [buffers for _, buffers in run]
+        prepared, kind = _Prepared([], [], []), GROUP_OF[task.kind]
+        summed: dict[
+            Stage, list[Buffers]
+        ] = {}  # one collective of each group, for they are under way at once
+        for (operation, stage), buffers in listed:
             if operation == "all_reduce":
-                sums = group.all_reduce(joined(each, group.place, group.size), received)
-                (prepared.in_order if sums.in_order else prepared.together).append(sums)
-            else:
-                prepared.reductions.append(group.reduce_scatter(each, received))
+                summed.setdefault(stage, []).append(buffers)
+        for stage, each in summed.items():
+            group = self._groups[kind, stage]
+            sums = group.all_reduce(joined(each, group.place, group.size), received)
+            (prepared.in_order if sums.in_order else prepared.together).append(sums)
+        scattered = (pair for pair in listed if pair[0].operation != "all_reduce")
+        for (_, stage), run in itertools.groupby(scattered, key=itemgetter(0)):
+            each = [buffers for _, buffers in run]
+            prepared.reductions.append(self._groups[kind, stage].reduce_scatter(each, received))
         return prepared
 
     def _gathers(self, task: Task) -> _Prepared:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,24 @@ def thrown_away(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[i
         for micro_batch in range(2):
             model(batch(10 * step + micro_batch)).square().mean().backward()
         end_step(optimizer)
+
+
+def plain_steps(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+    """Three of two micro-batches."""
+    for step in range(3):
+        for micro_batch in range(2):
+            model(batch(10 * step + micro_batch)).square().mean().backward()
+        end_step(optimizer)
+
+
+@pytest.mark.parametrize("message_bytes", [0, 1 << 30])
+def test_units_reduced_together_may_mix_levels(message_bytes: int) -> None:
+    """Sums over all ranks with a reduction to slices between them; four ranks, whose messages of one tag
+    could be mistaken for each other's."""
+    choice = choice_of("4", (0, 0, 0), clip=True, accumulation=2)
+    sliced = Levels(1, 1, 1)
+    levels = {name: sliced if "second" in name else of for name, of in choice.levels.items()}
+    on_ranks(plain_steps, replace(choice, levels=levels, message_bytes=message_bytes), SMALL)
 
 
 def failed(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:

@@ -270,17 +270,19 @@ def test_an_interruption_while_rounding_leaves_a_bound(seed: int, monkeypatch: p
     assert early.bound_ns <= truth * (1 + 1e-7)
 
 
-@pytest.mark.parametrize("seed", range(2000, 2008))
+@pytest.mark.parametrize("seed", shorter([*range(40), *range(2000, 2008)], without=range(40)))
 def test_more_memory_is_never_slower(seed: int) -> None:
     profile, request = _instance(seed)
     least = try_everything(profile, request).smallest_bytes
-    bounds = []
+    bounds, steps = [], []
     for factor in (1.0, 1.3, 2.0, 4.0):
         outcome = solve(profile, replace(request, memory_bytes=int(least * factor)))
         assert isinstance(outcome, Solved)
         bounds.append(outcome.bound_ns)
-    for tighter, looser in itertools.pairwise(bounds):
-        assert looser <= tighter * (1 + 1e-6)
+        steps.append(outcome.best.predicted.period_ns)
+    for figures in (bounds, steps):
+        for tighter, looser in itertools.pairwise(figures):
+            assert looser <= tighter * (1 + 1e-6)
 
 
 def test_beats_or_equals_every_known_scheme() -> None:
