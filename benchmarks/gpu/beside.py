@@ -41,8 +41,8 @@ class RecomputeOptions(Setting):
     def build_model(self) -> nn.Module:
         """See Setting."""
         model = super().build_model()
-        for name, way in self.plan.recomputed.items():
-            recompute(model.get_submodule(name), partial(self.plan.recomputed.get, name, way))
+        for name in self.plan.recomputed:
+            recompute(model.get_submodule(name), partial(self.plan.recomputed.get, name))
         return model
 
 

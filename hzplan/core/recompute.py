@@ -19,6 +19,10 @@ WAYS: tuple[Way, ...] = get_args(Way)
 """Of blocks, from the one that keeps most on."""
 
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "addmv", "mv", "convolution")
+"""Names of torch's operations that count as matrix products."""
+
+
 class Recomputed(Mapping[str, Way]):
     """By unit its way; who is not in it keeps everything. Does not change, and can be a key."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hzplan.core.hierarchy import Levels
+from hzplan.core.recompute import PRODUCTS
 from hzplan.export.shape import GRADIENTS, Exported, Lost, WrappedModule, about, groups_of, kept_on_device
 from hzplan.formats.plan import Plan
 
@@ -36,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+PRODUCTS = {products}
 WORLD = {world}
 MICRO_BATCH = {micro_batch}
 ACCUMULATION = {accumulation}
@@ -76,7 +78,7 @@ def _contexts(way: str):
     def policy(context, operation, *arguments, **keywords):
         name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
         keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
-        if name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"):
+        if name in PRODUCTS:
             products[context.is_recompute] += 1
             keeps = way != "operations" or products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
@@ -149,6 +151,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
         lost += instead
         levels |= dict.fromkeys(group.units, expressed(plan, group.levels))
     text = TEMPLATE.format(
+        products=json.dumps(PRODUCTS),
         about=about(path, plan).replace("\\", "/").replace('"', "'"),
         world=plan.mesh.world,
         micro_batch=plan.batch.micro_batch,

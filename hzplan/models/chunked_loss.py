@@ -183,8 +183,10 @@ class _Loss(torch.autograd.Function):
         counted = target != ignored
         number = counted.sum().clamp(min=1) if mean else torch.ones((), device=hidden.device)
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
+        trains = ctx.needs_input_grad[1:3]
         of_hidden = torch.empty_like(hidden)
-        of_weight, of_bias = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+        of_weight = torch.zeros_like(weight) if trains[0] else None
+        of_bias = torch.zeros_like(bias) if bias is not None and trains[1] else None
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(dtype)
@@ -196,7 +198,8 @@ class _Loss(torch.autograd.Function):
             gradient *= kept.to(dtype) / number.to(dtype)
             narrow = gradient.to(hidden.dtype)
             torch.mm(narrow, weight, out=of_hidden[part])
-            of_weight.addmm_(narrow.T, hidden[part])
+            if of_weight is not None:
+                of_weight.addmm_(narrow.T, hidden[part])
             if of_bias is not None:
                 of_bias += gradient.sum(0).to(of_bias.dtype)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)

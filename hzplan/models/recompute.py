@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hzplan.core.recompute import Way
+from hzplan.core.recompute import PRODUCTS, Way
 from hzplan.errors import UserError
 from hzplan.models import chunked_loss
 from hzplan.models.chunked_loss import ChunkedLogits
@@ -41,12 +41,6 @@ def leaves(units: Iterable[Unit]) -> frozenset[str]:
         if not isinstance(unit.module, torch.jit.ScriptModule)
         and not any(id(module) in modules for module in unit.module.modules() if module is not unit.module)
     )
-
-
-PRODUCTS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "addmv", "mv", "convolution")
-)
-"""Names of torch's operations that count as matrix products; see also ``profiler.model.operations``."""
 
 
 class _Policy:

@@ -87,9 +87,8 @@ class Messages:
         buckets = [bucket for name in task.units for bucket in self._units[name].buckets]
         listed = [found for bucket in buckets for found in bucket.reductions(task.kind, task.tier)]
         prepared, kind = _Prepared([], [], []), GROUP_OF[task.kind]
-        summed: dict[
-            Stage, list[Buffers]
-        ] = {}  # one collective of each group, for they are under way at once
+        # All-reduces are under way at once, so those of a group are one collective.
+        summed: dict[Stage, list[Buffers]] = {}
         for (operation, stage), buffers in listed:
             if operation == "all_reduce":
                 summed.setdefault(stage, []).append(buffers)

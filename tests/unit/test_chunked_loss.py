@@ -89,6 +89,21 @@ def test_who_asks_for_more_gets_logits_and_is_told(asked: Callable[[Tensor, Tens
     assert all(map(torch.equal, plain, chunked))
 
 
+def test_a_head_that_is_not_trained_has_no_gradient() -> None:
+    def found(*, chunks: bool) -> Tensor:
+        torch.manual_seed(0)
+        head, hidden = (
+            nn.Linear(WIDTH, VOCAB).requires_grad_(False),
+            torch.randn(5, WIDTH, requires_grad=True),
+        )
+        logits = ChunkedLogits.of(hidden, head) if chunks else head(hidden)
+        F.cross_entropy(logits, torch.arange(5)).backward()
+        assert head.weight.grad is None and head.bias.grad is None and hidden.grad is not None
+        return hidden.grad
+
+    torch.testing.assert_close(found(chunks=True), found(chunks=False))
+
+
 def test_nothing_of_the_vocabularys_size_is_there_for_all_tokens() -> None:
     """Beside the gradient of the head: what was made is far smaller than logits."""
     head, hidden = nn.Linear(16, 4096, bias=False), torch.randn(2048, 16, requires_grad=True)
