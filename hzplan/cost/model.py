@@ -24,8 +24,8 @@ from hzplan.cost.unit import BucketCost, UnitCost, summed
 from hzplan.formats.profile import Profile, RecomputeCost, UseCost
 
 REDUCED_TOGETHER = (Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
-"""The kinds of tasks in which units pay something once. Each then pays an equal share of its own, which is
-exact where their tensors have the same levels, and linear in the choice."""
+"""The kinds of tasks in which units pay something once: the largest of what each would pay alone. Bounds
+count the mean, which is linear in the choice and never more; exact where all tensors have the same levels."""
 
 
 def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
@@ -453,8 +453,8 @@ class CostModel:
             )
         total = sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
         if task.kind in REDUCED_TOGETHER:
-            once = sum(units[unit].once_ns(task.kind, task.tier) for unit in task.units)
-            total -= once - -(-once // len(task.units))
+            once = [units[unit].once_ns(task.kind, task.tier) for unit in task.units]
+            total -= sum(once) - max(once)
         return total
 
 

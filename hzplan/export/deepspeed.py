@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hzplan.core.hierarchy import Levels
+from hzplan.core.layout import ITEM_BYTES
 from hzplan.export.shape import GRADIENTS, Exported, Lost, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
 from hzplan.show import readable
@@ -59,6 +60,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
         if group.recompute
     ]
     largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
+    message = (plan.message_bytes or 0) // ITEM_BYTES["float32"]  # DeepSpeed counts elements
     scheme = known[chosen]
     trained = {unit.name for unit in plan.units if unit.buckets}
     if plan.offloaded == trained and scheme["stage"] > 0:
@@ -72,7 +74,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch,
         "gradient_accumulation_steps": plan.batch.accumulation,
         "zero_optimization": scheme
-        | {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": largest}
+        | {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": max(largest, message)}
         | (_third(plan, largest) if scheme["stage"] == 3 else {}),
     }
     if plan.clip:

