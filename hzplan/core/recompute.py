@@ -1,10 +1,13 @@
-"""Which units compute what of their forward again in backward (activation checkpointing). Pure.
+"""What becomes of the activations that units keep for backward: which are computed again (activation
+checkpointing), which lie in the host's memory meanwhile. Pure.
 
 Each way keeps the results of some operations, and computes the others again from them: "elementwise" keeps
 matrix products and attention; "operations" attention and every other product (torchtitan's selective
 checkpointing by operation); "attention" products alone; "full" nothing but the unit's inputs.
 "chunks" is for a head alone: nothing is computed again, but the loss and its gradients are computed in chunks
 of tokens, so that logits are never there as a whole.
+"host" computes nothing again either: what the unit itself has made and keeps is copied to the host's memory
+after its forward, and back before its backward.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
-PartialWay = Literal["chunks", "elementwise", "operations", "attention"]
-Way = Literal["chunks", "elementwise", "operations", "attention", "full"]
+HOST: Literal["host"] = "host"
+PartialWay = Literal["host", "chunks", "elementwise", "operations", "attention"]
+Way = Literal["host", "chunks", "elementwise", "operations", "attention", "full"]
 PARTIAL_WAYS: tuple[PartialWay, ...] = get_args(PartialWay)
 WAYS: tuple[Way, ...] = get_args(Way)
 """Of blocks, from the one that keeps most on."""

@@ -6,8 +6,9 @@ of zero length, so the DAG of every choice is the same.
 
 Streams, each first in, first out: ``compute``; ``optim``; for every tier ``unshard.<t>``, ``reduce.<t>``
 (one stream ``link.<t>`` under a message order, ``core.order``) and ``gather.<t>`` (all-gathers that carry a
-step's results: gradients to replicas, updated parameters); and, where optimizer states may lie in the host's
-memory, ``fetch`` and ``store``, which copy them to the device before a unit's update and back after it.
+step's results: gradients to replicas, updated parameters); and, where the host's memory is used, ``fetch``
+and ``store``, which copy to the device and from it: optimizer states before a unit's update and after it, and
+activations before its backward (``load``) and after its forward (``save``).
 ``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
 launches. It is a topological order of the DAG.
 """
@@ -92,6 +93,8 @@ class Kind(Enum):
     FETCH = "fetch"
     UPDATE = "update"
     STORE = "store"
+    SAVE = "save"
+    LOAD = "load"
     PARAM_GATHER = "param_gather"
 
 
@@ -129,8 +132,9 @@ class Schedule:
     intervals of positions in which a unit's unsharded parameters occupy their buffer;
     ``gradient_live_ranges``: likewise for unreduced gradients, counted in reduces. Both cover
     at most three micro-batches, after which they repeat. ``offload_slots``: by unit the buffer that its
-    states are fetched to. ``order``: the message order (``core.order``), and ``shared`` the same step without
-    it; None where messages of a tier share its link.
+    states are fetched to. ``saved``: by unit whose activations may lie in the host's memory, the first and
+    last use during which they are nowhere else. ``order``: the message order (``core.order``), and ``shared``
+    the same step without it; None where messages of a tier share its link.
     """
 
     tasks: tuple[Task, ...]
@@ -147,6 +151,7 @@ class Schedule:
     unshard_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     offload_slots: Mapping[str, int] = field(repr=False)
+    saved: Mapping[str, Interval] = field(repr=False)
     order: MessageOrder | None = None
     shared: Schedule | None = field(default=None, repr=False)
 
@@ -216,6 +221,7 @@ def build(
     offload: bool = False,
     message_bytes: int = 0,
     gradient_bytes: Mapping[str, int] | None = None,
+    saved: Collection[str] = (),
 ) -> Schedule:
     """Order one step.
 
@@ -225,13 +231,17 @@ def build(
     1); ``gradient_buffers``: how many reduces' gradients may be there unreduced, the one that is being
     computed included (default: ``prefetch + 1``); ``offload``: whether optimizer states may lie in the host's
     memory; ``message_bytes``: units that follow each other are reduced in one task for as long as their
-    gradients (``gradient_bytes``, by unit) have no more bytes together.
+    gradients (``gradient_bytes``, by unit) have no more bytes together; ``saved``: the units whose
+    activations may lie in the host's memory between forward and backward.
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
     reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``gradient_buffers``
     reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
     hierarchy. The first states are fetched in its backward; others when their buffer has been emptied.
+    Activations are saved after a unit's forward, before compute begins the use ``prefetch + 1`` later, and
+    loaded when it has ended the use ``prefetch + 1`` before the backward: both within the window, so that
+    memory does not depend on how fast copies are.
     """
     buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
     if prefetch < 1 or accumulation < 1 or buffers < 1:
@@ -244,6 +254,7 @@ def build(
     return _Builder(
         *(tuple(uses), dict(requires), tuple(trainable), completed_at, reduces),
         *(pace, tiers, accumulation, clip, offload),
+        _between(uses, pace.prefetch + 1, saved),
     ).build()
 
 
@@ -262,6 +273,7 @@ class _Builder:
         accumulation: int,
         clip: bool,
         offload: bool,
+        saved: dict[str, Interval],
     ) -> None:
         self.uses, self.requires, self.trainable = uses, requires, trainable
         self.pace, self.prefetch, self.gradient_buffers = pace, pace.prefetch, pace.gradient_buffers
@@ -296,6 +308,11 @@ class _Builder:
         self.stored: dict[str, int] = {}
         self.updated: dict[str, int] = {}
         self.param_gathered: dict[str, int] = {}
+        self.between = saved
+        window = self.prefetch + 1
+        self.saved_after = {first - window: unit for unit, (first, _) in saved.items()}
+        self.loaded_for = {last + window: unit for unit, (_, last) in saved.items()}
+        self.copied: dict[int, list[int]] = {}  # position -> copies to be done before its compute begins
         self.options_read: int | None = (
             None  # the compute task that takes learning rates over for the updates
         )
@@ -319,6 +336,8 @@ class _Builder:
             computed = self.compute(position)
             if position + self.prefetch + 1 < self.positions:
                 self.unshard(position + self.prefetch + 1, after=computed)
+            self.save(position, computed=computed)
+            self.load(position + self.prefetch + 1, computed=computed)
             if position == self.fetches_at:
                 for unit in self.order[:OFFLOAD_SLOTS]:
                     self.fetch(unit, after=[computed], position=position)
@@ -339,6 +358,7 @@ class _Builder:
             unshard_live_ranges=self.unshard_live_ranges(),
             gradient_live_ranges=self.gradient_live_ranges(),
             offload_slots=self.offload_slots,
+            saved=self.between,
         )
 
     def unshard(self, position: int, *, after: int) -> None:
@@ -360,8 +380,21 @@ class _Builder:
         # No more buffers than reduces a micro-batch has: a unit's own last one must be over in any case.
         if position % len(self.uses) in self.filled_from and len(self.reduces) >= self.gradient_buffers:
             after.append(self.reduces[-self.gradient_buffers])
+        after += self.copied.get(position, ())
         use = self.uses[position % len(self.uses)]
         return self.add(Kind.COMPUTE, COMPUTE_STREAM, after=after, units=(use.unit,), position=position)
+
+    def save(self, position: int, *, computed: int) -> None:
+        """Add the copy of a forward's activations to the host's memory."""
+        if (unit := self.saved_after.get(position % len(self.uses))) is not None:
+            done = self.add(Kind.SAVE, STORE_STREAM, after=[computed], units=(unit,), position=position)
+            self.copied.setdefault(position + self.prefetch + 1, []).append(done)
+
+    def load(self, position: int, *, computed: int) -> None:
+        """Add the copy of the activations back that a position's backward needs."""
+        if (unit := self.loaded_for.get(position % len(self.uses))) is not None and position < self.positions:
+            done = self.add(Kind.LOAD, FETCH_STREAM, after=[computed], units=(unit,), position=position)
+            self.copied.setdefault(position, []).append(done)
 
     def reduce(self, position: int, *, computed: int) -> None:
         """Add the reductions of gradients that are complete at a position, from the fastest tier to the
@@ -530,6 +563,18 @@ def _last_backward(
         if unit in seen:
             at.setdefault(last.get(unit, len(uses) - 1), []).append(unit)
     return {index: tuple(at[index]) for index in sorted(at)}
+
+
+def _between(uses: Sequence[Use], window: int, saved: Collection[str]) -> dict[str, Interval]:
+    """By unit that may save its activations the first and last use during which they are on the host alone:
+    of those with one forward and one backward, far enough apart."""
+    found = {}
+    for unit in saved:
+        own = [index for index, use in enumerate(uses) if use.unit == unit]
+        phases = [uses[index].phase for index in own]
+        if phases == ["forward", "backward"] and own[0] + window <= own[1] - window:
+            found[unit] = own[0] + window, own[1] - window
+    return found
 
 
 def _reduces(

@@ -17,8 +17,8 @@ from hzplan.formats.profile import ClusterEntry
 class Memory:
     """Bytes per rank by category; ``peak`` is the largest total over the step's events.
 
-    ``host``: offloaded optimizer state in the host's memory, not part of the peak; ``optimizer`` includes the
-    device slots that it is fetched to.
+    ``host``: optimizer state and activations in the host's memory, not part of the peak; ``optimizer``
+    includes the device slots that the state is fetched to.
     """
 
     parameters: int
@@ -44,8 +44,15 @@ class Memory:
         return replace(self, activations=activations, peak=self.peak - update + activations)
 
 
-def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, activation_peak: int) -> Memory:
-    """Memory of one rank over a step.
+def memory(
+    units: Mapping[str, UnitCost],
+    slots: Slots,
+    schedule: Schedule,
+    activation_peak: int,
+    host_activations: int = 0,
+) -> Memory:
+    """Memory of one rank over a step. ``activation_peak``: bytes of activations on the device,
+    ``host_activations`` in the host's memory.
 
     Buffers are allocated once, so they count at every event; the events that differ are the uses
     (activations and temporaries) and the optimizer step (its temporaries). Without clipping units are updated
@@ -56,7 +63,7 @@ def memory(units: Mapping[str, UnitCost], slots: Slots, schedule: Schedule, acti
     master = sum(cost.master_bytes for cost in units.values())
     gradients = sum(cost.grad_bytes for cost in units.values())
     optimizer = sum(cost.optim_bytes for cost in units.values())
-    host = sum(cost.host_bytes for cost in units.values())
+    host = host_activations + sum(cost.host_bytes for cost in units.values())
     slots_of = schedule.offload_slots
     optimizer += sum(slot_sizes(slots_of, {unit: units[unit].host_bytes for unit in slots_of}))
     unshard = sum(slot_sizes(slots.unshard, {unit: units[unit].unshard_bytes for unit in slots.unshard}))

@@ -13,8 +13,8 @@ from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes
 from hzplan.core.order import in_order
-from hzplan.core.recompute import NOTHING, WAYS, Recomputed, Way
-from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, build
+from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
+from hzplan.core.schedule import Interval, Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import Collective, collectives_of
 from hzplan.cost.curves import interpolate
 from hzplan.cost.events import EventGraph, event_graph
@@ -109,8 +109,9 @@ class CostModel:
         for use in self.profile.uses:
             for cost in use.costs:
                 found[use.unit] &= cost.again.keys() if use.reads_parameters else set()
+        known = [way for way in WAYS if way != HOST or self.profile.host is not None]
         named = {unit.name: found.get(unit.name, ()) for unit in self.profile.units}
-        return {unit: tuple(way for way in WAYS if way in of) for unit, of in named.items() if of}
+        return {unit: tuple(way for way in known if way in of) for unit, of in named.items() if of}
 
     @cached_property
     def recomputable(self) -> tuple[str, ...]:
@@ -179,29 +180,70 @@ class CostModel:
             for unit, tensors in self.tensors.items()
         }
 
-    def activation_bytes(self, micro_batch: int, recompute: Recomputed = NOTHING) -> list[int]:
+    def saved_bytes(self, unit: str, micro_batch: int) -> int:
+        """Bytes of activations that a unit in way ``host`` copies to the host's memory: what it keeps less
+        than one that keeps everything."""
+        return self._saved_bytes(micro_batch).get(unit, 0)
+
+    def _saved_bytes(self, micro_batch: int) -> dict[str, int]:
+        if micro_batch not in self._saved:
+            self._saved[micro_batch] = {
+                use.unit: max(0, cost.retained_bytes - cost.again[HOST].retained_bytes)
+                for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True)
+                if use.phase == "forward" and HOST in cost.again
+            }
+        return self._saved[micro_batch]
+
+    @cached_property
+    def _saved(self) -> dict[int, dict[str, int]]:
+        return {}
+
+    def save_ns(self, unit: str, micro_batch: int) -> int:
+        """Nanoseconds of a copy of a unit's activations, in either direction."""
+        nbytes = self.saved_bytes(unit, micro_batch)
+        return round(interpolate(self._host_curve, nbytes) * 1e9) if nbytes and self._host_curve else 0
+
+    def host_activation_bytes(self, micro_batch: int, schedule: Schedule, recompute: Recomputed) -> int:
+        """Bytes of activations in the host's memory."""
+        return sum(
+            self.saved_bytes(unit, micro_batch) for unit in schedule.saved if recompute.get(unit) == HOST
+        )
+
+    def activation_bytes(
+        self, micro_batch: int, recompute: Recomputed = NOTHING, saved: Mapping[str, Interval] | None = None
+    ) -> list[int]:
         """Peak bytes of activations and temporaries at every use of a forward and backward.
 
-        The bytes are a sum of one term per use, so linear in the choice of ``recompute``.
+        The bytes are a sum of one term per use, and of one per unit whose activations are in the host's
+        memory in between (``saved``, see ``Schedule``), so linear in the choice of ``recompute``.
         """
         level, found = 0, []
         for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True):
             own: UseCost | RecomputeCost = cost
-            if (way := recompute.get(use.unit)) is not None:
+            if (way := recompute.get(use.unit)) is not None and way != HOST:
                 own = cost.again.get(way, cost)
             found.append(level + own.peak_bytes)
             level += own.retained_bytes
+        for unit, (first, last) in (saved or {}).items():
+            if recompute.get(unit) == HOST:
+                away = self.saved_bytes(unit, micro_batch)
+                found[first : last + 1] = [nbytes - away for nbytes in found[first : last + 1]]
         return found
 
-    def activation_peak_bytes(self, micro_batch: int, recompute: Recomputed = NOTHING) -> int:
-        """Peak bytes of activations and temporaries over all uses."""
-        key = micro_batch, recompute
+    def activation_peak_bytes(
+        self, micro_batch: int, recompute: Recomputed = NOTHING, schedule: Schedule | None = None
+    ) -> int:
+        """Peak bytes of activations and temporaries over all uses; of a ``schedule`` whose activations may
+        lie in the host's memory with those taken off that do."""
+        on_host = schedule is not None and schedule.saved and HOST in recompute.values()
+        key = micro_batch, recompute, schedule.prefetch if schedule is not None and on_host else 0
         if key not in self._peaks:
-            self._peaks[key] = max(0, *self.activation_bytes(*key))
+            saved = schedule.saved if schedule is not None and on_host else None
+            self._peaks[key] = max(0, *self.activation_bytes(micro_batch, recompute, saved))
         return self._peaks[key]
 
     @cached_property
-    def _peaks(self) -> dict[tuple[int, Recomputed], int]:
+    def _peaks(self) -> dict[tuple[int, Recomputed, int], int]:
         return {}
 
     def flops(self, micro_batch: int) -> int:
@@ -389,6 +431,7 @@ class CostModel:
                 gradient_buffers=gradient_buffers,
                 offload=offload,
                 message_bytes=message_bytes,
+                saved=[unit for unit, ways in self.ways.items() if HOST in ways] if offload else (),
                 gradient_bytes={unit: gradient_bytes(tensors) for unit, tensors in self.tensors.items()},
             )
         return self._schedules[key]
@@ -451,6 +494,9 @@ class CostModel:
             return self.compute_ns(index, micro_batch) + (
                 self.recompute_ns(index, micro_batch, recompute) if recompute else 0
             )
+        if task.kind in (Kind.SAVE, Kind.LOAD):
+            (unit,) = task.units
+            return self.save_ns(unit, micro_batch) if units[unit].recompute == HOST else 0
         total = sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
         if task.kind in REDUCED_TOGETHER:
             once = [units[unit].once_ns(task.kind, task.tier) for unit in task.units]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec
-from hzplan.core.recompute import Way
+from hzplan.core.recompute import HOST, Way
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.show import readable
 
@@ -83,7 +83,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
         members = [units[name] for name in names]
         levels = _heaviest(plan, members, sizes)
         ways = {plan.recomputed.get(name) for name in names} if module != ROOT else {None}
-        recompute = ways.pop() if len(ways) == 1 and "chunks" not in ways else None
+        recompute = ways.pop() if len(ways) == 1 and not ways & {"chunks", HOST} else None
         lost += _others(plan, module, members, levels)
         lost += [
             Lost(unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan, not in the target")

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.core.order import is_ahead
-from hzplan.core.recompute import PartialWay, Recomputed, Way
+from hzplan.core.recompute import HOST, PartialWay, Recomputed, Way
 from hzplan.core.schedule import MessageOrder
 from hzplan.formats.base import (
     Document,
@@ -238,6 +238,12 @@ class Plan(Document):
         if self.offloaded and self.source.host_memory_bytes is None:
             raise ValueError(
                 f"units: {min(self.offloaded)} is offloaded, but source.host_memory_bytes allows nothing"
+            )
+        saved = [unit for unit, way in self.recomputed.items() if way == HOST]
+        if saved and self.source.host_memory_bytes is None:
+            raise ValueError(
+                f"units: activations of {min(saved)} are on the host, but source.host_memory_bytes allows "
+                "nothing"
             )
         whole: set[str] = set()
         for index, use in enumerate(self.uses):

@@ -23,10 +23,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hzplan.core.recompute import PRODUCTS, Way
+from hzplan.core.recompute import HOST, PRODUCTS, Way
 from hzplan.errors import UserError
 from hzplan.models import chunked_loss
 from hzplan.models.chunked_loss import ChunkedLogits
+from hzplan.models.saved import Saved, unseen_host_buffer
 from hzplan.models.units import Unit
 
 
@@ -90,11 +91,17 @@ def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> dict[st
 
 
 def recompute(
-    module: nn.Module, wanted: Callable[[], Way | None] = lambda: "full", *, keep_random_state: bool = True
+    module: nn.Module,
+    wanted: Callable[[], Way | None] = lambda: "full",
+    *,
+    keep_random_state: bool = True,
+    saved: Saved | None = None,
+    in_time: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
     """Let a module compute its forward again in backward, in the way that is ``wanted`` when forward begins;
     the function returned undoes it. ``keep_random_state``: dropout is the same both times. Buffers that
-    forward changes, such as BatchNorm's, change once."""
+    forward changes, such as BatchNorm's, change once. ``saved``: for way ``host`` the module's activations;
+    ``in_time``: whether somebody else copies them when a forward has ended, else it does so itself."""
     own = module.__dict__.get("forward")
     changing = _Buffers()
 
@@ -107,6 +114,16 @@ def recompute(
                 return forward(*arguments, **keywords)
             (hidden,) = arguments  # its gradient, as a tensor of its own, begins the unit's backward
             return ChunkedLogits.of(hidden.view_as(hidden), cast(nn.Linear, this))
+        if way == HOST:
+            if saved is None or not saved.is_free:  # as of a graph that its owner keeps
+                return forward(*arguments, **keywords)
+            with saved.forward(this, (arguments, keywords)) as returned:
+                result = forward(*arguments, **keywords)
+                returned(result)
+            if not in_time():
+                saved.save()
+                saved.release()
+            return result
         return checkpoint(  # which has keywords of its own
             functools.partial(changing.once, this, functools.partial(forward, **keywords)),
             *arguments,
@@ -200,12 +217,20 @@ class Switch:
 
 
 @contextmanager
-def switched(units: Iterable[Unit], *, keep_random_state: bool = True) -> Iterator[Switch]:
-    """All units that can be recomputed, under one switch."""
+def switched(
+    units: Iterable[Unit], *, keep_random_state: bool = True, without_values: bool = False
+) -> Iterator[Switch]:
+    """All units that can be recomputed, under one switch. ``without_values``: of fake tensors."""
     listed, switch = list(units), Switch()
     able = leaves(listed)
+    host_buffer = None if without_values else unseen_host_buffer
     undo = [
-        recompute(unit.module, lambda: switch.way, keep_random_state=keep_random_state)
+        recompute(
+            unit.module,
+            lambda: switch.way,
+            keep_random_state=keep_random_state,
+            saved=Saved(host_buffer),
+        )
         for unit in listed
         if unit.name in able
     ]

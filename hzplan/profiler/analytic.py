@@ -9,6 +9,7 @@ import torch
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
+from hzplan.core.recompute import HOST
 from hzplan.cost.collectives import collectives, largest_gradient_bytes, lateness
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, DeviceModel
@@ -30,7 +31,7 @@ from hzplan.profiler.model.entries import joined_units, largest_elements, model_
 from hzplan.profiler.model.kernels import Kernels, Pricing
 from hzplan.profiler.model.operations import Operated
 from hzplan.profiler.model.optimizer import footprint
-from hzplan.profiler.model.recompute import RecomputeCosts, recompute_differences, use_entries
+from hzplan.profiler.model.recompute import RecomputeCosts, recompute_differences, use_entries, without_time
 from hzplan.profiler.model.selective import Recompute, selective
 from hzplan.profiler.model.shapes import Shapes, trace_shapes
 from hzplan.profiler.network.links import LAST_BYTES
@@ -100,7 +101,9 @@ def modelled(
     costs = {size: priced(found, shapes.operations[size]) for size, found in shapes.costs.items()}
     recompute: RecomputeCosts = {
         way: {
-            size: recompute_differences(
+            size: without_time(found)
+            if way == HOST
+            else recompute_differences(
                 shapes.uses, costs[size], priced(found, shapes.recompute_operations[way][size])
             )
             for size, found in by_size.items()

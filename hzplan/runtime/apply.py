@@ -20,7 +20,7 @@ from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise, gradient_bytes
 from hzplan.core.order import CircularOrder, in_order
-from hzplan.core.recompute import NOTHING, Recomputed
+from hzplan.core.recompute import HOST, NOTHING, Recomputed
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
@@ -29,12 +29,14 @@ from hzplan.models.deferred import Waiting, become, stand_in
 from hzplan.models.hooks import attach
 from hzplan.models.local import split_over
 from hzplan.models.recompute import recompute, recomputed_modules
+from hzplan.models.saved import Saved
 from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
 from hzplan.runtime import cuda, launcher
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.joined import lay_side_by_side
+from hzplan.runtime.offload import host_buffer
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned, fused_by_default
@@ -256,13 +258,24 @@ def apply(
         queued=queues is not None,
         together=_updated_together(states, schedule) if queues is None else (),
     )
+    on_host = [name for name, way in choice.recompute.items() if way == HOST and name in schedule.saved]
+    saved = {name: Saved(host_buffer(device)) for name in sorted(on_host)}
     engine = Engine(
         *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
         tier_names=choice.tier_names,
         queues=queues,
+        saved=saved,
     )
     undo = [attach(units, engine)]
-    undo += [recompute(module, partial(choice.recompute.get, name)) for name, module in recomputed.items()]
+    undo += [
+        recompute(
+            module,
+            partial(choice.recompute.get, name),
+            saved=saved.get(name),
+            in_time=partial(engine.copies_in_time, name),
+        )
+        for name, module in recomputed.items()
+    ]
     if any(bucket.sharded for state in states for bucket in state.buckets):
         undo += [refuse_state_dict(module) for module in model.modules()]
 
@@ -360,6 +373,7 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         offload=bool(choice.offload),
         message_bytes=choice.message_bytes,
         gradient_bytes={unit.name: gradient_bytes(unit.tensors) for unit in listed},
+        saved=[unit for unit, way in choice.recompute.items() if way == HOST],
     )
     try:
         return in_order(schedule, choice.message_order)

@@ -18,6 +18,7 @@ from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.core.stages import Collective
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
+from hzplan.models.saved import Saved
 from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.backends.nccl import registered
@@ -52,11 +53,13 @@ class Engine:
         streams: Streams = Streams.TIERS,
         tier_names: tuple[str, ...] = (),
         queues: Device | None = None,
+        saved: Mapping[str, Saved] | None = None,
     ) -> None:
-        """``queues``: the device where it queues work; else background tasks run on threads."""
+        """``queues``: the device where it queues work; else background tasks run on threads. ``saved``: by
+        unit whose activations the plan has on the host."""
         self.units = {unit.name: unit for unit in units}
         self.updates, self.schedule = updates, schedule
-        self._streams = streams
+        self._streams, self._saved = streams, dict(saved or {})
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
         made: dict[tuple[str, Stage], Group] = {}
@@ -82,6 +85,7 @@ class Engine:
             for micro_batch in range(schedule.accumulation)
             for use, units in schedule.completed_at.items()
         }
+        self._released_at, self._allocated_after = _copies(schedule)
         self._trainable = tuple(u for units in schedule.completed_at.values() for u in units)
         self._new_step()
         self._calls_outside = 0  # of modules, since the schedule was left; of those that take collectives
@@ -166,6 +170,15 @@ class Engine:
         }
 
     @property
+    def on_host(self) -> list[Tensor]:
+        """The buffers in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
+        return [*self.updates.on_host, *(one.host for one in self._saved.values() if one.host is not None)]
+
+    def copies_in_time(self, unit: str) -> bool:
+        """Whether tasks copy the activations of a unit's forward that is under way."""
+        return (turn := self.turn) is not None and turn.unit == unit
+
+    @property
     def turn(self) -> Use | None:
         """The recorded use whose turn it is; None outside of the schedule."""
         if not self.step_state.in_turn:
@@ -180,6 +193,8 @@ class Engine:
             return all(self.updates.is_with_another(unit) for unit in task.units)
         if task.kind in (Kind.FETCH, Kind.STORE):
             return not any(self.units[unit].offload for unit in task.units)
+        if task.kind in (Kind.SAVE, Kind.LOAD):
+            return not any(unit in self._saved for unit in task.units)
         return not self.collectives(task)
 
     def collectives(self, task: Task) -> list[tuple[Bucket, Collective]]:
@@ -205,6 +220,10 @@ class Engine:
         if task.kind in (Kind.FETCH, Kind.STORE):
             for name in task.units:
                 self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
+            return
+        if task.kind in (Kind.SAVE, Kind.LOAD):
+            for name in task.units:
+                self._saved[name].save() if task.kind is Kind.SAVE else self._saved[name].load()
             return
         self._messages.run(task, scratch)
 
@@ -421,6 +440,9 @@ class Engine:
             self.updates.take_over_options()
         for name in self._needs[position]:
             self.units[name].to_unsharded()
+        for name in self._released_at.get(position, ()):
+            if name in self._saved:
+                self._saved[name].release()
         self.step_state.position, self.step_state.in_turn = position, True
 
     def _end_turn(self) -> None:
@@ -436,6 +458,9 @@ class Engine:
         for name in self._completed_at.get(position, ()):
             self._complete(name)
         step.reduced.update(self._reduced_at.get(position, ()))
+        for name in self._allocated_after.get(position, ()):
+            if name in self._saved:
+                self._saved[name].allocate()
         self.executor.end(self.schedule.compute[position])
 
     def _complete(self, name: str) -> None:
@@ -605,6 +630,21 @@ def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
         for tier in range(tiers)
         for _, stage in bucket.collectives(kind, tier)
     }
+
+
+def _copies(schedule: Schedule) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """Of activations on the host the units whose copies on the device are let go at a position's begin, and
+    those that room is made for at its end."""
+    released: dict[int, list[str]] = {}
+    allocated: dict[int, list[str]] = {}
+    for compute in schedule.compute:
+        for needed in (schedule.tasks[index] for index in compute.needs):
+            if needed.kind is Kind.SAVE:
+                released.setdefault(compute.position, []).extend(needed.units)
+            elif needed.kind is Kind.LOAD:
+                launched = next(one for i in needed.needs if (one := schedule.tasks[i]).kind is Kind.COMPUTE)
+                allocated.setdefault(launched.position, []).extend(needed.units)
+    return released, allocated
 
 
 def _received_bytes(units: Iterable[UnitState], tier: int) -> int:

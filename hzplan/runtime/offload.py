@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
+from hzplan.models.saved import unseen_host_buffer
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.unit import UnitState
 
@@ -57,9 +58,7 @@ class HostStates:
         self._units: dict[str, Offloaded] = {}
         for unit in units:
             name, of = unit.name, parts[unit.name]
-            host = torch.zeros(sizes[name], dtype=torch.uint8)
-            if device.type == "cuda":
-                _lock(host)
+            host = host_buffer(device)(sizes[name])
             copies = self._units[name] = Offloaded(host, on_device[buffers[name]][: sizes[name]])
             ends = accumulate(_nbytes(*part[3:]) for part in of)
             for (bucket, first, key, numel, dtype), end in zip(of, ends, strict=True):
@@ -95,6 +94,18 @@ class HostStates:
     def store(self, unit: str) -> None:
         """Copy a unit's state back to the host."""
         self._units[unit].host.copy_(self._units[unit].device, non_blocking=True)
+
+
+def host_buffer(device: torch.device) -> Callable[[int], Tensor]:
+    """What makes memory of so many bytes, of zeros, on the host of a device."""
+    return unseen_host_buffer if device.type == "cpu" else _locked
+
+
+def _locked(nbytes: int) -> Tensor:
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    if host.is_cpu and torch.cuda.is_available():
+        _lock(host)
+    return host
 
 
 def _lock(host: Tensor) -> None:

@@ -29,7 +29,12 @@ def at_most(share: float) -> str:
 
 def way(of: str | None) -> str:
     """How a unit is recomputed, in a word or two."""
-    known = {None: "activations kept", "full": "recomputed", "chunks": "the loss in chunks"}
+    known = {
+        None: "activations kept",
+        "host": "activations on the host",
+        "full": "recomputed",
+        "chunks": "the loss in chunks",
+    }
     return known.get(of, f"recomputed: {of}")
 
 

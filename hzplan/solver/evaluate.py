@@ -12,7 +12,7 @@ from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype, bucketise
 from hzplan.core.order import CircularOrder
-from hzplan.core.recompute import NOTHING, Recomputed
+from hzplan.core.recompute import HOST, NOTHING, Recomputed
 from hzplan.core.schedule import Schedule
 from hzplan.cost.interference import Interference
 from hzplan.cost.memory import Memory, memory
@@ -126,8 +126,10 @@ def evaluate(
     modes: Modes = PLAIN,
 ) -> Evaluation:
     """Evaluate a choice of levels and modes. A unit that is not updated, or has no state, is not
-    offloaded."""
-    modes = modes._replace(offload=modes.offload & schedule.offload_slots.keys())
+    offloaded; activations that are needed again too soon stay on the device."""
+    stays = [unit for unit, way in modes.recompute.items() if way == HOST and unit not in schedule.saved]
+    recompute = modes.recompute.with_(stays, None) if stays else modes.recompute
+    modes = Modes(recompute, modes.offload & schedule.offload_slots.keys())
     slots = slots or assign_slots(schedule, model.tensors)
     units = unit_costs(model, levels, modes)
     modes = modes._replace(offload=frozenset(unit for unit, cost in units.items() if cost.host_bytes))
@@ -138,7 +140,11 @@ def evaluate(
         schedule,
         slots,
         units,
-        memory(units, slots, schedule, model.activation_peak_bytes(micro_batch, modes.recompute)),
+        memory(
+            *(units, slots, schedule),
+            model.activation_peak_bytes(micro_batch, modes.recompute, schedule),
+            model.host_activation_bytes(micro_batch, schedule, modes.recompute),
+        ),
         modes,
     )
 

@@ -30,6 +30,8 @@ DOING: Mapping[Kind, str] = {
     Kind.UPDATE: "optimizer",
     Kind.FETCH: "fetching optimizer state from the host",
     Kind.STORE: "storing optimizer state on the host",
+    Kind.SAVE: "saving activations on the host",
+    Kind.LOAD: "loading activations from the host",
     Kind.COMPUTE: "activation recomputation",
     Kind.STEP: "summing the gradient norm over ranks",
 }

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Task
+from hzplan.core.recompute import HOST
+from hzplan.core.schedule import COMPUTE_STREAM, FETCH_STREAM, STORE_STREAM, Kind, Schedule, Task
 from hzplan.cost.events import Cycle, Event, EventGraph
 from hzplan.cost.lateness import Late, late_in
 from hzplan.cost.model import CostModel
@@ -134,6 +135,8 @@ class Network:
             elif task.kind is Kind.STEP:
                 constant += times * self.model.step_ns(self.whole, replicated=True) * MS
                 terms += self._of_units(task.kind, self.rows, times) if self.whole.clip else []
+            elif task.kind in (Kind.SAVE, Kind.LOAD):
+                terms += self._of_copy(task.units[0], times)
             elif DurationKey(task.kind, task.tier) in self.columns:
                 terms += self._of_units(task.kind, task.units, times, task.tier)
         return constant, terms
@@ -149,6 +152,13 @@ class Network:
             for key, more_ms in added.items()
             if more_ms
         ]
+
+    def _of_copy(self, unit: str, times: int) -> list[tuple[int, float]]:
+        """The term of a copy of a unit's activations."""
+        if (binary := self.binaries.get(unit)) is None:
+            return []
+        copy_ms = self.model.save_ns(unit, self.micro_batch) * MS
+        return [(self.rows[binary] * self.shape[1] + self.columns[RECOMPUTE_KEYS[HOST]], times * copy_ms)]
 
     def _of_units(
         self, kind: Kind, units: Iterable[str], times: int, tier: int = -1
@@ -216,9 +226,9 @@ class Network:
     @cached_property
     def loads(self) -> list[LazyConstraint]:
         """The whole load of every tier; of copies from the host's memory, and to it, where there are such."""
-        kinds = (Kind.FETCH, Kind.STORE) if self.whole.offload_slots else ()
+        streams = [stream for stream in (FETCH_STREAM, STORE_STREAM) if stream in self.whole.streams]
         tiers = [[task for task in self.whole.tasks if task.tier == tier] for tier in range(self.whole.tiers)]
-        copies = [[task for task in self.whole.tasks if task.kind is kind] for kind in kinds]
+        copies = [self.whole.streams[stream] for stream in streams]
         return [self._sum(tasks) for tasks in [*tiers, *copies]]
 
     @cached_property
@@ -249,7 +259,13 @@ def _middles(model: CostModel, short: Schedule) -> dict[int, tuple[int, list[Tas
     one micro-batch between them. (In a message order that task before may be of any micro-batch; what goes on
     the stream between it and the same place of a later micro-batch is the same.)
     """
-    three = model.schedule(**short.pace._asdict(), accumulation=3, clip=short.clip, order=short.order)
+    three = model.schedule(
+        **short.pace._asdict(),
+        accumulation=3,
+        clip=short.clip,
+        offload=bool(short.offload_slots or short.saved),
+        order=short.order,
+    )
     found = {}
     for stream, tasks in short.streams.items():
         placed = [task for task in tasks if task.position >= 0]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hzplan.core.buffers import Slots
-from hzplan.core.recompute import only
+from hzplan.core.recompute import HOST, only
 from hzplan.core.schedule import Schedule
 from hzplan.cost.model import CostModel
 from hzplan.solver.paths import MS, Network
@@ -105,7 +105,10 @@ class Question:
         added = {}
         for unit, binary in self.binaries.items():
             ways = self.pools[binary].ways
-            each = [self.model.activation_bytes(self.micro_batch, only(unit, way)) for way in ways]
+            each = [
+                self.model.activation_bytes(self.micro_batch, only(unit, way), self.schedule.saved)
+                for way in ways
+            ]
             added[binary] = np.array(each, dtype=float) - base
         kept: list[int] = []
         for event in np.argsort(-base, kind="stable"):
@@ -177,4 +180,8 @@ class Question:
         larger = {unit: sizes * MIB for unit, sizes in updates.items() if (sizes * MIB > least).any()}
         shared.append(Buffer("activations", larger, events))
         host = {unit: pool.host * MIB for unit, pool in pools.items() if pool.host.any()}
+        for unit in self.schedule.saved.keys() & self.binaries.keys():
+            nbytes = self.model.saved_bytes(unit, self.micro_batch) * MIB
+            ways = self.pools[self.binaries[unit]].ways
+            host[self.binaries[unit]] = np.array([nbytes * (way == HOST) for way in ways])
         return MemoryUse(resident, shared, host)

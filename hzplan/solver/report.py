@@ -178,7 +178,7 @@ def _stage(task: Task, schedule: Schedule) -> str:
 
 def _occupancy(found: Evaluation, budget_bytes: int) -> Occupancy:
     update = max((cost.update_temporary_bytes for cost in found.units.values()), default=0)
-    by_use = found.model.activation_bytes(found.micro_batch, found.modes.recompute)
+    by_use = found.model.activation_bytes(found.micro_batch, found.modes.recompute, found.schedule.saved)
     times, bytes_ = activations(found.schedule, found.predicted, by_use, update)
     static = [
         (name.replace("_", " "), nbytes)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.recompute import NOTHING, PARTIAL_WAYS, WAYS, Recomputed, Way
+from hzplan.core.recompute import HOST, NOTHING, PARTIAL_WAYS, WAYS, Recomputed, Way
 from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Recompute
@@ -71,7 +71,8 @@ class RecomputeOptions:
         many = Counter(model.like[unit] for unit in able)
         repeated = tuple(unit for unit in able if many[model.like[unit]] > 1 and model.tensors[unit])
         blocks = repeated or able
-        ways = (way for way in PARTIAL_WAYS if way != "chunks" and blocks and _all_have(model, blocks, way))
+        parts = (way for way in PARTIAL_WAYS if way not in ("chunks", HOST))
+        ways = (way for way in parts if blocks and _all_have(model, blocks, way))
         return cls(blocks, able, tuple(ways))
 
     def by_hand(self, asked: Recompute) -> list[Recomputed]:
@@ -105,6 +106,8 @@ class RecomputeOptions:
         blocks = frozenset(self.blocks)
         if way == "chunks":
             return readable.way(way)
+        if way == HOST:
+            return f"{len(units)} on the host"
         if way != "full":
             of = len(units & blocks)
             return way if units >= blocks else f"{way} {of or len(units)}"
@@ -284,7 +287,7 @@ class Settings:
         while low < high:
             middle = (low + high) // 2
             recompute = self._first(middle)
-            peak = self.model.activation_peak_bytes(question.micro_batch, recompute)
+            peak = self.model.activation_peak_bytes(question.micro_batch, recompute, question.schedule)
             if without.with_activations(peak, question.schedule).peak <= self.request.memory_bytes:
                 high = middle
             else:

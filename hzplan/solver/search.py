@@ -447,7 +447,9 @@ class Search:
         energies = [cut.at(plain.durations) / MS for cut in q.network.energies]
         found = []
         for recompute in recompute_choices:
-            peak = none.with_activations(q.model.activation_peak_bytes(q.micro_batch, recompute), q.schedule)
+            peak = none.with_activations(
+                q.model.activation_peak_bytes(q.micro_batch, recompute, q.schedule), q.schedule
+            )
             more = [sum(added.get(one, 0.0) for one in recompute.items()) for added in self._recompute_ns]
             floor = max(*loads, *map(add, energies, more))
             found.append(Bounded(plain, recompute, self, peak.peak, sum(loads), floor))

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hzplan.core.layout import REDUCE_DTYPES
-from hzplan.core.recompute import NOTHING, Recomputed, Way
+from hzplan.core.recompute import HOST, NOTHING, Recomputed, Way
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.errors import UserError
-from hzplan.formats.plan import Recompute
 from hzplan.formats.profile import Profile
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.candidates import Candidates
@@ -413,7 +412,7 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
                     offload=offload,
                 )
             pools[unit] = alike[key, offload]
-    binaries = _recompute_binaries(model, request.recompute, pools)
+    binaries = _recompute_binaries(model, request, pools)
     return [
         Search(model, size, pace, request, pools, binaries)
         for size in sizes
@@ -421,20 +420,19 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
     ]
 
 
-def _recompute_binaries(
-    model: CostModel, recompute: Recompute, pools: dict[str, ColumnPool]
-) -> dict[str, str]:
+def _recompute_binaries(model: CostModel, request: Request, pools: dict[str, ColumnPool]) -> dict[str, str]:
     """Add to ``pools`` a recompute choice for every unit that may be recomputed; their names by unit.
 
     Like units share one pool.
     """
-    if recompute == "none":
+    if request.recompute == "none":
         return {}
     made: dict[object, ColumnPool] = {}
     found = {}
     for unit, name in recompute_names(model).items():
-        ways: list[Way | None] = [None, *model.ways[unit]] if recompute == "choose" else ["full"]
-        if {*ways} <= {None, *model.ways[unit]}:
+        known = [way for way in model.ways[unit] if way != HOST or request.host_bytes]
+        ways: list[Way | None] = [None, *known] if request.recompute == "choose" else ["full"]
+        if {*ways} <= {None, *known}:
             found[unit] = name
             kind = id(pools.get(unit)), *ways
             pools[name] = made.setdefault(kind, recompute_pool(len(model.mesh.tiers), ways))

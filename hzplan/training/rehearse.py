@@ -115,7 +115,7 @@ def rehearse(
             train(step)
         optimizer.engine.executor.synchronize()
         traced = partial(train, WARM_UP_STEPS)
-        peak = peak_memory_bytes(traced, device, ignore=optimizer.updates.on_host)
+        peak = peak_memory_bytes(traced, device, ignore=optimizer.engine.on_host)
         train(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))

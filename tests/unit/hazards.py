@@ -84,6 +84,12 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 for unit in reduced.get(index, ()):
                     it.writes |= {("staging", unit), ("grad", unit)}
                 it.writes |= {("phantom staging", unit) for unit in reduced.get(index, ())}
+                for unit, (first, last) in schedule.saved.items():
+                    window, use = schedule.prefetch + 1, ("kept", unit)
+                    if index in (first - window, first, last):  # made, let go, and given room again
+                        it.writes.add(use)
+                    elif index == last + window:
+                        it.reads.add(use)
                 it.reads |= {("phantom slot", unit) for unit in phantom_of_slot.get(task.position, ())}
                 it.reads |= {("phantom staging", unit) for unit in phantom_of_staging.get(task.position, ())}
             case Kind.UNSHARD:
@@ -111,6 +117,12 @@ def touched(schedule: Schedule, trainable: Sequence[str]) -> list[Touched]:
                 for unit in task.units:
                     it.reads |= {("host slot", str(schedule.offload_slots[unit]))}
                     it.writes |= {("host", unit)}
+            case Kind.SAVE:
+                it.reads |= {("kept", unit) for unit in task.units}
+                it.writes |= {("on host", unit) for unit in task.units}
+            case Kind.LOAD:
+                it.reads |= {("on host", unit) for unit in task.units}
+                it.writes |= {("kept", unit) for unit in task.units}
             case Kind.PARAM_GATHER:
                 it.writes |= {("param", unit) for unit in task.units}
         if task.index == schedule.options_read:

@@ -26,6 +26,7 @@ class Step:
     offload: bool = False
     order: MessageOrder | None = None
     message_bytes: int = 0
+    saved: bool = False
 
     def build(self) -> Schedule:
         schedule = build(
@@ -40,6 +41,7 @@ class Step:
             offload=self.offload,
             message_bytes=self.message_bytes,
             gradient_bytes=dict.fromkeys(self.requires, 1),
+            saved=tuple(self.requires) if self.saved else (),
         )
         return in_order(schedule, self.order)
 
@@ -64,8 +66,8 @@ def steps(
 ) -> Step:
     """Chains, tied and nested units, modules called twice, recomputation, frozen units, parts of no gradient.
 
-    Some backwards read no parameter; optimizer state may lie in the host's memory. ``ordered``: half of the
-    steps have a message order. A unit's gradients have a byte.
+    Some backwards read no parameter; optimizer state and activations may lie in the host's memory.
+    ``ordered``: half of the steps have a message order. A unit's gradients have a byte.
 
     As in any training step the first use of a unit is a forward before the first backward.
     """
@@ -103,4 +105,5 @@ def steps(
         draw(st.booleans()),
         order,
         draw(st.sampled_from((0, 0, 0, 2, 3))),
+        draw(st.booleans()),
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import Recomputed
 from hzplan.core.schedule import MessageOrder, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import SMALL_ELEMENTS
@@ -212,6 +213,28 @@ def test_gradients_that_are_thrown_away_are_in_no_update(
     loop: Loop, place: tuple[str, tuple[int, int, int]], clip: bool, width: int
 ) -> None:
     on_ranks(loop, choice_of(*place, clip=clip, accumulation=2, ordered=width == SMALL), width)
+
+
+def kept(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+    """A loss of an earlier step is kept with its graph, and one has two backwards."""
+    losses = []
+    for step in range(3):
+        losses.append(model(batch(20 + step)).square().mean())
+        losses[-1].backward(retain_graph=True)
+        model(batch(10 * step)).square().mean().backward()
+        end_step(optimizer)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("loop", [plain_steps, thrown_away, failed, called_late, evaluated, kept])
+def test_activations_on_the_host_are_those_of_their_forward(
+    loop: Loop, place: tuple[str, tuple[int, int, int]], clip: bool
+) -> None:
+    """Also outside of the schedule, where nothing is copied in time."""
+    choice = choice_of(*place, clip=clip, accumulation=3 if loop is evaluated else 2)
+    everywhere = Recomputed.of([f"blocks.{index}" for index in range(BLOCKS)], "host")
+    on_ranks(loop, replace(choice, recompute=everywhere), LARGE)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

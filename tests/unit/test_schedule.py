@@ -63,6 +63,8 @@ def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
                 assert (task.stream, task.tier) == (OPTIM_STREAM, -1)
             case Kind.FETCH | Kind.STORE:
                 assert (task.stream, task.tier) == (task.kind.value, -1)
+            case Kind.SAVE | Kind.LOAD:
+                assert (task.stream, task.tier) == ("store" if task.kind is Kind.SAVE else "fetch", -1)
             case Kind.UNSHARD:
                 assert task.stream == f"{'unshard' if step.order is None else 'link'}.{task.tier}"
             case Kind.REDUCE | Kind.FINAL_REDUCE:
@@ -146,6 +148,17 @@ def runs(step: Step, unit: str) -> list[int]:
     return found
 
 
+def saved_units(step: Step) -> list[str]:
+    """The units whose activations have time to go to the host and to come back."""
+    found = []
+    for unit in step.requires if step.saved else ():
+        own = [(at, use.phase) for at, use in enumerate(step.uses) if use.unit == unit]
+        if [phase for _, phase in own] == ["forward", "backward"]:
+            (forward, _), (backward, _) = own
+            found += [unit] * (backward - forward >= 2 * (step.prefetch + 1))
+    return found
+
+
 @given(steps(ordered=True))
 def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> None:
     schedule = step.build()
@@ -168,6 +181,8 @@ def test_there_are_as_many_tasks_of_each_kind_as_the_step_needs(step: Step) -> N
         Kind.UPDATE: trained,
         Kind.FETCH: trained * step.offload,
         Kind.STORE: trained * step.offload,
+        Kind.SAVE: len(saved_units(step)) * step.accumulation,
+        Kind.LOAD: len(saved_units(step)) * step.accumulation,
         Kind.PARAM_GATHER: len(travelling) * step.tiers,
     }
     assert Counter(task.kind for task in schedule.tasks) == {k: n for k, n in expected.items() if n}
@@ -192,13 +207,13 @@ def test_the_text_of_a_task_names_it(step: Step) -> None:
 
 
 @given(steps())
-def test_an_unshard_is_launched_when_its_window_opens(step: Step) -> None:
+def test_what_a_use_waits_for_is_launched_when_its_window_opens(step: Step) -> None:
     """By the end of the use prefetch + 1 before, and of no earlier one."""
     current = None
     for task in step.build().tasks:
         if task.stream == COMPUTE_STREAM:
             current = task
-        elif task.kind is Kind.UNSHARD:
+        elif task.kind in (Kind.UNSHARD, Kind.LOAD):
             assert current is not None
             opens = task.position - step.prefetch - 1
             assert (current.kind, current.position) == (
@@ -297,6 +312,8 @@ class Machine:
         self.next_tier: dict[tuple[Kind, str], int] = {}
         self.host = dict.fromkeys(step.requires, 0)  # the version of the optimizer state that is there
         self.fetched: dict[int, tuple[str, int]] = {}  # host slot -> unit and version
+        self.kept: dict[str, int] = {}  # unit -> micro-batch whose activations are on the device
+        self.saved: dict[str, int] = {}  # likewise on the host
 
     def run(self, steps: int) -> None:
         for number in range(steps):
@@ -317,6 +334,13 @@ class Machine:
                 assert self.whole.get(self.slots.unshard[unit]) == (unit, version), (
                     f"{task}: {unit} is not whole"
                 )
+            for unit, (first, last) in self.schedule.saved.items():
+                if index == first - self.step.prefetch - 1:
+                    self.kept[unit] = self.schedule.micro_batch(task)
+                if index == first:
+                    assert self.saved[unit] == self.kept.pop(unit), f"{task}: {unit} is not saved"
+                if index == last + self.step.prefetch + 1:
+                    assert self.kept.pop(unit) == self.schedule.micro_batch(task), f"{task}: nothing kept"
             for unit in self.reduced.get(index, ()):
                 self.staged[self.slots.gradient[unit]] = (unit, self.schedule.micro_batch(task))
         elif task.kind is Kind.STEP:
@@ -360,6 +384,12 @@ class Machine:
             case Kind.STORE:
                 stored, self.host[unit] = self.fetched[self.schedule.offload_slots[unit]]
                 assert stored == unit
+            case Kind.SAVE:
+                assert self.kept[unit] == self.schedule.micro_batch(task)
+                self.saved[unit] = self.kept[unit]
+            case Kind.LOAD:
+                assert unit not in self.kept and self.saved[unit] == self.schedule.micro_batch(task)
+                self.kept[unit] = self.saved[unit]
             case Kind.PARAM_GATHER:
                 if last:
                     self.param[unit] = self.master[unit]
@@ -415,6 +445,10 @@ LOAD_BEARING = {
     "fetches wait for the last step's": (Kind.COMPUTE, {Kind.UPDATE}, True),
     "stores wait for the last step's": (Kind.STEP, {Kind.STORE}, True),
     "stores in backward wait for the last step's": (Kind.COMPUTE, {Kind.STORE}, True),
+    "activations are saved after the forward": (Kind.SAVE, {Kind.COMPUTE}, False),
+    "activations are let go when they are saved": (Kind.COMPUTE, {Kind.SAVE}, False),
+    "activations are loaded when there is room": (Kind.LOAD, {Kind.COMPUTE}, False),
+    "backward waits for its activations": (Kind.COMPUTE, {Kind.LOAD}, False),
     "sync waits for the update": (Kind.PARAM_GATHER, {Kind.UPDATE}, False),
     "sync goes inwards": (Kind.PARAM_GATHER, {Kind.PARAM_GATHER}, False),
 }
@@ -430,6 +464,8 @@ MUTATED = {
     "one micro-batch": chain(9, tiers=1, prefetch=2, accumulation=1),
     "offloaded": replace(chain(8, tiers=2, prefetch=1, accumulation=2, clip=True), offload=True),
     "two units reduced together": replace(chain(9, tiers=2, prefetch=1, accumulation=2), message_bytes=2),
+    "activations on the host": replace(chain(9, tiers=2, prefetch=1, accumulation=2), saved=True),
+    "all on the host": replace(chain(7, prefetch=2, accumulation=2, clip=True), saved=True, offload=True),
     "offloaded, updated in backward": replace(chain(8, prefetch=2, accumulation=2), offload=True),
 }
 
@@ -467,7 +503,11 @@ def test_an_edge_less_is_a_hazard(rule: str, name: str) -> None:
         or (rule == "update waits for its gradient" and step.clip)  # the step's barrier implies it
         or (rule == "update waits for the step" and not step.clip)
         or ("state" in rule and not step.offload)
+        or ("activations" in rule and not step.saved)
         or (rule == "a state is fetched after it was stored" and not step.clip)  # learning rates come first
+        or (
+            rule == "a state is fetched after it was stored" and step.saved
+        )  # saves come after the last store
         or "the last step's" in rule  # implied where all units are used before the first gradient
     )
     assert absent or dropped

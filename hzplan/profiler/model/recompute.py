@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import le
 from typing import NamedTuple
 
-from hzplan.core.recompute import PARTIAL_WAYS, WAYS, Way
+from hzplan.core.recompute import HOST, PARTIAL_WAYS, WAYS, Way
 from hzplan.core.schedule import Use
 from hzplan.formats.profile import RecomputeCost, UseCost, UseEntry
+from hzplan.profiler.model.memory import Segment
 from hzplan.profiler.session.statistics import nanoseconds
 
 MIN_SAVING = 0.1
@@ -81,7 +82,7 @@ def _sums(
 
 def _useful(sums: Mapping[Way, _Sums]) -> list[Way]:
     """The ways that clearly save memory, and than which none that saves as much takes as little time."""
-    saving = {
+    saving: dict[Way, _Sums] = {
         way: one
         for way, one in sums.items()
         if all(kept < (1 - MIN_SAVING) * before for kept, before in zip(one.kept, one.all_kept, strict=True))
@@ -89,7 +90,8 @@ def _useful(sums: Mapping[Way, _Sums]) -> list[Way]:
 
     def undercut(way: Way, one: _Sums) -> bool:
         return any(
-            all(map(le, other.seconds, one.seconds))
+            HOST not in (way, name)  # copies take no time of compute's, and what they take is not known here
+            and all(map(le, other.seconds, one.seconds))
             and all(map(le, other.kept, one.kept))
             and (other != one or WAYS.index(name) > WAYS.index(way))
             for name, other in saving.items()
@@ -117,6 +119,14 @@ def recompute_differences(
             seconds=nanoseconds(seconds), retained_bytes=then.retained_bytes, peak_bytes=then.peak_bytes
         )
         for seconds, then in zip(charged, recomputed, strict=True)
+    ]
+
+
+def without_time(memory: Iterable[Segment | UseCost]) -> list[RecomputeCost]:
+    """The cost of a way that takes no time of compute's, from its memory."""
+    return [
+        RecomputeCost(seconds=0.0, retained_bytes=one.retained_bytes, peak_bytes=one.peak_bytes)
+        for one in memory
     ]
 
 

@@ -138,7 +138,10 @@ def _passes(
             orders.add(found.uses)
             progress(f"recomputation in shapes, micro-batch {size}", (number + 0.5) / len(micro_batches))
             for way in WAYS:
-                with suppress(UserError), switched(units, keep_random_state=False) as switch:
+                with (
+                    suppress(UserError),
+                    switched(units, keep_random_state=False, without_values=True) as switch,
+                ):
                     traced = trace(size, partial(switch.around, way=way))
                     if traced is None:
                         return None

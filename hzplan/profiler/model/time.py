@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
-from hzplan.core.recompute import WAYS, Way
+from hzplan.core.recompute import HOST, WAYS, Way
 from hzplan.core.schedule import Use
 from hzplan.errors import UserError
 from hzplan.formats.profile import UnitEntry, UseCost, UseEntry
@@ -23,6 +23,7 @@ from hzplan.profiler.model.recompute import (
     recompute_differences,
     recompute_from_forwards,
     use_entries,
+    without_time,
 )
 from hzplan.profiler.session.clock import clock
 from hzplan.profiler.session.ranks import Ranks
@@ -61,6 +62,7 @@ def measure_uses(
     with switched(model.units) as switch:
         for way in () if shapes else WAYS:
             again[way] = record_recomputation(ranks, model.calls, passes, switch, way)
+        saved = again.pop(HOST, [])  # whose copies take their time on the side
         timed = [*passes, *itertools.chain.from_iterable(again.values())]
         repeats = _times(ranks, model.calls, timed, progress)
     if not all(repeats[: len(passes)]):
@@ -97,6 +99,11 @@ def measure_uses(
             for way, some in again.items()
             if (recomputed := costs_of(some))
         }
+        recompute |= (
+            {HOST: {recorded.micro_batch: without_time(recorded.memory) for recorded in saved}}
+            if saved
+            else {}
+        )
     own_seconds = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[len(passes) - 1])
     return use_entries(uses, reads, costs, recompute, leaves(model.units)), own_seconds
 

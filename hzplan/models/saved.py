@@ -1,0 +1,186 @@
+"""Activations in the host's memory: what a unit's forward makes and keeps for backward leaves the device and
+comes back before it.
+
+What forward was given, its parameters and buffers, and what it returns stay: others have them too, so that
+nothing would be freed. Tensors move as whole storages, however many views of them are kept. A copy back that
+was not asked for in time happens when backward needs it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+LEAST_BYTES = 1024
+"""Smaller storages stay on the device: a copy of its own is worth more than their bytes."""
+ALIGNMENT = 256
+"""Of storages in the host's buffer, bytes."""
+
+
+class _Storage:
+    """A storage that is kept for backward: ``here`` while it is on the device, at ``place`` of the host's
+    buffer once it was copied."""
+
+    __slots__ = ("__weakref__", "device", "here", "nbytes", "place")
+
+    def __init__(self, of: Tensor) -> None:
+        self.here: torch.UntypedStorage | None = of.untyped_storage()
+        self.nbytes = self.here.nbytes()
+        self.device = of.device
+        self.place = -1
+
+    def bytes(self) -> Tensor:
+        """All of it [bytes], on the device."""
+        assert self.here is not None
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What autograd keeps instead of a tensor."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    of: Saved
+
+
+class Saved:
+    """One unit's activations between a forward and its backward.
+
+    ``save`` and ``load`` copy, on the current stream; what they copy is prepared by ``end_forward`` and
+    ``allocate``, and the device's copy is let go by ``release``, all on the thread that computes.
+    """
+
+    def __init__(self, host_buffer: Callable[[int], Tensor] | None = None) -> None:
+        """``host_buffer``: makes memory of so many bytes on the host; None: nothing is moved for real, as
+        with torch's fake tensors."""
+        self._host_buffer = host_buffer
+        self.host: Tensor | None = None
+        self._storages: list[weakref.ref[_Storage]] = []
+
+    @property
+    def _kept(self) -> list[_Storage]:
+        """Those that autograd still keeps."""
+        return [storage for one in self._storages if (storage := one()) is not None]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is kept from the forward before."""
+        return not self._kept
+
+    @contextmanager
+    def forward(self, module: nn.Module, given: Iterable[Any]) -> Iterator[Callable[[Any], None]]:
+        """A forward's context; what is yielded is to be called with what the forward returns."""
+        outside = {_key(tensor) for tensor in tree_leaves(given) if _is_plain(tensor)}
+        outside |= {_key(one) for one in (*module.parameters(), *module.buffers()) if _is_plain(one)}
+        found: dict[int, _Storage] = {}
+
+        def pack(tensor: Tensor) -> Tensor | _View:
+            if not _is_plain(tensor) or tensor.untyped_storage().nbytes() < LEAST_BYTES:
+                return tensor
+            key = _key(tensor)
+            if key in outside:
+                return tensor
+            storage = found.get(key) or found.setdefault(key, _Storage(tensor))
+            return _View(
+                *(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), self)
+            )
+
+        def returned(result: Any) -> None:
+            stays = {_key(tensor) for tensor in tree_leaves(result) if _is_plain(tensor)}
+            self._begin([storage for key, storage in found.items() if key not in stays])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield returned
+        found.clear()
+
+    def _begin(self, storages: list[_Storage]) -> None:
+        """Give every storage its place in the host's buffer, which is made once for as many bytes."""
+        nbytes = 0
+        for storage in storages:
+            storage.place = nbytes
+            nbytes += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
+        self._storages = [weakref.ref(storage) for storage in storages]
+        if self._host_buffer is not None and (self.host is None or self.host.numel() < nbytes):
+            self.host = self._host_buffer(nbytes)
+
+    def save(self) -> None:
+        """Copy to the host's memory."""
+        if self._host_buffer is not None:
+            for storage in self._kept:
+                if storage.here is not None:
+                    self._on_host(storage).copy_(storage.bytes(), non_blocking=True)
+
+    def release(self) -> None:
+        """The copies on the host are done: free the device's."""
+        for storage in self._kept:
+            storage.here = None
+
+    def allocate(self) -> None:
+        """Make room on the device for ``load``."""
+        for storage in self._kept:
+            self._make(storage)
+
+    def load(self) -> None:
+        """Copy back to the device, where ``allocate`` has made room."""
+        for storage in self._kept:
+            self._fill(storage)
+
+    def fetch(self, storage: _Storage) -> None:
+        """One storage for backward, which nobody has loaded."""
+        if storage.here is None:
+            self._make(storage)
+            self._fill(storage)
+
+    def _make(self, storage: _Storage) -> None:
+        if storage.here is None:
+            storage.here = torch.empty(
+                storage.nbytes, dtype=torch.uint8, device=storage.device
+            ).untyped_storage()
+
+    def _fill(self, storage: _Storage) -> None:
+        if self._host_buffer is not None:
+            storage.bytes().copy_(self._on_host(storage), non_blocking=True)
+
+    def _on_host(self, storage: _Storage) -> Tensor:
+        assert self.host is not None
+        return self.host[storage.place : storage.place + storage.nbytes]
+
+
+def _unpack(kept: Tensor | _View) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    kept.of.fetch(kept.storage)
+    empty = torch.empty(0, dtype=kept.dtype, device=kept.storage.device)
+    return empty.set_(kept.storage.here, kept.offset, kept.size, kept.stride)  # type: ignore[call-overload]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor with a storage of its own."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not is_traceable_wrapper_subclass(value)
+        and (type(value) in (Tensor, nn.Parameter, FakeTensor))
+    )
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def unseen_host_buffer(nbytes: int) -> Tensor:
+    """Memory [bytes] that torch's allocators do not count, where the host's memory is also the device's."""
+    return torch.frombuffer(bytearray(max(nbytes, 1)), dtype=torch.uint8)
