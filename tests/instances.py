@@ -13,7 +13,7 @@ from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.order import in_order, within
-from hzplan.core.recompute import Recomputed
+from hzplan.core.recompute import HOST, Recomputed
 from hzplan.core.schedule import Pace
 from hzplan.cost.memory import memory
 from hzplan.cost.model import CostModel, tensors_of
@@ -60,6 +60,7 @@ def random_profile(
     _add_recomputation(uses)
     _add_late_ranks(uses)
     _add_partial_ways(uses)
+    _add_host_way(uses)
     own = random.Random(json.dumps(units))  # what was drawn before this was added stays as it was
     return Profile.model_validate(
         {
@@ -141,6 +142,21 @@ def _add_partial_ways(uses: list[dict[str, Any]]) -> None:
                     }
 
 
+def _add_host_way(uses: list[dict[str, Any]]) -> None:
+    """Half of all units can keep their activations on the host, where there is a link to it."""
+    rng = random.Random(f"host {json.dumps(uses)}")
+    for unit in sorted({use["unit"] for use in uses}):
+        if rng.random() < 0.5:
+            for use in uses:
+                for cost in use["costs"] if use["unit"] == unit else ():
+                    away = rng.randint(500, 6000) if use["phase"] == "forward" else 0
+                    cost.setdefault("partial", {})["host"] = {
+                        "seconds": 0.0,
+                        "retained_bytes": cost["retained_bytes"] - away,
+                        "peak_bytes": cost["peak_bytes"],
+                    }
+
+
 def _add_late_ranks(uses: list[dict[str, Any]]) -> None:
     """To a third of all profiles. What is drawn depends on the rest alone."""
     rng = random.Random(f"late {json.dumps(uses)}")
@@ -216,14 +232,15 @@ def try_everything(
         late = model.late_ns(schedule, size)
         graph = model.event_graph(schedule, size)
         for again in _agains(model, request):
-            peak = model.activation_peak_bytes(size, again)
+            peak = model.activation_peak_bytes(size, again, schedule)
+            on_host = model.host_activation_bytes(size, schedule, again)
             costs = [
                 [replace(cost, recompute=again.get(name)) for cost in choices]
                 for name, choices in zip(names, options, strict=True)
             ]
             for combination in itertools.product(*costs):
                 units = dict.fromkeys(tensors, nothing) | dict(zip(names, combination, strict=True))
-                taken = memory(units, slots, schedule, peak)
+                taken = memory(units, slots, schedule, peak, on_host)
                 if taken.host > request.host_bytes:
                     continue
                 needed = taken.peak
@@ -252,7 +269,8 @@ def _agains(model: CostModel, request: Request) -> list[Recomputed]:
     """Every way to recompute units, or the one that is given."""
     if request.recompute != "choose":
         return [Recomputed.of(model.recomputable if request.recompute == "all" else ())]
-    choices = itertools.product(*([None, *ways] for ways in model.ways.values()))
+    known = [[way for way in of if way != HOST or request.host_bytes] for of in model.ways.values()]
+    choices = itertools.product(*([None, *ways] for ways in known))
     return [
         Recomputed({unit: way for unit, way in zip(model.ways, chosen, strict=True) if way is not None})
         for chosen in choices

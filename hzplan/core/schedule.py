@@ -7,8 +7,8 @@ of zero length, so the DAG of every choice is the same.
 Streams, each first in, first out: ``compute``; ``optim``; for every tier ``unshard.<t>``, ``reduce.<t>``
 (one stream ``link.<t>`` under a message order, ``core.order``) and ``gather.<t>`` (all-gathers that carry a
 step's results: gradients to replicas, updated parameters); and, where the host's memory is used, ``fetch``
-and ``store``, which copy to the device and from it: optimizer states before a unit's update and after it, and
-activations before its backward (``load``) and after its forward (``save``).
+and ``store``, which copy optimizer states to the device before a unit's update and back after it, and
+``load`` and ``save``, likewise activations before a unit's backward and after its forward.
 ``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
 launches. It is a topological order of the DAG.
 """
@@ -27,6 +27,7 @@ import networkx as nx
 COMPUTE_STREAM = "compute"
 OPTIM_STREAM = "optim"
 FETCH_STREAM, STORE_STREAM = "fetch", "store"
+LOAD_STREAM, SAVE_STREAM = "load", "save"
 
 OFFLOAD_SLOTS = 2
 """Buffers on the device for offloaded optimizer states: one is fetched to while another is stored."""
@@ -49,6 +50,10 @@ class Pace(NamedTuple):
     def __str__(self) -> str:
         messages = f", messages of {self.message_bytes:,} bytes" if self.message_bytes else ""
         return f"prefetch {self.prefetch}, {self.gradient_buffers} gradient buffers{messages}"
+
+
+HOST_LINK: tuple[tuple[str, str], ...] = ((FETCH_STREAM, LOAD_STREAM), (STORE_STREAM, SAVE_STREAM))
+"""The streams that share the link to the host's memory, by direction: to the device, and from it."""
 
 
 class MessageOrder(NamedTuple):
@@ -152,6 +157,7 @@ class Schedule:
     gradient_live_ranges: Mapping[str, tuple[Interval, ...]] = field(repr=False)
     offload_slots: Mapping[str, int] = field(repr=False)
     saved: Mapping[str, Interval] = field(repr=False)
+    copy_uses: int
     order: MessageOrder | None = None
     shared: Schedule | None = field(default=None, repr=False)
 
@@ -222,6 +228,7 @@ def build(
     message_bytes: int = 0,
     gradient_bytes: Mapping[str, int] | None = None,
     saved: Collection[str] = (),
+    copy_uses: int = 1,
 ) -> Schedule:
     """Order one step.
 
@@ -232,16 +239,17 @@ def build(
     computed included (default: ``prefetch + 1``); ``offload``: whether optimizer states may lie in the host's
     memory; ``message_bytes``: units that follow each other are reduced in one task for as long as their
     gradients (``gradient_bytes``, by unit) have no more bytes together; ``saved``: the units whose
-    activations may lie in the host's memory between forward and backward.
+    activations may lie in the host's memory between forward and backward, and ``copy_uses`` how many
+    uses a copy of them has time for (at least ``prefetch + 1``).
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
     reduced after a unit's last use in a micro-batch's backward, and compute runs at most ``gradient_buffers``
     reduces ahead, and never over a unit's own unfinished one. The last micro-batch reduces down the whole
     hierarchy. The first states are fetched in its backward; others when their buffer has been emptied.
-    Activations are saved after a unit's forward, before compute begins the use ``prefetch + 1`` later, and
-    loaded when it has ended the use ``prefetch + 1`` before the backward: both within the window, so that
-    memory does not depend on how fast copies are.
+    Activations are saved after a unit's forward, before compute begins the use ``copy_uses`` later, and
+    loaded when it has ended the use ``copy_uses`` before the backward, so that memory does not depend on how
+    fast copies are.
     """
     buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
     if prefetch < 1 or accumulation < 1 or buffers < 1:
@@ -254,7 +262,8 @@ def build(
     return _Builder(
         *(tuple(uses), dict(requires), tuple(trainable), completed_at, reduces),
         *(pace, tiers, accumulation, clip, offload),
-        _between(uses, pace.prefetch + 1, saved),
+        max(copy_uses, pace.prefetch + 1),
+        saved,
     ).build()
 
 
@@ -273,7 +282,8 @@ class _Builder:
         accumulation: int,
         clip: bool,
         offload: bool,
-        saved: dict[str, Interval],
+        copy_uses: int,
+        saved: Collection[str],
     ) -> None:
         self.uses, self.requires, self.trainable = uses, requires, trainable
         self.pace, self.prefetch, self.gradient_buffers = pace, pace.prefetch, pace.gradient_buffers
@@ -308,10 +318,9 @@ class _Builder:
         self.stored: dict[str, int] = {}
         self.updated: dict[str, int] = {}
         self.param_gathered: dict[str, int] = {}
-        self.between = saved
-        window = self.prefetch + 1
-        self.saved_after = {first - window: unit for unit, (first, _) in saved.items()}
-        self.loaded_for = {last + window: unit for unit, (_, last) in saved.items()}
+        self.copy_uses, self.saved = copy_uses, _between(uses, copy_uses, saved)
+        self.saved_after = {first - copy_uses: unit for unit, (first, _) in self.saved.items()}
+        self.loaded_for = {last + copy_uses: unit for unit, (_, last) in self.saved.items()}
         self.copied: dict[int, list[int]] = {}  # position -> copies to be done before its compute begins
         self.options_read: int | None = (
             None  # the compute task that takes learning rates over for the updates
@@ -337,7 +346,7 @@ class _Builder:
             if position + self.prefetch + 1 < self.positions:
                 self.unshard(position + self.prefetch + 1, after=computed)
             self.save(position, computed=computed)
-            self.load(position + self.prefetch + 1, computed=computed)
+            self.load(position + self.copy_uses, computed=computed)
             if position == self.fetches_at:
                 for unit in self.order[:OFFLOAD_SLOTS]:
                     self.fetch(unit, after=[computed], position=position)
@@ -358,7 +367,8 @@ class _Builder:
             unshard_live_ranges=self.unshard_live_ranges(),
             gradient_live_ranges=self.gradient_live_ranges(),
             offload_slots=self.offload_slots,
-            saved=self.between,
+            saved=self.saved,
+            copy_uses=self.copy_uses,
         )
 
     def unshard(self, position: int, *, after: int) -> None:
@@ -387,13 +397,13 @@ class _Builder:
     def save(self, position: int, *, computed: int) -> None:
         """Add the copy of a forward's activations to the host's memory."""
         if (unit := self.saved_after.get(position % len(self.uses))) is not None:
-            done = self.add(Kind.SAVE, STORE_STREAM, after=[computed], units=(unit,), position=position)
-            self.copied.setdefault(position + self.prefetch + 1, []).append(done)
+            done = self.add(Kind.SAVE, SAVE_STREAM, after=[computed], units=(unit,), position=position)
+            self.copied.setdefault(position + self.copy_uses, []).append(done)
 
     def load(self, position: int, *, computed: int) -> None:
         """Add the copy of the activations back that a position's backward needs."""
         if (unit := self.loaded_for.get(position % len(self.uses))) is not None and position < self.positions:
-            done = self.add(Kind.LOAD, FETCH_STREAM, after=[computed], units=(unit,), position=position)
+            done = self.add(Kind.LOAD, LOAD_STREAM, after=[computed], units=(unit,), position=position)
             self.copied.setdefault(position, []).append(done)
 
     def reduce(self, position: int, *, computed: int) -> None:
@@ -565,15 +575,15 @@ def _last_backward(
     return {index: tuple(at[index]) for index in sorted(at)}
 
 
-def _between(uses: Sequence[Use], window: int, saved: Collection[str]) -> dict[str, Interval]:
+def _between(uses: Sequence[Use], copy_uses: int, saved: Collection[str]) -> dict[str, Interval]:
     """By unit that may save its activations the first and last use during which they are on the host alone:
     of those with one forward and one backward, far enough apart."""
     found = {}
     for unit in saved:
         own = [index for index, use in enumerate(uses) if use.unit == unit]
         phases = [uses[index].phase for index in own]
-        if phases == ["forward", "backward"] and own[0] + window <= own[1] - window:
-            found[unit] = own[0] + window, own[1] - window
+        if phases == ["forward", "backward"] and own[0] + copy_uses <= own[1] - copy_uses:
+            found[unit] = own[0] + copy_uses, own[1] - copy_uses
     return found
 
 

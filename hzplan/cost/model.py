@@ -198,6 +198,24 @@ class CostModel:
     def _saved(self) -> dict[int, dict[str, int]]:
         return {}
 
+    @cached_property
+    def _savable(self) -> tuple[str, ...]:
+        return tuple(unit for unit, ways in self.ways.items() if HOST in ways)
+
+    @cached_property
+    def copy_uses(self) -> int:
+        """How many uses a copy of one unit's activations needs to be hidden behind compute, and the use that
+        it comes from; 1 where none can be copied.
+
+        By the forward, which is shorter than a backward, of the unit with the most to copy.
+        """
+        size = self.profile.micro_batches[-1]
+        forward = {use.unit: at for at, use in enumerate(self.profile.uses) if use.phase == "forward"}
+        largest = max(self._savable, key=lambda unit: self.saved_bytes(unit, size), default=None)
+        if largest is None:
+            return 1
+        return 1 - -self.save_ns(largest, size) // max(1, self.compute_ns(forward[largest], size))
+
     def save_ns(self, unit: str, micro_batch: int) -> int:
         """Nanoseconds of a copy of a unit's activations, in either direction."""
         nbytes = self.saved_bytes(unit, micro_batch)
@@ -236,7 +254,7 @@ class CostModel:
         """Peak bytes of activations and temporaries over all uses; of a ``schedule`` whose activations may
         lie in the host's memory with those taken off that do."""
         on_host = schedule is not None and schedule.saved and HOST in recompute.values()
-        key = micro_batch, recompute, schedule.prefetch if schedule is not None and on_host else 0
+        key = micro_batch, recompute, schedule.copy_uses if schedule is not None and on_host else 0
         if key not in self._peaks:
             saved = schedule.saved if schedule is not None and on_host else None
             self._peaks[key] = max(0, *self.activation_bytes(micro_batch, recompute, saved))
@@ -431,7 +449,8 @@ class CostModel:
                 gradient_buffers=gradient_buffers,
                 offload=offload,
                 message_bytes=message_bytes,
-                saved=[unit for unit, ways in self.ways.items() if HOST in ways] if offload else (),
+                saved=self._savable if offload else (),
+                copy_uses=self.copy_uses,
                 gradient_bytes={unit: gradient_bytes(tensors) for unit, tensors in self.tensors.items()},
             )
         return self._schedules[key]

@@ -16,10 +16,12 @@ from operator import mul
 
 import numpy as np
 
-from hzplan.core.schedule import COMPUTE_STREAM, STORE_STREAM, Schedule, Task
+from hzplan.core.schedule import COMPUTE_STREAM, HOST_LINK, STORE_STREAM, Schedule, Task
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import Interference
 from hzplan.cost.lateness import RANKS, Late, places
+
+_HOST_WAYS = {stream: way for way, streams in enumerate(HOST_LINK) for stream in streams}
 
 MAX_STEPS = 24
 """Steps that ``replay`` follows at most, in search of a periodic state."""
@@ -131,11 +133,16 @@ def objective_ns(
 def floor_ns(
     schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
 ) -> float:
-    """The part of ``objective_ns`` that needs no replay: the largest of tier loads and energies."""
+    """The part of ``objective_ns`` that needs no replay: the largest of tier loads, loads of the link to the
+    host's memory, and energies."""
     loads = tier_loads_ns(schedule, durations_ns)
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
     energies = interference.energies if interference else ()
-    return max(compute, *loads, *(energy.at(compute, loads) for energy in energies))
+    copies = [0] * len(HOST_LINK)
+    for task, duration in zip(schedule.tasks, durations_ns, strict=True):
+        if (way := _HOST_WAYS.get(task.stream)) is not None:
+            copies[way] += duration
+    return max(compute, *loads, *copies, *(energy.at(compute, loads) for energy in energies))
 
 
 def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
@@ -203,9 +210,15 @@ class _SharedReplay:
         self.steps = STEPS_OF_MANY if late else STEPS
         self.total = len(schedule.tasks)
         self.computes = [task.stream == COMPUTE_STREAM for task in schedule.tasks]
-        other = schedule.tiers  # kinds of tasks: of each tier, others, and compute
+        other = schedule.tiers  # kinds of tasks: of each tier, others, compute, copies in each direction
         self.kinds = [
-            other + 1 if compute else task.tier if task.tier >= 0 else other
+            other + 1
+            if compute
+            else task.tier
+            if task.tier >= 0
+            else other + 2 + _HOST_WAYS[task.stream]
+            if task.stream in _HOST_WAYS
+            else other
             for task, compute in zip(schedule.tasks, self.computes, strict=True)
         ]
         self.slowdowns: dict[tuple[int, ...], list[float]] = {}
@@ -357,7 +370,8 @@ class _SharedReplay:
         speed = prod(1.0 - lost for lost, beside in losses if beside)
         shared = (n * c if n > 1 else 1.0 for n, c in zip(on_tier, cost.contention, strict=True))
         beside_compute = (1.0 + (slower - 1.0) * computing for slower in cost.communication_slowdown)
-        factors = [*map(mul, shared, beside_compute), 1.0, 1.0 / speed]
+        copies = (float(max(1, kinds.count(other + 2 + way))) for way in range(len(HOST_LINK)))
+        factors = [*map(mul, shared, beside_compute), 1.0, 1.0 / speed, *copies]
         self.slowdowns[kinds] = [factors[kind] for kind in kinds]
         return self.slowdowns[kinds]
 

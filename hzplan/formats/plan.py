@@ -163,7 +163,8 @@ class Plan(Document):
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
     ``message_bytes``: units that follow each other are reduced together for as long as their gradients have
-    no more bytes; None: each by itself.
+    no more bytes; None: each by itself. ``copy_uses``: how many uses a copy of a unit's activations, to the
+    host or back, has time for; None where there are none on the host.
     ``ctas``: by tier, thread blocks of a collective's kernel at most; None: what the device has room for.
     ``local_norm``: every rank has all reduced gradients and takes their norm by itself, for clipping; else it
     takes that of its slices, which are summed over all ranks.
@@ -182,6 +183,7 @@ class Plan(Document):
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
     message_bytes: PositiveInt | None = None
+    copy_uses: PositiveInt | None = None
     sync_ahead: NonNegativeInt | None = None
     ctas: tuple[PositiveInt, ...] | None = None
     replica_sync: Literal["every_step"] = "every_step"
@@ -240,11 +242,10 @@ class Plan(Document):
                 f"units: {min(self.offloaded)} is offloaded, but source.host_memory_bytes allows nothing"
             )
         saved = [unit for unit, way in self.recomputed.items() if way == HOST]
-        if saved and self.source.host_memory_bytes is None:
-            raise ValueError(
-                f"units: activations of {min(saved)} are on the host, but source.host_memory_bytes allows "
-                "nothing"
-            )
+        for name in ("source.host_memory_bytes", "copy_uses") if saved else ():
+            of = self.copy_uses if name == "copy_uses" else self.source.host_memory_bytes
+            if of is None:
+                raise ValueError(f"units: activations of {min(saved)} are on the host, but {name} is missing")
         whole: set[str] = set()
         for index, use in enumerate(self.uses):
             phase, _, unit_name = use.partition(" ")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1024
@@ -41,7 +40,7 @@ class _Storage:
     def bytes(self) -> Tensor:
         """All of it [bytes], on the device."""
         assert self.here is not None
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,8 @@ class Saved:
             if key in outside:
                 return tensor
             storage = found.get(key) or found.setdefault(key, _Storage(tensor))
-            return _View(
-                *(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), self)
-            )
+            offset = int(tensor.storage_offset())
+            return _View(storage, tensor.dtype, tensor.size(), tensor.stride(), offset, self)
 
         def returned(result: Any) -> None:
             stays = {_key(tensor) for tensor in tree_leaves(result) if _is_plain(tensor)}
@@ -138,17 +136,19 @@ class Saved:
         for storage in self._kept:
             self._fill(storage)
 
-    def fetch(self, storage: _Storage) -> None:
-        """One storage for backward, which nobody has loaded."""
-        if storage.here is None:
-            self._make(storage)
-            self._fill(storage)
+    def fetch(self, storage: _Storage) -> torch.UntypedStorage:
+        """One storage on the device for backward, where nobody has loaded it."""
+        if storage.here is not None:
+            return storage.here
+        made = self._make(storage)
+        self._fill(storage)
+        return made
 
-    def _make(self, storage: _Storage) -> None:
+    def _make(self, storage: _Storage) -> torch.UntypedStorage:
         if storage.here is None:
-            storage.here = torch.empty(
-                storage.nbytes, dtype=torch.uint8, device=storage.device
-            ).untyped_storage()
+            room = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device)
+            storage.here = room.untyped_storage()
+        return storage.here
 
     def _fill(self, storage: _Storage) -> None:
         if self._host_buffer is not None:
@@ -162,25 +162,19 @@ class Saved:
 def _unpack(kept: Tensor | _View) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    kept.of.fetch(kept.storage)
     empty = torch.empty(0, dtype=kept.dtype, device=kept.storage.device)
-    return empty.set_(kept.storage.here, kept.offset, kept.size, kept.stride)  # type: ignore[call-overload]
+    return empty.set_(kept.of.fetch(kept.storage), kept.offset, kept.size, kept.stride)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with a storage of its own."""
-    return (
-        isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and not is_traceable_wrapper_subclass(value)
-        and (type(value) in (Tensor, nn.Parameter, FakeTensor))
-    )
+    """Whether a value is a tensor with a storage of its own, none of a subclass with tensors inside."""
+    return type(value) in (Tensor, nn.Parameter, FakeTensor) and value.layout is torch.strided
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def unseen_host_buffer(nbytes: int) -> Tensor:
     """Memory [bytes] that torch's allocators do not count, where the host's memory is also the device's."""
-    return torch.frombuffer(bytearray(max(nbytes, 1)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]

@@ -52,7 +52,7 @@ class Choice:
 
     ``dtype``: the dtype that the model computes in, torch's name; None: its parameters'. ``reduce_dtype``:
     the dtype that gradients travel in; None: the master weights'. ``message_order``: see ``core.order``.
-    ``message_bytes``: see ``core.schedule.build``.
+    ``message_bytes``, ``copy_uses``: see ``core.schedule.build``.
     ``requires``: by unit, the units whose parameters it needs, besides those that the model shows.
     ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
     state lies in the host's memory. ``tier_names``: the cluster's names of its links, for messages.
@@ -69,6 +69,7 @@ class Choice:
     reduce_dtype: str | None = None
     gradient_buffers: int | None = None
     message_bytes: int = 0
+    copy_uses: int = 1
     message_order: MessageOrder | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: Recomputed = NOTHING
@@ -97,6 +98,7 @@ class Choice:
             reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
             message_bytes=plan.message_bytes or 0,
+            copy_uses=plan.copy_uses or 1,
             message_order=plan.message_order,
             requires={unit.name: unit.requires for unit in plan.units},
             recompute=plan.recomputed,
@@ -374,6 +376,7 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         message_bytes=choice.message_bytes,
         gradient_bytes={unit.name: gradient_bytes(unit.tensors) for unit in listed},
         saved=[unit for unit, way in choice.recompute.items() if way == HOST],
+        copy_uses=choice.copy_uses,
     )
     try:
         return in_order(schedule, choice.message_order)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, bucketise
+from hzplan.core.recompute import HOST
 from hzplan.cost.model import tensors_of
 from hzplan.formats.base import fingerprint
 from hzplan.formats.parallel import ModelParallel
@@ -82,6 +83,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
         message_bytes=chosen.schedule.message_bytes or None,
+        copy_uses=chosen.schedule.copy_uses if HOST in chosen.modes.recompute.values() else None,
         sync_ahead=chosen.schedule.order.sync if chosen.schedule.order else None,
         ctas=profile.ctas,
         source=source,

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hzplan.core.recompute import HOST
-from hzplan.core.schedule import COMPUTE_STREAM, FETCH_STREAM, STORE_STREAM, Kind, Schedule, Task
+from hzplan.core.schedule import COMPUTE_STREAM, HOST_LINK, Kind, Schedule, Task
 from hzplan.cost.events import Cycle, Event, EventGraph
 from hzplan.cost.lateness import Late, late_in
 from hzplan.cost.model import CostModel
@@ -226,10 +226,9 @@ class Network:
     @cached_property
     def loads(self) -> list[LazyConstraint]:
         """The whole load of every tier; of copies from the host's memory, and to it, where there are such."""
-        streams = [stream for stream in (FETCH_STREAM, STORE_STREAM) if stream in self.whole.streams]
         tiers = [[task for task in self.whole.tasks if task.tier == tier] for tier in range(self.whole.tiers)]
-        copies = [self.whole.streams[stream] for stream in streams]
-        return [self._sum(tasks) for tasks in [*tiers, *copies]]
+        copies = [[task for task in self.whole.tasks if task.stream in way] for way in HOST_LINK]
+        return [self._sum(tasks) for tasks in [*tiers, *filter(None, copies)]]
 
     @cached_property
     def energies(self) -> list[LazyConstraint]:

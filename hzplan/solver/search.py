@@ -229,6 +229,11 @@ class Search:
         """The relaxation, made when it is first asked for."""
         return Relaxation(self.question)
 
+    @property
+    def ways(self) -> set[Way | None]:
+        """What may become of units' activations."""
+        return {way for name in self.question.binaries.values() for way in self.pools[name].ways}
+
     def in_order(self, order: MessageOrder) -> Search:
         """The same search in a message order."""
         q = self.question

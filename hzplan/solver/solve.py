@@ -85,6 +85,8 @@ class Solved:
 
 KEPT_SHARE = 0.5
 """Share of the time limit that is kept for the local search in the simulator and the search in an order."""
+STAYING_SHARE = 0.2
+"""Share of the time limit for plans whose activations all stay on the device, where others are asked for."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,10 @@ def solve(
             found.all += more
             inside = searched or inside
 
+        if any(HOST in search.ways for search in searches[:1]):
+            # Copies leave relaxations far below any plan; what is best without them is found sooner.
+            staying = searches_of(profile, request, on_host=False)
+            _relaxed(staying, found, started + STAYING_SHARE * request.time_limit_s, tell)
         _relaxed(searches, found, deadline - kept, tell)
         if found.all:
             refine(deadline - kept / 2)
@@ -370,8 +376,9 @@ def _with_ilps(
     return feasible
 
 
-def searches_of(profile: Profile, request: Request) -> list[Search]:
-    """One search per micro-batch size and pace; UserError where no memory budget would give an answer."""
+def searches_of(profile: Profile, request: Request, *, on_host: bool = True) -> list[Search]:
+    """One search per micro-batch size and pace; UserError where no memory budget would give an answer.
+    ``on_host``: whether activations may be there, where the question allows it."""
     world = profile.data_ranks
     sizes = [size for size in profile.micro_batches if request.global_batch % (world * size) == 0]
     if not sizes or request.global_batch < 1:
@@ -412,7 +419,7 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
                     offload=offload,
                 )
             pools[unit] = alike[key, offload]
-    binaries = _recompute_binaries(model, request, pools)
+    binaries = _recompute_binaries(model, request, pools, on_host=on_host and request.host_bytes > 0)
     return [
         Search(model, size, pace, request, pools, binaries)
         for size in sizes
@@ -420,7 +427,9 @@ def searches_of(profile: Profile, request: Request) -> list[Search]:
     ]
 
 
-def _recompute_binaries(model: CostModel, request: Request, pools: dict[str, ColumnPool]) -> dict[str, str]:
+def _recompute_binaries(
+    model: CostModel, request: Request, pools: dict[str, ColumnPool], *, on_host: bool
+) -> dict[str, str]:
     """Add to ``pools`` a recompute choice for every unit that may be recomputed; their names by unit.
 
     Like units share one pool.
@@ -430,7 +439,7 @@ def _recompute_binaries(model: CostModel, request: Request, pools: dict[str, Col
     made: dict[object, ColumnPool] = {}
     found = {}
     for unit, name in recompute_names(model).items():
-        known = [way for way in model.ways[unit] if way != HOST or request.host_bytes]
+        known = [way for way in model.ways[unit] if way != HOST or on_host]
         ways: list[Way | None] = [None, *known] if request.recompute == "choose" else ["full"]
         if {*ways} <= {None, *known}:
             found[unit] = name

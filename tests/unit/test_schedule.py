@@ -61,10 +61,8 @@ def test_streams_are_first_in_first_out_from_step_to_step(step: Step) -> None:
                 assert (task.stream, task.tier) == (COMPUTE_STREAM, -1)
             case Kind.UPDATE:
                 assert (task.stream, task.tier) == (OPTIM_STREAM, -1)
-            case Kind.FETCH | Kind.STORE:
+            case Kind.FETCH | Kind.STORE | Kind.SAVE | Kind.LOAD:
                 assert (task.stream, task.tier) == (task.kind.value, -1)
-            case Kind.SAVE | Kind.LOAD:
-                assert (task.stream, task.tier) == ("store" if task.kind is Kind.SAVE else "fetch", -1)
             case Kind.UNSHARD:
                 assert task.stream == f"{'unshard' if step.order is None else 'link'}.{task.tier}"
             case Kind.REDUCE | Kind.FINAL_REDUCE:
