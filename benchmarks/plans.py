@@ -66,6 +66,7 @@ def given(profile: Profile, profile_path: Path, found: Evaluation, request: Requ
             profile_sha256=fingerprint(profile),
             memory_budget_bytes=request.memory_bytes,
             asked_gap=request.gap,
+            host_memory_bytes=request.host_bytes or None,
         ),
     )
 

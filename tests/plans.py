@@ -10,7 +10,7 @@ from torch import nn
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
-from hzplan.core.recompute import Recomputed
+from hzplan.core.recompute import HOST, Recomputed
 from hzplan.core.schedule import Use
 from hzplan.formats.plan import (
     Batch,
@@ -100,12 +100,13 @@ def make_plan(
         ),
         prefetch=prefetch,
         gradient_buffers=prefetch + 1,
+        copy_uses=prefetch + 1 if HOST in ways.values() else None,
         source=Source(
             profile="profile.json",
             profile_sha256="0",
             memory_budget_bytes=1 << 30,
             asked_gap=0.0,
-            host_memory_bytes=1 << 30 if offload else None,
+            host_memory_bytes=1 << 30 if offload or HOST in ways.values() else None,
         ),
         proof=Proof(status="given", objective_s=0.1, bound_s=0.1, gap=0.0, solver="none"),
         predicted=Predicted(

@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory against the same on the device; runs on the ranks."""
+"""Optimizer state and activations in the host's memory against the same on the device; runs on the ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.distributed.behaviour import delays
 from tests.distributed.oracle import Case, batch, loss_of, sharded
 
 STEPS = 6
+COPIES = (Kind.FETCH, Kind.STORE, Kind.SAVE, Kind.LOAD)
 OPTIMIZERS = ("AdamW", "Adagrad", "NAdam", "SGD", "RMSprop", "ASGD")
 
 
@@ -45,10 +46,13 @@ def differing(payload: list[int]) -> dict[str, list[str]]:
         model, optimizer = sharded(case)
         expected = contents(case, model, optimizer)
         optimizer.engine.close()
-        slow = delays(lambda t, r=rng: r.uniform(0, 0.01) if t.kind in (Kind.FETCH, Kind.STORE) else 0.0)  # type: ignore[misc]
+        slow = delays(lambda t, r=rng: r.uniform(0, 0.01) if t.kind in COPIES else 0.0)  # type: ignore[misc]
         with slow:
             model, optimizer = sharded(replace(case, offload=True))
             assert any(unit.offload for unit in optimizer.engine.units.values())
+            assert case.prefetch > 1 or any(
+                task.kind is Kind.LOAD for task in optimizer.engine.schedule.tasks
+            )
             mine = contents(case, model, optimizer)
             optimizer.engine.close()
         assert mine.keys() == expected.keys() and len(expected) > 10

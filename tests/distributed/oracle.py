@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.recompute import HOST, Recomputed
 from hzplan.core.schedule import MessageOrder, Use
 from hzplan.models.gpt import GPT, GPTConfig
 from hzplan.models.hooks import attach
@@ -33,7 +34,7 @@ class Case:
 
     ``dtype``: what the model computes in, ``reduce_dtype``: what gradients travel in. ``lean``: nothing is
     gathered that is not read, small units travel with others. ``offload``: most units keep their optimizer
-    state in the host's memory. ``compiled``: every layer is, by torch.compile.
+    state in the host's memory, some layers their activations. ``compiled``: every layer is, by torch.compile.
     """
 
     mesh: str
@@ -166,6 +167,7 @@ def choice(case: Case) -> Choice:
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
     uses, requires = lean_uses() if case.lean else (uses_of(case), {})
     units = dict.fromkeys(use.unit for use in uses)
+    on_host = {"layers.0", "layers.1"} if case.seed % 3 else {"layers.0"}
     replicated = all(mesh.shards[max(of.grad, of.optim)] == 1 for of in levels.values())
     return Choice(
         mesh,
@@ -178,6 +180,7 @@ def choice(case: Case) -> Choice:
         case.reduce_dtype,
         requires=requires,
         offload=frozenset(unit for unit in units if case.offload and rng.random() < 0.7),
+        recompute=Recomputed.of([unit for unit in units if unit in on_host] if case.offload else (), HOST),
         message_bytes=random.Random(case.name).choice((0, 0, 4096, 1 << 30)),  # a unit or two, or all
         message_order=order_of(case),
         local_norm=case.clip and replicated,
