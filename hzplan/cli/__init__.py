@@ -18,6 +18,7 @@ from hzplan.launch import job
 COMMANDS = (
     "profile",
     "solve",
+    "review",
     "rehearse",
     "run",
     "weights",

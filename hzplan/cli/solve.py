@@ -32,8 +32,8 @@ def command(
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="How much of the host's memory a rank may take for optimizer state, as in 100GiB; by "
-            "default none."
+            help="How much of the host's memory a rank may take, for optimizer state and activations, as in "
+            "100GiB; by default none."
         ),
     ] = None,
     gap: Annotated[float, typer.Option(help="How far from the best possible is good enough.")] = 0.005,
@@ -202,7 +202,7 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
 
     profile, request = asked.profile, asked.request
     near = None if like is None else replay(Plan.load(like), profile, like)
-    own = None if baseline is None else _baseline(baseline, profile, request)
+    own = None if baseline is None else own_setting(baseline, profile, request)
     with console.Bar("solve") as bar:
 
         def show(state: SearchState) -> None:
@@ -210,13 +210,13 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
 
         outcome = solve(profile, request, show, interruptible=True, baseline=own, like=near)
     if isinstance(outcome, Infeasible):
-        raise NoPlanFits(_nothing_fits(profile, request, outcome, as_json=as_json))
+        raise NoPlanFits(nothing_fits(profile, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
     _write(asked, outcome, as_json=as_json)
 
 
-def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
+def own_setting(text: str, profile: Profile, request: Request) -> Baseline:
     """The user's own setting: a plan file's, or what is written."""
     from hzplan.cost.model import CostModel
     from hzplan.formats.plan import Plan
@@ -235,7 +235,7 @@ def _baseline(text: str, profile: Profile, request: Request) -> Baseline:
     return Baseline("yours", plan=replay(plan, profile, path))
 
 
-def _nothing_fits(profile: Profile, request: Request, outcome: Infeasible, *, as_json: bool) -> str:
+def nothing_fits(profile: Profile, request: Request, outcome: Infeasible, *, as_json: bool) -> str:
     """The message where nothing fits: the smallest memory that would, its largest part, options in
     conflict."""
     from hzplan.cli import console

@@ -63,7 +63,7 @@ class SolveReport:
                         "fits": row.fits,
                         "allowed": row.allowed,
                         "micro_batch": row.found.micro_batch,
-                        "recompute": self._recompute(row.found),
+                        "recompute": self.recompute(row.found),
                     }
                     for row in self.solved.rows
                 ],
@@ -98,7 +98,7 @@ class SolveReport:
         yield "fits", self._memory()
         yield "gain", self._gain()
         if self.gained is not None and self.gained.parts and self.gained.share > 0:
-            yield "from", self._parts()
+            yield "from", self.parts()
         predicted = self.plan.predicted
         worker = readable.worker(self.profile.cluster.device)
         mfu = f", MFU {predicted.mfu:.1%}" if predicted.mfu else ""
@@ -116,7 +116,7 @@ class SolveReport:
             + _together(self.plan)
             + _order(self.plan),
         )
-        yield "how sure", self._expected_error()
+        yield "how sure", self.expected_error()
         yield "proof", self._proof()
         if from_what := described(parts(self.solved.best, self.solved.in_order_bound_ns)):
             yield "gap from", from_what
@@ -156,7 +156,7 @@ class SolveReport:
         said = f"yes: {console.size(peak)} of a budget of {console.size(budget)}; headroom {free}"
         if self.reserved:
             said += f" (budget: {self._reserve()})"
-        if self.plan.offloaded:
+        if self.solved.best.memory.host:
             said += f"; of the host's {console.size(self.solved.best.memory.host)}"
         return said
 
@@ -195,7 +195,7 @@ class SolveReport:
             said += f". {doubt}"
         return said
 
-    def _parts(self) -> str:
+    def parts(self) -> str:
         """Each freedom switched off in turn."""
         assert self.gained is not None, "there are parts of a gain"
         other = self.gained.over.found
@@ -206,7 +206,7 @@ class SolveReport:
 
         named = {
             "levels": "sharding",
-            "recompute": instead("recompute", self._recompute(mine), self._recompute(other)),
+            "recompute": instead("recompute", self.recompute(mine), self.recompute(other)),
             "micro-batch": instead("micro-batch", mine.micro_batch, other.micro_batch),
             "prefetch": instead("prefetch", mine.schedule.prefetch, other.schedule.prefetch),
             "message order": "message order",
@@ -262,7 +262,7 @@ class SolveReport:
             f"pipeline that is not interleaved adds a bubble of {bubble:.0%} to the step"
         )
 
-    def _expected_error(self) -> str:
+    def expected_error(self) -> str:
         """The known error of predictions like this one."""
         if self.profile.modelled is not None:
             of_links = self.profile.modelled.device is None
@@ -335,7 +335,7 @@ class SolveReport:
         table.add_row(
             name,
             str(found.micro_batch),
-            self._recompute(found),
+            self.recompute(found),
             console.duration(found.step_s),
             changes[0],
             console.size(found.memory.peak),
@@ -343,7 +343,7 @@ class SolveReport:
             ("yes" if allowed else "barred") if fits else "no",
         )
 
-    def _recompute(self, found: Evaluation) -> str:
+    def recompute(self, found: Evaluation) -> str:
         return RecomputeOptions.of(found.model).name(found.modes.recompute)
 
     def _choices(self) -> object:

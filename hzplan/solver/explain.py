@@ -9,14 +9,14 @@ import numpy as np
 
 from hzplan.core.hierarchy import Levels
 from hzplan.core.schedule import Kind
-from hzplan.cost.model import tensors_of
+from hzplan.cost.model import REDUCED_TOGETHER, tensors_of
 from hzplan.cost.simulate import tier_loads_ns
 from hzplan.errors import UserError
 from hzplan.show import readable
 from hzplan.show.report import PathPart
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate
 from hzplan.solver.paths import Network
-from hzplan.solver.patterns import recompute_names
+from hzplan.solver.patterns import DurationKey, recompute_names
 
 MOST_SIMULATED = 8
 """Alternatives of a unit that are simulated, those of the least objective first."""
@@ -55,6 +55,12 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     names = [*found.units, *binaries.values()]
     network = Network(found.model, found.schedule, found.schedule, names, found.micro_batch, binaries)
     durations = network.durations(found.units)
+    for task in found.schedule.tasks:  # where bounds count the mean of what units pay once, the largest
+        if task.kind in REDUCED_TOGETHER and len(task.units) > 1:
+            rows = [network.rows[unit] for unit in task.units]
+            column = network.columns[DurationKey(task.kind, task.tier, once=True)]
+            if (paid := durations[rows, column]).any():
+                durations[rows, column] = paid * (paid.max() / paid.mean())
     cut = max(network.critical_cycles(durations), key=lambda cycle: cycle.at(durations))
     spent = cut.weights * durations
     unit_of = {name: unit for unit, name in binaries.items()}

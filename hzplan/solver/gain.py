@@ -55,9 +55,15 @@ def gain(best: Evaluation, rows: Sequence[Row], request: Request) -> Gain | None
         return Gain(fitting[id(best)], 0.0, True, ())
     some = [row.found for row in fitting.values()]
     limit = fastest_of(some).predicted.period_ns * (1 + tie_of(request.gap, request.tie))
-    over = fitting[id(preferred(some, limit))]
-    share = over.found.predicted.period_ns / best.predicted.period_ns - 1
-    return Gain(over, share, False, _parts(best, over.found, request))
+    return over(best, fitting[id(preferred(some, limit))], request)
+
+
+def over(best: Evaluation, row: Row, request: Request) -> Gain:
+    """The gain of the plan ``best`` over one row, which may not fit."""
+    if row.found is best:
+        return Gain(row, 0.0, True, ())
+    share = row.found.predicted.period_ns / best.predicted.period_ns - 1
+    return Gain(row, share, False, _parts(best, row.found, request))
 
 
 def _parts(best: Evaluation, other: Evaluation, request: Request) -> tuple[FreedomShare, ...]:

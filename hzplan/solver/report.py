@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from hzplan.core.recompute import HOST
 from hzplan.core.schedule import COMPUTE_STREAM, OPTIM_STREAM, Kind, Pace, Schedule, Task
 from hzplan.cost.simulate import critical, tier_loads_ns
 from hzplan.formats.metrics import Measured
@@ -83,7 +84,10 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
     else:
         origin = "measured" + (", calibrated by a run" if profile.calibrated else "")
     tokens = predict(profile, found).tokens_per_s_per_gpu
-    moved = f"{len(plan.offloaded)} units, {size(found.memory.host)} a rank" if plan.offloaded else "none"
+    on_host = sum(way == HOST for way in plan.recomputed.values())
+    of_what = [f"state of {len(plan.offloaded)} units"] * bool(plan.offloaded)
+    of_what += [f"activations of {on_host}"] * bool(on_host)
+    moved = ", ".join([*of_what, f"{size(found.memory.host)} a rank"]) if of_what else "none"
     return [
         ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
         ("cluster", f"{_tiers(plan, profile)} ({tiers}), {plan.cluster.backend}"),
@@ -100,7 +104,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", plan.reduce_dtype),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
-        ("optimizer state on the host", moved),
+        ("in the host's memory", moved),
     ]
 
 
