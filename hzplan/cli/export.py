@@ -11,6 +11,7 @@ from hzplan.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from hzplan.export.shape import Exported, Lost
+    from hzplan.formats.plan import Plan
 
 TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")
 MOST_SHOWN = 12
@@ -25,6 +26,9 @@ def command(
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1, and write nothing, when anything gets lost.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write it though it takes more memory than the plan's budget.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
@@ -72,6 +76,8 @@ def command(
             f"{plan}: {to} cannot say {len(made.lost)} thing{'s' * (len(made.lost) > 1)}; the first: "
             f"{made.lost[0].where}: {made.lost[0].what}"
         )
+    if total is not None and not force:
+        _within_budget(plan, to, chosen, int(total["peak_bytes"]))
     if output is None:
         print(made.text, end="")
     else:
@@ -84,6 +90,19 @@ def command(
         )
         return
     _say(made, to, total, output)
+
+
+def _within_budget(path: Path, to: str, plan: Plan, more: int) -> None:
+    """CheckFailed where what gets lost takes a plan over its budget."""
+    from hzplan.cli import console
+
+    peak, budget = plan.predicted.peak_memory_bytes + more, plan.source.memory_budget_bytes
+    if peak > budget:
+        raise CheckFailed(
+            f"{path}: as {to} it would take {console.size(peak)}, more than the budget of "
+            f"{console.size(budget)}: what gets lost takes {console.size(more)}; solve with --memory "
+            f"{budget - (peak - budget)}, or write it all the same with --force"
+        )
 
 
 def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path | None) -> None:

@@ -16,23 +16,29 @@ LEAST_BUFFERS = 2
 
 TEMPLATE = '''"""FSDP2 as a plan of hzplan says: {about}.
 
-    model = shard(model)  # in float32, on this rank's device, torch.distributed initialised
+    model = build(lambda: Model(config))  # or shard(model), of one that is there, in float32
     optimizer = torch.optim.AdamW(model.parameters(), lr=…)
     for step in range(steps):
         for index in range(ACCUMULATION):
             before_micro_batch(model, last=index == ACCUMULATION - 1)
             (loss_of(model, batch) / ACCUMULATION).backward()
+        clip(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+torch.distributed must be initialised before, and this rank's device be the current one.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -84,6 +90,44 @@ def _contexts(way: str):
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def build(make: Callable[[], nn.Module], device_type: str = "{device}") -> nn.Module:
+    """Make a model and shard it: rank 0 makes it in the host's memory, and all ranks get their shards from
+    there. No device ever has more than one whole tensor beside its shards."""
+    first = dist.get_rank() == 0
+    whole = None
+    if first:
+        with torch.device("cpu"):
+            whole = make().float()
+    with torch.device("meta"):
+        model = make().float()
+    shard(model, device_type)
+    device = torch.device(device_type, *([torch.cuda.current_device()] if device_type == "cuda" else []))
+    model.to_empty(device=device)
+    values = dict(whole.state_dict()) if whole is not None else {{}}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, values, options=options)
+    buffers = dict(whole.named_buffers()) if whole is not None else {{}}
+    for name, buffer in model.named_buffers():  # those that no state dict has, too
+        if first:
+            buffer.copy_(buffers[name.replace("_checkpoint_wrapped_module.", "")])
+        dist.broadcast(buffer, 0)
+    return model
+
+
+def clip(model: nn.Module, most: float) -> torch.Tensor:
+    """Clip gradients by their global norm, which is returned; torch's own clip_grad_norm_ cannot add up those
+    of several meshes."""
+    meshes: dict[object, list[nn.Parameter]] = {{}}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            meshes.setdefault(parameter.grad.device_mesh, []).append(parameter)
+    norms = [nn.utils.get_total_norm([one.grad for one in some]).full_tensor() for some in meshes.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for some in meshes.values():
+        nn.utils.clip_grads_with_norm_(some, most, total)
+    return total
 
 
 def shard(model: nn.Module, device_type: str = "{device}") -> nn.Module:

@@ -88,7 +88,7 @@ def narrow_config(config: Any, vocab: int) -> Any:
     if getattr(inner, "num_key_value_heads", None) == getattr(inner, "num_attention_heads", 0):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     for field, size in sizes.items():
-        if isinstance(getattr(inner, field, None), int):
+        if isinstance(getattr(inner, field, None), int) and not _is_computed(inner, field):
             setattr(inner, field, size)
     for field in vars(inner):
         if field.endswith(("dropout", "_pdrop")) and isinstance(getattr(inner, field), float):
@@ -97,6 +97,12 @@ def narrow_config(config: Any, vocab: int) -> Any:
         if getattr(inner, field, None) is not None:
             setattr(inner, field, 0)
     return found
+
+
+def _is_computed(config: object, field: str) -> bool:
+    """Whether a configuration has a field that follows from others."""
+    own = getattr(type(config), field, None)
+    return isinstance(own, property) and own.fset is None
 
 
 @contextmanager
