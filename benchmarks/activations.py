@@ -159,7 +159,7 @@ def smallest(case: Case, profile: Profile) -> str:
     host = HOST_GIB * GIB
     cells = [
         _least(without(profile, parts), Request(1, case.global_batch)),
-        _least(without(profile, ("host",)), Request(1, case.global_batch)),
+        _least(without(profile, parts[:1]), Request(1, case.global_batch)),
         _least(profile, Request(1, case.global_batch, host_bytes=host)),
     ]
     name = case.model.partition(":")[2]

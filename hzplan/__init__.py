@@ -1,6 +1,7 @@
 """hzplan plans and runs the fastest sharded data-parallel training that fits in memory.
 
-``hzplan.parallelize`` shards a model as a plan says; ``hzplan.Plan.load`` reads a plan;
+``hzplan.auto`` measures, plans and shards in the job that trains; ``hzplan.parallelize`` shards a model as a
+plan says; ``hzplan.Plan.load`` reads a plan;
 ``hzplan.deferred_init`` makes a model that is larger than a rank;
 ``hzplan.Checkpoints`` saves and loads what is trained. Everything else is the command line's
 (``hzplan --help``).
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hzplan.checkpoint.checkpoints import Checkpoints as Checkpoints
     from hzplan.formats.plan import Plan as Plan
+    from hzplan.in_job import auto as auto
     from hzplan.models.deferred import deferred_init as deferred_init
     from hzplan.runtime.apply import full_parameters as full_parameters
     from hzplan.runtime.apply import parallelize as parallelize
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "auto": "hzplan.in_job",
     "Checkpoints": "hzplan.checkpoint.checkpoints",
     "Plan": "hzplan.formats.plan",
     "deferred_init": "hzplan.models.deferred",

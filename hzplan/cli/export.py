@@ -100,8 +100,8 @@ def _within_budget(path: Path, to: str, plan: Plan, more: int) -> None:
     if peak > budget:
         raise CheckFailed(
             f"{path}: as {to} it would take {console.size(peak)}, more than the budget of "
-            f"{console.size(budget)}: what gets lost takes {console.size(more)}; solve with --memory "
-            f"{budget - (peak - budget)}, or write it all the same with --force"
+            f"{console.size(budget)}: what gets lost takes {console.size(more)}; solve for it (hzplan "
+            f"solve --for {to}), or write it all the same with --force"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hzplan.formats.profile import Profile
     from hzplan.solver.baseline import Baseline
     from hzplan.solver.solve import Infeasible, Request, Solved
+    from hzplan.solver.target import Target
 
 
 def command(
@@ -77,6 +78,14 @@ def command(
             help="Activation recomputation: which units compute their forward again in backward.",
         ),
     ] = "choose",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="fsdp2|deepspeed|megatron-fsdp",
+            help="The best plan that this runtime can be told: hzplan export then loses nothing.",
+        ),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +129,7 @@ def command(
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
     from hzplan.solver.solve import Request
+    from hzplan.solver.target import TARGETS
 
     if not 0 <= gap < float("inf") or not 0 < time_limit < float("inf"):
         raise UserError("--gap must be a number of at least 0, --time-limit one above 0")
@@ -146,7 +156,14 @@ def command(
         recompute=cast(Recompute, recompute),
         tie=None if tie is None else parse_share(tie, "--tie"),
         host_bytes=parse_bytes(host_memory, "--host-memory") if host_memory else 0,
+        target=cast("Target | None", target),
     )
+    if target is not None and target not in TARGETS:
+        raise UserError(f"--for {target}: one of {', '.join(TARGETS)}")
+    if target is not None and (host_memory is not None or sweep is not None):
+        raise UserError(
+            "--for: an export has nothing in the host's memory, and answers one question at a time"
+        )
     if recompute == "all" and not any(cost.recompute for use in loaded.uses for cost in use.costs):
         console.remark(f"{profile}: no unit can be recomputed, or it was not measured; profile again")
     if sweep is not None and (baseline is not None or like is not None):
@@ -198,7 +215,7 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
     from hzplan.cli import console
     from hzplan.formats.plan import Plan
     from hzplan.solver.evaluate import replay
-    from hzplan.solver.solve import Failed, Infeasible, SearchState, solve
+    from hzplan.solver.solve import Failed, Infeasible, SearchState, solve_each
 
     profile, request = asked.profile, asked.request
     near = None if like is None else replay(Plan.load(like), profile, like)
@@ -208,12 +225,12 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
         def show(state: SearchState) -> None:
             bar.update(str(state), min(1.0, state.seconds / request.time_limit_s))
 
-        outcome = solve(profile, request, show, interruptible=True, baseline=own, like=near)
+        answered, outcome = solve_each(profile, request, show, interruptible=True, baseline=own, like=near)
     if isinstance(outcome, Infeasible):
         raise NoPlanFits(nothing_fits(profile, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
-    _write(asked, outcome, as_json=as_json)
+    _write(replace(asked, request=answered), outcome, as_json=as_json)
 
 
 def own_setting(text: str, profile: Profile, request: Request) -> Baseline:

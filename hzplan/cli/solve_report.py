@@ -227,7 +227,11 @@ class SolveReport:
         if self.plan.parallel is not None:
             yield f"next: hzplan show {self.path}"
             return
-        cluster = self.profile.cluster
+        cluster, target = self.profile.cluster, self.plan.source.target
+        if target is not None:
+            file = "zero.json" if target == "deepspeed" else "sharding.py"
+            yield f"next: hzplan export {self.path} --to {target} -o {file}"
+            return
         if self.profile.modelled is None and cluster.device != "cuda":
             yield f"next: hzplan run {self.path}"
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec
 from hzplan.core.recompute import HOST, Way
+from hzplan.core.units import beside_each_other
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.show import readable
 
@@ -66,13 +67,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
     that has both. ``sizes``: a tensor's elements, to tell which bucket of a unit weighs most.
     """
     units = {unit.name: unit for unit in plan.units}
-    tied = {
-        name
-        for unit in plan.units
-        for other in unit.requires
-        if other != unit.name and not _inside(unit.name, other) and not _inside(other, unit.name)
-        for name in (unit.name, other)
-    }
+    tied = beside_each_other({unit.name: unit.requires for unit in plan.units})
     order = [name for name in dict.fromkeys(use.partition(" ")[2] for use in plan.uses) if name in units]
     alone = [name for name in order if name != ROOT and name not in tied]
     together = [name for name in order if name == ROOT or name in tied]
@@ -144,10 +139,6 @@ def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
     """Distance of two triples: the summed differences of the shares of the model that a rank holds."""
     counts = plan.mesh.shards
     return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in zip(mine, theirs, strict=True))
-
-
-def _inside(inner: str, outer: str) -> bool:
-    return outer == ROOT or inner.startswith(f"{outer}.")
 
 
 def _heaviest(plan: Plan, units: Iterable[PlanUnit], sizes: Callable[[str], int]) -> Levels | None:

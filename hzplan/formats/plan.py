@@ -103,7 +103,8 @@ Recompute = Literal["choose", "none", "all"]
 class Source(Strict):
     """The profile that the plan was solved from (path relative to the plan) and the question asked.
 
-    ``host_memory_bytes``: how much of the host's a rank may take for optimizer state; None: none.
+    ``host_memory_bytes``: how much of the host's a rank may take, for optimizer state and activations; None:
+    none. ``target``: the runtime that the plan is to be exported to; None: it is for ours.
     ``asked_tie``: the share of a step by which predictions may differ and count as equal; None: what the gap
     says.
     """
@@ -116,6 +117,7 @@ class Source(Strict):
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
     host_memory_bytes: PositiveInt | None = None
+    target: Literal["fsdp2", "deepspeed", "megatron-fsdp"] | None = None
 
 
 class Proof(Strict):

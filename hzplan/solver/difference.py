@@ -48,6 +48,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "CTAs": (_listed(map(str, one.ctas or ())), _listed(map(str, other.ctas or ()))),
         "memory budget": (one.source.memory_budget_bytes, other.source.memory_budget_bytes),
         "host memory": (one.source.host_memory_bytes, other.source.host_memory_bytes),
+        "target": (one.source.target, other.source.target),
         "pins": (_listed(one.source.pins), _listed(other.source.pins)),
         "global batch": (one.batch.global_batch, other.batch.global_batch),
         "micro-batch": (one.batch.micro_batch, other.batch.micro_batch),

@@ -56,6 +56,7 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
         pins=request.pins,
         recompute=request.recompute,
         host_memory_bytes=request.host_bytes or None,
+        target=request.target,
     )
     return as_plan(profile, solved.best, request, proof=proof, source=source)
 

@@ -138,6 +138,7 @@ def request_of(plan: Plan) -> Request:
         pins=plan.source.pins,
         recompute=plan.source.recompute,
         host_bytes=plan.source.host_memory_bytes or 0,
+        target=plan.source.target,
     )
 
 

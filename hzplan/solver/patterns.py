@@ -115,15 +115,17 @@ def enumerate_patterns(
     *,
     max_patterns: int = MAX_PATTERNS,
     offload: bool = False,
+    max_buckets: int = MAX_BUCKETS,
 ) -> ColumnPool:
     """The column pool of a unit: all patterns, over atoms where there are too many, less dominated ones.
 
     A frozen tensor takes only a triple's ℓp. ``allowed``: the triples allowed for every tensor, None for all.
-    ``offload``: whether to add each pattern with its optimizer state in the host's memory. UserError where
-    pins leave no pattern.
+    ``offload``: whether to add each pattern with its optimizer state in the host's memory; ``max_buckets``:
+    different triples in a pattern at most. UserError where pins leave no pattern.
     """
     sets = list(allowed) if allowed is not None else [frozenset(triples)] * len(tensors)
-    atoms = _atoms(tensors, sets, len(triples), max_patterns)
+    one = max_buckets == 1
+    atoms = [[*range(len(tensors))]] if one else _atoms(tensors, sets, len(triples), max_patterns)
     levels = [
         pattern
         for pattern in dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(len(atoms), triples))

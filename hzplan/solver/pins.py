@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
+from hzplan.solver.target import Grammar, keeps
 
 ANY = "*"
 
@@ -50,11 +51,11 @@ class Pin:
 
 
 class Pins:
-    """All pins of a question. UserError where a pin matches no tensor of the profile, or where several pins
-    leave a tensor no legal levels."""
+    """All pins of a question, and the limits of its target. UserError where a pin matches no tensor of the
+    profile, or where several pins, or they and the target, leave a tensor no legal levels."""
 
-    def __init__(self, texts: Sequence[str], profile: Profile) -> None:
-        self.mesh = profile.mesh
+    def __init__(self, texts: Sequence[str], profile: Profile, grammar: Grammar | None = None) -> None:
+        self.mesh, self.grammar = profile.mesh, grammar
         self.pins = [Pin.parse(text, self.mesh) for text in texts]
         names = {tensor.name: tensor.spec.trainable for unit in profile.units for tensor in unit.tensors}
         for text, pin in zip(texts, self.pins, strict=True):
@@ -62,9 +63,11 @@ class Pins:
                 one = next(iter(names))
                 raise UserError(f"--pin {text!r}: no tensor is called {pin.pattern!r}; one is called {one!r}")
         triples = self.mesh.triples()
+        self._trained = {u.name: [t.spec.trainable for t in u.tensors] for u in profile.units if u.tensors}
         for name, trainable in names.items():
             if self.of(name) and not self.allowed(name, triples, trainable=trainable):
                 said = ", ".join(f"{pin.pattern}={pin.shards}" for pin in self.of(name))
+                said += " and the target" if grammar is not None else ""
                 raise UserError(
                     f"--pin: no levels of {name} are as {said} say; the optimizer state needs at least the "
                     "shards of parameter and gradient"
@@ -77,14 +80,17 @@ class Pins:
     def allowed(self, name: str, triples: Iterable[Levels], *, trainable: bool) -> frozenset[Levels]:
         """The triples that the pins of a tensor allow."""
         pins = self.of(name)
+        may = None if self.grammar is None else self.grammar.allowed(trainable=trainable)
         return frozenset(
             triple
-            for triple in triples
+            for triple in (triples if may is None else may)
             if all(pin.allows(triple, self.mesh, trainable=trainable) for pin in pins)
         )
 
     def keep(self, profile: Profile, levels: Mapping[str, Sequence[Levels]]) -> bool:
-        """Whether a choice of levels, by unit, keeps all pins."""
+        """Whether a choice of levels, by unit, keeps all pins and is within the target's limits."""
+        if not keeps(self.grammar, self._trained, levels):
+            return False
         return not self.pins or all(
             self.allowed(tensor.name, [triple], trainable=tensor.spec.trainable)
             for unit in profile.units

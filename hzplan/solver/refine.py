@@ -13,10 +13,9 @@ from hzplan.solver.in_order import InOrder
 from hzplan.solver.local import Choosable, LevelsByUnit, Replay, Surroundings, improve, leaner, plainer
 from hzplan.solver.message_order import in_best_order
 from hzplan.solver.patterns import ColumnPool
-from hzplan.solver.pins import Pins
 from hzplan.solver.prefer import plainness
 from hzplan.solver.rows import INFINITY
-from hzplan.solver.search import MAX_NODES, Request, Search
+from hzplan.solver.search import MAX_NODES, Request, Search, grammar_for, pins_of
 
 MOST_ORDERS = 4
 """Message orders that are searched in, one after the other, at most."""
@@ -42,8 +41,8 @@ def improved(
 
     changed = [improve(start, _replays(start, searches), around, fits, late) for start in starts.values()]
     fastest, least = fastest_of(changed), min(found.all, key=lambda one: one.objective_ns)
-    if within(fastest, bound_ns * (1 + request.gap)):
-        return changed, None
+    if within(fastest, bound_ns * (1 + request.gap)) or request.target is not None:
+        return changed, None  # other runtimes send messages as they come
     searched = []
     for one in {id(one): one for one in (fastest, least)}.values():
         inside = _in_its_order(one, searches, request, deadline)
@@ -127,6 +126,7 @@ def _surroundings(
 ) -> tuple[Surroundings, Callable[[Evaluation], bool]]:
     """The neighbourhood of the local search, and the test whether a plan fits and keeps all pins."""
     pools, profile = searches[0].pools, searches[0].question.model.profile
+    grammar = grammar_for(profile, request)
     binaries = searches[0].question.binaries
     groups = _alike({unit: f for unit, f in pools.items() if unit not in {*binaries.values()}})
     free = {unit: pools[name] for unit, name in binaries.items() if len(pools[name].levels) > 1}
@@ -137,11 +137,11 @@ def _surroundings(
             units[0]: list(dict.fromkeys(one.levels[unit] for one in found.all for unit in units))
             for units in groups
         },
-        searches[0].question.model.mesh.triples(),
+        searches[0].question.model.mesh.triples() if grammar is None else grammar.triples,
         [Choosable(tuple(units), free[units[0]].ways) for units in _alike(free)],
         [units for units in groups if pools[units[0]].host.any()],
     )
-    pins = Pins(request.pins, profile)
+    pins = pins_of(profile, request)
     return around, lambda one: searches[0].fits(one) and pins.keep(profile, one.levels)
 
 

@@ -23,15 +23,18 @@ from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.plan import Recompute
+from hzplan.formats.profile import Profile
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
 from hzplan.solver.paths import MS, LazyConstraint, Network
 from hzplan.solver.patterns import RECOMPUTE_KEYS, ColumnPool
+from hzplan.solver.pins import Pins
 from hzplan.solver.problem import build_fastest, build_smallest, optimise
 from hzplan.solver.question import MIB, Coefficients, Question
 from hzplan.solver.relaxation import TOLERANCE, Relaxation
 from hzplan.solver.rounding import rounded
 from hzplan.solver.rows import INFINITY, PERIOD
+from hzplan.solver.target import Grammar, Target, grammar_of
 from hzplan.solver.tree import Limits, Split, Tree, halves
 
 PREFETCH_DEPTHS = (1, 2, 3)
@@ -58,6 +61,7 @@ class Request:
     gradients travel in; None: as they are kept. ``pins``: what is decided already, and
     ``recompute``: whether it is decided which units compute their forward again. ``tie``: the share of a step
     by which predictions may differ and count as equal; None: what the gap says (``prefer.tie_of``).
+    ``target``: the runtime that the plan is for (``solver.target``); None: ours, which can do all.
     """
 
     memory_bytes: int
@@ -71,10 +75,22 @@ class Request:
     recompute: Recompute = "choose"
     host_bytes: int = 0
     tie: float | None = None
+    target: Target | None = None
 
 
-def paces(model: CostModel, depths: Iterable[int]) -> list[Pace]:
-    """The paces to search.
+def grammar_for(profile: Profile, request: Request) -> Grammar | None:
+    """The limits of the question's target."""
+    least = profile.data_ranks * max(profile.micro_batches)
+    return grammar_of(request.target, profile, accumulates=request.global_batch > least)
+
+
+def pins_of(profile: Profile, request: Request) -> Pins:
+    """The question's pins, within the limits of its target."""
+    return Pins(request.pins, profile, grammar_for(profile, request))
+
+
+def paces(model: CostModel, depths: Iterable[int], grammar: Grammar | None = None) -> list[Pace]:
+    """The paces to search, of those within a target's limits.
 
     For every depth as many buffers as uses in flight, and as many as there are reduces, which costs memory
     only where gradients are sharded; and the least depth with one buffer, which needs the least memory.
@@ -87,7 +103,11 @@ def paces(model: CostModel, depths: Iterable[int]) -> list[Pace]:
         for nbytes in message_sizes(model)
         if (count := _reduces(model, nbytes)) < most
     ]
-    return list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
+    found = list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
+    if grammar is None:
+        return found
+    least = min(grammar.least_buffers, most)
+    return [pace for pace in found if pace.gradient_buffers >= least and not pace.message_bytes]
 
 
 def _reduces(model: CostModel, message_bytes: int = 0) -> int:

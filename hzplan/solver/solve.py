@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hzplan.core.layout import REDUCE_DTYPES
 from hzplan.core.recompute import HOST, NOTHING, Recomputed, Way
@@ -27,14 +27,20 @@ from hzplan.solver.evaluate import (
 from hzplan.solver.exhaust import exhaust
 from hzplan.solver.in_order import InOrder
 from hzplan.solver.paths import MS
-from hzplan.solver.patterns import ColumnPool, enumerate_patterns, recompute_names, recompute_pool
-from hzplan.solver.pins import Pins
+from hzplan.solver.patterns import (
+    MAX_BUCKETS,
+    ColumnPool,
+    enumerate_patterns,
+    recompute_names,
+    recompute_pool,
+)
 from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.refine import improved, simplified
 from hzplan.solver.relaxation import TOLERANCE
 from hzplan.solver.rows import INFINITY
 from hzplan.solver.schemes import Row, Settings, schemes
-from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, paces
+from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, grammar_for, paces, pins_of
+from hzplan.solver.target import Grammar
 
 __all__ = [
     "PREFETCH_DEPTHS",
@@ -237,6 +243,38 @@ def solve(
     return Solved(status, best, *bounds, seconds, tuple(rows), searches, inside, replayed)
 
 
+def solve_each(
+    profile: Profile, request: Request, watch: Watch = lambda state: None, **options: Any
+) -> tuple[Request, Outcome]:
+    """``solve``, where the target has one triple for all of a model once for each, pinned; the question that
+    was answered, with its answer, the fastest. UserError where pins leave none."""
+    grammar = grammar_for(profile, request)
+    if grammar is None or not grammar.for_all:
+        return request, solve(profile, request, watch, **options)
+    answers: list[tuple[Request, Outcome]] = []
+    refused: UserError | None = None
+    for triple in grammar.triples:
+        pin = f"*={','.join(str(profile.mesh.shards[level]) for level in triple)}"
+        limit = request.time_limit_s / len(grammar.triples)
+        pinned = replace(request, pins=(*request.pins, pin), time_limit_s=limit)
+        try:
+            answers.append((pinned, solve(profile, pinned, watch, **options)))
+        except UserError as error:  # of the user's own pins
+            refused = error
+    if not answers:
+        raise refused or UserError("no levels of the target are on this mesh")
+
+    def worth(answer: tuple[Request, Outcome]) -> tuple[int, float]:
+        _, outcome = answer
+        if isinstance(outcome, Solved):
+            return 0, outcome.best.predicted.period_ns
+        if isinstance(outcome, Infeasible):
+            return 2, outcome.smallest.memory.peak
+        return 1, 0.0
+
+    return min(answers, key=worth)
+
+
 def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
     return baseline if baseline.plan is None else replace(baseline, plan=_replayed(baseline.plan, request))
 
@@ -265,7 +303,8 @@ def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
         and one.modes.recompute == recompute
         and (one.model.reduce_dtype or kept) == (request.reduce_dtype or kept)
         and one.fits(request.memory_bytes, request.host_bytes)
-        and Pins(request.pins, profile).keep(profile, one.levels)
+        and pins_of(profile, request).keep(profile, one.levels)
+        and ((grammar := grammar_for(profile, request)) is None or grammar.says(one))
     )
 
 
@@ -274,12 +313,12 @@ def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request:
 
     Users do not set such counts by hand, so these plans are no rows of the table.
     """
-    pins = Pins(request.pins, profile)
+    pins = pins_of(profile, request)
     for triple in schemes(settings.model.mesh).values():
         if pins.keep(profile, uniform(profile, triple)):
             limit = fastest_of(found.all).predicted.period_ns if found.all else INFINITY
             one = settings.fastest(settings.chosen(triple), limit)
-            found.all += [one] if one is not None else []
+            found.all += [one] if one is not None and _answers(one, profile, request) else []
 
 
 def _add_plain(
@@ -289,7 +328,7 @@ def _add_plain(
 
     Stops when a plan's predicted step is within ``enough_ns``.
     """
-    pins, known = Pins(request.pins, profile), set(schemes(settings.model.mesh).values())
+    pins, known = pins_of(profile, request), set(schemes(settings.model.mesh).values())
     tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all).predicted.period_ns
     for triple in settings.model.mesh.triples():
@@ -303,7 +342,7 @@ def _add_plain(
             continue
         some = [*settings.of(triple), *settings.chosen(triple)]
         one = settings.fastest(some, fastest / (1 + tie))
-        if one is not None:
+        if one is not None and _answers(one, profile, request):
             found.all.append(one)
             fastest = one.predicted.period_ns
 
@@ -406,7 +445,8 @@ def searches_of(profile: Profile, request: Request, *, on_host: bool = True) -> 
     model = CostModel(profile, request.reduce_dtype)
     pools: dict[str, ColumnPool] = {}
     alike: dict[object, ColumnPool] = {}
-    pins, triples = Pins(request.pins, profile), model.mesh.triples()
+    grammar, pins = grammar_for(profile, request), pins_of(profile, request)
+    triples = list(model.mesh.triples()) if grammar is None else list(grammar.triples)
     some = model.schedule(prefetch=1, accumulation=1, clip=request.clip, offload=request.host_bytes > 0)
     for unit, tensors in tensors_of(profile).items():
         if tensors:
@@ -415,20 +455,26 @@ def searches_of(profile: Profile, request: Request, *, on_host: bool = True) -> 
             key = tuple((t.shape, t.dtype, t.trainable, may) for t, may in zip(tensors, allowed, strict=True))
             if (key, offload) not in alike:
                 alike[key, offload] = enumerate_patterns(
-                    *(tensors, model, triples, allowed if request.pins else None),
+                    *(tensors, model, triples, allowed if request.pins or grammar is not None else None),
                     offload=offload,
+                    max_buckets=MAX_BUCKETS if grammar is None else 1,
                 )
             pools[unit] = alike[key, offload]
-    binaries = _recompute_binaries(model, request, pools, on_host=on_host and request.host_bytes > 0)
+    binaries = _recompute_binaries(model, request, pools, grammar, on_host=on_host and request.host_bytes > 0)
     return [
         Search(model, size, pace, request, pools, binaries)
         for size in sizes
-        for pace in paces(model, request.depths)
+        for pace in paces(model, request.depths, grammar)
     ]
 
 
 def _recompute_binaries(
-    model: CostModel, request: Request, pools: dict[str, ColumnPool], *, on_host: bool
+    model: CostModel,
+    request: Request,
+    pools: dict[str, ColumnPool],
+    grammar: Grammar | None,
+    *,
+    on_host: bool,
 ) -> dict[str, str]:
     """Add to ``pools`` a recompute choice for every unit that may be recomputed; their names by unit.
 
@@ -440,6 +486,7 @@ def _recompute_binaries(
     found = {}
     for unit, name in recompute_names(model).items():
         known = [way for way in model.ways[unit] if way != HOST or on_host]
+        known = [way for way in known if grammar is None or grammar.may(unit, way)]
         ways: list[Way | None] = [None, *known] if request.recompute == "choose" else ["full"]
         if {*ways} <= {None, *known}:
             found[unit] = name

@@ -1,0 +1,251 @@
+"""``hzplan.auto``: measure, plan and shard in the job that trains, and remember the plan.
+
+What was measured is kept by what it depends on (the model's class and tensors, the sample's shapes, how they
+are trained, the ranks and their machines, versions), a plan also by what was asked. A second start reads
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hzplan import __version__
+from hzplan.core.hierarchy import Mesh
+from hzplan.cost.memory import budget_bytes
+from hzplan.errors import NoPlanFits, UserError
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.models.workload import Workload
+from hzplan.profiler import default_mesh, measure
+from hzplan.profiler.session.ranks import Ranks
+from hzplan.runtime.apply import parallelize
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.solver.emit import emit
+from hzplan.solver.solve import Request, Solved, solve
+
+NAMES: Mapping[type[Optimizer], str] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+}
+"""The optimizers that are measured, by their names in profiles."""
+FOLDER = "HZPLAN_CACHE"
+"""The environment variable of the folder that profiles and plans are kept in."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Kept = TypeVar("Kept", Profile, Plan)
+
+
+def auto(
+    model: nn.Module,
+    optimizer_class: type[Optimizer] = torch.optim.AdamW,
+    *,
+    global_batch: int,
+    sample: Any,
+    loss: Loss | None = None,
+    memory_bytes: int | None = None,
+    clip: bool = True,
+    dtype: str = "float32",
+    time_limit_s: float = 30.0,
+    cache: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+    **arguments: Any,
+) -> tuple[nn.Module, ShardedOptimizer, Plan]:
+    """``parallelize`` without a plan: the plan is made here, of measurements on these ranks, and returned.
+
+    ``sample``: a micro-batch as the loop has them, tensors [sequences, …] in any nesting; its number of
+    sequences is the micro-batch of the plan. ``loss(model, batch)``: by default ``model(**batch).loss``, as
+    models of transformers have it. ``global_batch``: sequences in a step over all ranks; the loop takes
+    ``plan.batch.accumulation`` micro-batches a step. ``memory_bytes``: of a rank; by default the device's,
+    less a reserve. ``dtype``: what the model computes in, "bfloat16" with float32 master weights.
+    ``cache``: the folder of what is remembered; by default that of the environment variable HZPLAN_CACHE, or
+    ``~/.cache/hzplan``. ``say`` gets a line on what is done, on rank 0; by default it goes to stderr.
+    ``arguments`` go to ``optimizer_class``.
+
+    Every rank calls it, with torch.distributed initialised, or one process without a job. Raises UserError
+    where the model cannot be measured, NoPlanFits where nothing fits; on all ranks.
+    """
+    ranks = Ranks.here()
+    tell = (say or _to_stderr) if ranks.rank == 0 else _to_nobody
+    if optimizer_class not in NAMES:
+        known = ", ".join(of.__name__ for of in NAMES)
+        raise UserError(f"auto: {optimizer_class.__name__} is not measured; use {known}, or hzplan profile")
+    workload = _workload(model, sample, loss)
+    size = _sequences(sample)
+    if global_batch < 1 or global_batch % (ranks.size * size):
+        raise UserError(
+            f"auto: global_batch={global_batch} is no multiple of {ranks.size} ranks × {size} sequences of "
+            "the sample"
+        )
+    mesh, names = default_mesh()
+    of_model = _of_model(ranks, model, sample, loss, mesh, dtype, NAMES[optimizer_class])
+    folder = _folder(cache)
+    profile_path = folder / f"{_hash(of_model)}.profile.json"
+    profile = _kept(ranks, profile_path, Profile)
+    if profile is None:
+        tell(f"auto: measuring {workload.name} and the links of {ranks.size} ranks")
+        profile = measure(
+            workload,
+            mesh=mesh,
+            tier_names=names,
+            micro_batches=[size],
+            dtype=dtype,
+            optimizer=NAMES[optimizer_class],
+            progress=lambda text, fraction: None,
+        )
+        _keep(ranks, profile, profile_path)
+    request = Request(
+        memory_bytes or budget_bytes(profile.cluster), global_batch, clip=clip, time_limit_s=time_limit_s
+    )
+    asked = [*of_model, request.memory_bytes, global_batch, clip, time_limit_s]
+    plan_path = folder / f"{_hash(asked)}.plan.json"
+    plan = _kept(ranks, plan_path, Plan)
+    if plan is None:
+        tell("auto: planning")
+        plan = _planned(ranks, profile, request, profile_path, plan_path)
+    tell(
+        f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
+        f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
+    )
+    made, optimizer = parallelize(model, plan, optimizer_class, **arguments)
+    return made, optimizer, plan
+
+
+def _workload(model: nn.Module, sample: Any, loss: Loss | None) -> Workload:
+    """The model that is there, as one to measure: its copies, on the sample's sequences over and over."""
+    if loss is None and not (isinstance(sample, Mapping) and "labels" in sample):
+        raise UserError("auto: the sample has no labels, so loss=… has to say what is trained on")
+
+    def batch(count: int, generator: torch.Generator) -> object:
+        return tree_map_only(Tensor, lambda t: t[torch.arange(count, device=t.device) % len(t)], sample)
+
+    return Workload(
+        name=type(model).__name__,
+        build=partial(copy.deepcopy, model),
+        batch=batch,
+        loss=loss or _own_loss,
+        seq_len=_length(sample),
+        vocab=None,
+    )
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(**batch).loss
+    return found
+
+
+def _tensors(sample: Any) -> list[Tensor]:
+    found = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    if not found or any(tensor.dim() == 0 for tensor in found):
+        raise UserError("auto: the sample has to be tensors [sequences, …]")
+    return found
+
+
+def _sequences(sample: Any) -> int:
+    counts = {len(tensor) for tensor in _tensors(sample)}
+    if len(counts) != 1 or 0 in counts:
+        raise UserError(
+            f"auto: the sample's tensors have {sorted(counts)} sequences; all need the same number"
+        )
+    return counts.pop()
+
+
+def _length(sample: Any) -> int:
+    """Tokens in a sequence: the second size of whole numbers, 1 where there are none."""
+    tokens = [t for t in _tensors(sample) if t.dim() > 1 and not t.is_floating_point()]
+    return max((tensor.shape[1] for tensor in tokens), default=1)
+
+
+def _of_model(
+    ranks: Ranks, model: nn.Module, sample: Any, loss: Loss | None, mesh: Mesh, dtype: str, optimizer: str
+) -> list[Any]:
+    """What a measurement depends on."""
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.processor()
+    return [
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        [(n, [*p.shape], str(p.dtype), p.requires_grad) for n, p in model.named_parameters()],
+        [(n, [*b.shape], str(b.dtype)) for n, b in model.named_buffers()],
+        [([*t.shape], str(t.dtype)) for t in _tensors(sample)],
+        None if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
+        *(dtype, optimizer, str(mesh), ranks.backend, device, os.cpu_count(), torch.get_num_threads()),
+        *(sorted(ranks.gather(platform.node())), torch.__version__, __version__),
+    ]
+
+
+def _hash(what: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _folder(cache: str | Path | None) -> Path:
+    given = cache or os.environ.get(FOLDER)
+    return Path(given) if given else Path.home() / ".cache" / "hzplan"
+
+
+def _kept(ranks: Ranks, path: Path, kind: type[Kept]) -> Kept | None:
+    """What rank 0 finds in the folder, on every rank; None where there is nothing."""
+    found: Kept | None = None
+    refused = None
+    if ranks.rank == 0 and path.exists():
+        try:
+            found = kind.load(path)
+        except UserError as error:
+            refused = f"{error}; remove it, and it is made again"
+    found, refused = ranks.share((found, refused))
+    if refused is not None:
+        raise UserError(refused)
+    return found
+
+
+def _keep(ranks: Ranks, document: Profile | Plan, path: Path) -> None:
+    """Write it on rank 0; every rank goes on when it is there."""
+    refused = None
+    if ranks.rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            document.save(path)
+        except OSError as error:
+            refused = f"auto: {path} cannot be written: {error}; say another folder with cache=…"
+    if (refused := ranks.share(refused)) is not None:
+        raise UserError(refused)
+
+
+def _planned(ranks: Ranks, profile: Profile, request: Request, profile_path: Path, plan_path: Path) -> Plan:
+    """Solved on rank 0, the same on every rank."""
+    plan: Plan | None = None
+    refused = ""
+    if ranks.rank == 0:
+        try:
+            outcome = solve(profile, request)
+            if isinstance(outcome, Solved):
+                plan = emit(profile, request, outcome, profile_path=profile_path, plan_path=plan_path)
+            else:
+                refused = "auto: no plan fits; give more memory_bytes, more ranks, or a smaller sample"
+        except UserError as error:
+            refused = f"auto: {error}"
+    plan, refused = ranks.share((plan, refused))
+    if plan is None:
+        raise NoPlanFits(refused)
+    _keep(ranks, plan, plan_path)
+    return plan
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _to_nobody(text: str) -> None:
+    pass

@@ -1,0 +1,125 @@
+"""Plans for other runtimes: within what those can be told, the best of that, and exported without loss."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzplan.core.hierarchy import Levels
+from hzplan.core.recompute import Recomputed
+from hzplan.cost.model import CostModel, tensors_of
+from hzplan.errors import UserError
+from hzplan.export import deepspeed, fsdp2, megatron_fsdp
+from hzplan.export.shape import elements
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+from hzplan.solver.emit import emit
+from hzplan.solver.evaluate import Modes, evaluate
+from hzplan.solver.search import grammar_for, paces
+from hzplan.solver.solve import Request, Solved, solve, solve_each
+from hzplan.solver.target import TARGETS, Target, keeps
+from tests.cli.command import ROOT
+from tests.instances import random_profile, try_everything
+from tests.long import shorter
+
+EXPORTS: dict[str, Any] = {
+    "fsdp2": fsdp2.export,
+    "deepspeed": deepspeed.export,
+    "megatron-fsdp": megatron_fsdp.export,
+}
+GIB = 1 << 30
+
+
+def question(seed: int, target: Target) -> tuple[Profile, Request]:
+    rng = random.Random(seed)
+    profile = random_profile(rng, micro_batches=rng.choice([(1,), (1, 2)]))
+    batch = profile.mesh.world * profile.micro_batches[-1] * rng.choice((1, 2))
+    request = Request(1 << 40, batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2), time_limit_s=600)
+    least = try_everything(profile, request).smallest_bytes
+    from dataclasses import replace
+
+    return profile, replace(request, target=target, memory_bytes=int(least * rng.choice((1.3, 2, 4))))
+
+
+@pytest.mark.parametrize("seed", shorter(range(40), without=range(10, 40)))
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_best_that_a_target_can_be_told(seed: int, target: Target) -> None:
+    profile, request = question(seed, target)
+    grammar = grammar_for(profile, request)
+    assert grammar is not None
+    _, outcome = solve_each(profile, request)
+    model, tensors = CostModel(profile), tensors_of(profile)
+    best = float("inf")
+    ways = [[None, *(way for way in of if grammar.may(unit, way))] for unit, of in model.ways.items()]
+    for size, pace in itertools.product(profile.micro_batches, paces(model, request.depths, grammar)):
+        if request.global_batch % (profile.mesh.world * size):
+            continue
+        accumulation = request.global_batch // (profile.mesh.world * size)
+        schedule = model.schedule(**pace._asdict(), accumulation=accumulation, clip=request.clip)
+        for levels, chosen in itertools.product(_levels(profile, grammar), itertools.product(*ways)):
+            again = {unit: way for unit, way in zip(model.ways, chosen, strict=True) if way is not None}
+            one = evaluate(model, levels, schedule, size, modes=Modes(Recomputed(again)))
+            if one.fits(request.memory_bytes, 0):
+                best = min(best, one.predicted.period_ns)
+    if best == float("inf"):
+        assert not isinstance(outcome, Solved)
+        return
+    assert isinstance(outcome, Solved)
+    assert grammar.says(outcome.best)
+    trained = {unit: [t.trainable for t in of] for unit, of in tensors.items()}
+    assert keeps(grammar, trained, outcome.best.levels)
+    assert outcome.best.predicted.period_ns == pytest.approx(best, rel=1e-12)
+
+
+def _levels(profile: Profile, grammar: Any) -> list[dict[str, tuple[Levels, ...]]]:
+    """All choices of a triple for every unit."""
+    tensors = {unit: of for unit, of in tensors_of(profile).items() if of}
+    picks = (
+        ((triple,) * len(tensors) for triple in grammar.triples)
+        if grammar.for_all
+        else itertools.product(grammar.triples, repeat=len(tensors))
+    )
+    return [
+        {
+            unit: tuple(triple.of(trainable=t.trainable) for t in of)
+            for (unit, of), triple in zip(tensors.items(), pick, strict=True)
+        }
+        for pick in picks
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("name", "memory"), [("llama3-8b-h100-8", 40 * GIB), ("gpt-small-4", 1 * GIB)])
+def test_nothing_is_lost_in_export(name: str, memory: int, target: Target, tmp_path: Path) -> None:
+    path = ROOT / "plans" / "profiles" / f"{name}.json"
+    profile = Profile.load(path)
+    batch = profile.data_ranks * profile.micro_batches[-1] * 2
+    request, outcome = solve_each(profile, Request(memory, batch, target=target))
+    assert isinstance(outcome, Solved)
+    plan = emit(profile, request, outcome, profile_path=path, plan_path=tmp_path / "plan.json")
+    plan.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.source.target == target
+    specs = [t.spec for unit in profile.units for t in unit.tensors]
+    made = EXPORTS[target](tmp_path / "plan.json", plan, elements(specs))
+    assert [f"{one.where}: {one.what}" for one in made.lost] == []
+
+
+def test_a_target_costs_what_it_cannot_say() -> None:
+    profile = Profile.load(ROOT / "plans" / "profiles" / "llama3-8b-h100-8.json")
+    request = Request(40 * GIB, 64)
+    free = solve(profile, request)
+    assert isinstance(free, Solved)
+    for target in TARGETS:
+        _, outcome = solve_each(profile, Request(40 * GIB, 64, target=target))
+        assert isinstance(outcome, Solved) and outcome.best.step_s >= free.best.step_s * (1 - 0.005)
+
+
+def test_pins_that_a_target_cannot_say_are_refused() -> None:
+    profile = Profile.load(ROOT / "plans" / "profiles" / "gpt-small-4.json")
+    with pytest.raises(UserError, match="and the target say"):
+        solve_each(profile, Request(GIB, 16, target="fsdp2", pins=("*=1,1,1",)))
