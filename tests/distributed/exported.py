@@ -30,6 +30,8 @@ from tests.distributed.ranks import on_ranks
 from tests.plans import make_plan
 
 STEPS = 4
+CLIP = 0.5
+"""Low enough to act."""
 CPU = torch.device("cpu")
 
 
@@ -117,7 +119,7 @@ def _ours(plan: Plan, workload: Workload) -> tuple[list[float], int]:
             loss = workload.loss(model, _batch(workload, plan, number, index)) / plan.batch.accumulation
             loss.backward()
             losses.append(float(loss.detach()))
-        optimizer.clip_grad_norm_(1e9)
+        optimizer.clip_grad_norm_(CLIP)
         optimizer.step()
         optimizer.engine.synchronize()
 
@@ -130,7 +132,7 @@ def _ours(plan: Plan, workload: Workload) -> tuple[list[float], int]:
 
 def _theirs(plan: Plan, workload: Workload, recipe: ModuleType) -> tuple[list[float], int]:
     torch.manual_seed(7)
-    model = recipe.shard(workload.build())
+    model = recipe.build(workload.build) if plan.prefetch == 1 else recipe.shard(workload.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses: list[float] = []
 
@@ -140,6 +142,7 @@ def _theirs(plan: Plan, workload: Workload, recipe: ModuleType) -> tuple[list[fl
             loss = workload.loss(model, _batch(workload, plan, number, index)) / recipe.ACCUMULATION
             loss.backward()
             losses.append(float(loss.detach()))
+        recipe.clip(model, CLIP)
         optimizer.step()
         optimizer.zero_grad()
 
