@@ -143,10 +143,12 @@ class SolveReport:
             in_order = readable.at_least(proof.in_order_bound_s)
             least = f"no choice searched is below {in_order} with messages in this order"
             beside = f"{above} (in no order below {any_order})"
+        cut = f"tensor by tensor (at most {MAX_BUCKETS} kinds in a unit, its smallest tensors together)"
+        if self.request.target is not None:
+            cut = f"unit by unit, as {self.request.target} has them"
         return (
             f"predicted {step}; in this model {least}{beside}. Searched for {searched}: micro-batch "
-            f"{', '.join(map(str, sizes))}, prefetch {depths}, shards tensor by tensor (at most "
-            f"{MAX_BUCKETS} kinds in a unit, its smallest tensors together)"
+            f"{', '.join(map(str, sizes))}, prefetch {depths}, shards {cut}"
         )
 
     def _memory(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.paths import MS
 
@@ -9,12 +11,24 @@ from hzplan.solver.paths import MS
 class Candidates:
     """The incumbents of a search: every plan that was replayed and fits.
 
-    ``in_order``: whether their objective is that of their own message order, not that of any.
+    ``in_order``: whether their objective is that of their own message order, not that of any. ``admits``:
+    whether a plan may be the answer, where a target ties units together that a search chooses for one by one;
+    ``instead``: what takes the place of one that may not.
     """
 
-    def __init__(self, *, in_order: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        in_order: bool = False,
+        admits: Callable[[Evaluation], bool] = lambda one: True,
+        instead: Callable[[Evaluation], Iterable[Evaluation]] = lambda one: (),
+    ) -> None:
         self.all: list[Evaluation] = []
-        self.in_order = in_order
+        self.in_order, self.admits, self._instead = in_order, admits, instead
+
+    def add(self, one: Evaluation) -> None:
+        """Add a plan that fits, or what takes its place."""
+        self.all += [one] if self.admits(one) else self._instead(one)
 
     @property
     def least_ms(self) -> float:

@@ -51,7 +51,7 @@ def exhaust(
                 if least_ms / MS >= step_ns:
                     break
                 one = search.evaluate(choice)
-                if not search.fits(one) or one.floor_ns >= step_ns:
+                if not search.fits(one) or one.floor_ns >= step_ns or not found.admits(one):
                     continue
                 replayed += 1
                 simulated += events(one.schedule, one.model.late_ns(one.schedule, one.micro_batch))

@@ -390,7 +390,7 @@ class Search:
             self.rounded = self.question.durations_of(choice)
             evaluated = self.evaluate(choice)
             if self.fits(evaluated):
-                found.all.append(evaluated)
+                found.add(evaluated)
 
     def _beginning(self, known: Mapping[int, set[int]]) -> dict[str, list[int]]:
         """The first columns by unit: the best patterns at ``PRICES`` of memory, and those of other
@@ -559,7 +559,7 @@ class Search:
                 )
                 problem = build_fastest(question, offered, [cut for _, cut in self.lp.cycles])
                 continue
-            found.all.append(evaluated)
+            found.add(evaluated)
             durations, period = question.durations_of(choice), problem.columns[PERIOD].value() * (1 + 1e-9)
             cycles = [
                 cycle for cycle in question.network.critical_cycles(durations) if cycle.at(durations) > period

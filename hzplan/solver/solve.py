@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from hzplan.solver.relaxation import TOLERANCE
 from hzplan.solver.rows import INFINITY
 from hzplan.solver.schemes import Row, Settings, schemes
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, grammar_for, paces, pins_of
-from hzplan.solver.target import Grammar
+from hzplan.solver.target import Grammar, joined, keeps
 
 __all__ = [
     "PREFETCH_DEPTHS",
@@ -158,7 +158,7 @@ def solve(
     started = time.monotonic()
     deadline = started + request.time_limit_s
     searches = searches_of(profile, request)
-    found, rows = Candidates(), list[Row]()
+    found, rows = _candidates(profile, request), list[Row]()
     inside: InOrder | None = None
     replayed: int | None = None
     feasible: Sequence[Search] = searches
@@ -308,6 +308,22 @@ def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
     )
 
 
+def _candidates(profile: Profile, request: Request) -> Candidates:
+    """No plans yet, of those that a target which wraps some units together can be told."""
+    grammar = grammar_for(profile, request)
+    if grammar is None:
+        return Candidates()
+    trained = {unit: [t.trainable for t in of] for unit, of in tensors_of(profile).items()}
+
+    def instead(one: Evaluation) -> Iterator[Evaluation]:
+        for levels in joined(grammar, one, trained):
+            same = evaluate(one.model, levels, one.schedule, one.micro_batch, one.slots, one.modes)
+            if same.fits(request.memory_bytes, request.host_bytes):
+                yield same
+
+    return Candidates(admits=lambda one: keeps(grammar, trained, one.levels), instead=instead)
+
+
 def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request: Request) -> None:
     """Add schemes with as many recomputed blocks as they need to fit, where that makes them the fastest.
 
@@ -404,7 +420,8 @@ def _with_ilps(
     """Run ILPs, adding plans to ``found``; returns the searches that have a feasible plan."""
     feasible = searches
     if not found.all:  # perhaps only an exact choice fits, perhaps none does
-        found.all += [s.smallest for s in searches if s.fits(s.smallest)]
+        for smallest in [s.smallest for s in searches if s.fits(s.smallest)]:
+            found.add(smallest)
         feasible = [search for search in searches if not search.certainly_too_large]
     feasible = sorted(feasible, key=lambda search: search.bound_ms)
     for number, search in enumerate(feasible):

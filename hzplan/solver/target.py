@@ -7,7 +7,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -26,8 +26,8 @@ SELECTIVE: tuple[Way, ...] = ("elementwise", "operations", "attention", "full")
 @dataclass(frozen=True)
 class Grammar:
     """``triples``: of all trained tensors of a unit; ``for_all``: of all units the same; ``ways``: what a
-    unit may recompute, but those in ``root``, which the target wraps together; ``least_buffers``: of
-    gradients."""
+    unit may recompute, but those in ``root``, which the target wraps together, with one triple;
+    ``least_buffers``: of gradients."""
 
     triples: tuple[Levels, ...]
     for_all: bool
@@ -112,7 +112,17 @@ def keeps(
     if grammar is None:
         return True
     apart = [replace(grammar, triples=(triple,)) for triple in grammar.triples]
-    return any(
-        all(one.cuts(of, trained[unit]) for unit, of in levels.items())
-        for one in (apart if grammar.for_all else [grammar])
+    together = [unit for unit in levels if grammar.for_all or unit in grammar.root]
+    return all(grammar.cuts(of, trained[unit]) for unit, of in levels.items()) and any(
+        all(one.cuts(levels[unit], trained[unit]) for unit in together) for one in apart
     )
+
+
+def joined(
+    grammar: Grammar, one: Evaluation, trained: Mapping[str, Sequence[bool]]
+) -> Iterator[dict[str, tuple[Levels, ...]]]:
+    """A plan's levels, with each of the triples for the units that the target wraps together."""
+    together = [unit for unit in one.levels if unit in grammar.root]
+    for triple in grammar.triples if together else ():
+        same = {unit: tuple(triple.of(trainable=of) for of in trained[unit]) for unit in together}
+        yield {**one.levels, **same}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,6 @@ def question(seed: int, target: Target) -> tuple[Profile, Request]:
     batch = profile.mesh.world * profile.micro_batches[-1] * rng.choice((1, 2))
     request = Request(1 << 40, batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2), time_limit_s=600)
     least = try_everything(profile, request).smallest_bytes
-    from dataclasses import replace
-
     return profile, replace(request, target=target, memory_bytes=int(least * rng.choice((1.3, 2, 4))))
 
 
@@ -76,20 +75,22 @@ def test_the_best_that_a_target_can_be_told(seed: int, target: Target) -> None:
 
 
 def _levels(profile: Profile, grammar: Any) -> list[dict[str, tuple[Levels, ...]]]:
-    """All choices of a triple for every unit."""
+    """All choices of a triple for every unit that the target can be told."""
+    trained = {unit: [t.trainable for t in of] for unit, of in tensors_of(profile).items()}
     tensors = {unit: of for unit, of in tensors_of(profile).items() if of}
     picks = (
         ((triple,) * len(tensors) for triple in grammar.triples)
         if grammar.for_all
         else itertools.product(grammar.triples, repeat=len(tensors))
     )
-    return [
+    found = [
         {
             unit: tuple(triple.of(trainable=t.trainable) for t in of)
             for (unit, of), triple in zip(tensors.items(), pick, strict=True)
         }
         for pick in picks
     ]
+    return [levels for levels in found if keeps(grammar, trained, levels)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
