@@ -341,7 +341,7 @@ class SolveReport:
         table.add_row(
             name,
             str(found.micro_batch),
-            self.recompute(found),
+            "mixed" if "," in (recompute := self.recompute(found)) else recompute,
             console.duration(found.step_s),
             changes[0],
             console.size(found.memory.peak),
@@ -350,6 +350,7 @@ class SolveReport:
         )
 
     def recompute(self, found: Evaluation) -> str:
+        """What a plan recomputes, in words."""
         return RecomputeOptions.of(found.model).name(found.modes.recompute)
 
     def _choices(self) -> object:
@@ -394,7 +395,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _choice(unit: PlanUnit) -> str:
-    marks = [", recomputed"] * bool(unit.recompute) + [", offloaded"] * bool(unit.offload)
+    way = "full" if unit.recompute is True else unit.recompute
+    marks = [f", {readable.way(way)}"] * bool(way) + [", offloaded"] * bool(unit.offload)
     return _shards(unit) + "".join(marks)
 
 

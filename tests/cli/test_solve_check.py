@@ -81,8 +81,12 @@ def test_optimizer_state_in_the_hosts_memory(tmp_path: Path) -> None:
     assert plan.source.host_memory_bytes == 2**20
     assert hzplan("check", "plan.json", cwd=tmp_path).code == 0
     for target in ("fsdp2", "deepspeed", "megatron-fsdp"):
-        moved = hzplan("export", "plan.json", "--to", target, "-o", "out", cwd=tmp_path)
+        over = hzplan("export", "plan.json", "--to", target, "-o", "out", cwd=tmp_path)
+        assert over.code == 1 and "more than the budget" in over.stderr, target
+        assert not (tmp_path / "out").exists()
+        moved = hzplan("export", "plan.json", "--to", target, "-o", "out", "--force", cwd=tmp_path)
         assert moved.code == 0 and "optimizer state of" in moved.stderr + moved.stdout, target
+        (tmp_path / "out").unlink()
     made.model_copy(update={"host": None}).save(tmp_path / "profile.json")
     without = _solve(tmp_path, profile, "--host-memory", "1MiB")
     assert without.code == 2 and "knows no link to the host's memory" in without.stderr
