@@ -40,6 +40,14 @@ def command(
     metrics: Annotated[
         Path | None, typer.Option(help="Write a JSON line for every step to this file.")
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACKER",
+            help="Send every step's figures to tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT. May "
+            "be repeated.",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -110,6 +118,7 @@ def command(
         lr=lr,
         seed=seed,
         metrics=metrics,
+        log=tuple(log or ()),
         trace=trace,
         against=against,
         round_steps=round_steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
 from hzplan.training.run import RunResult, StepStats, Watcher
+from hzplan.training.trackers import Tracker, open_tracker, values_of
 
 CALIBRATE = 0.2
 """A step predicted wrong by more than this share makes ``run`` mention calibration."""
@@ -25,12 +26,20 @@ class RunReport(Watcher):
     """Rank 0's side of a run; on other ranks it does nothing."""
 
     def __init__(
-        self, plan: Plan, steps: int, corpus: Corpus | None, metrics: Path | None, *, shown: bool
+        self,
+        plan: Plan,
+        steps: int,
+        corpus: Corpus | None,
+        metrics: Path | None,
+        log: Sequence[str] = (),
+        *,
+        shown: bool,
     ) -> None:
-        """``metrics``: where a JSON line per step goes."""
+        """``metrics``: where a JSON line per step goes; ``log``: trackers (``training.trackers``)."""
         self._plan, self._steps, self._corpus, self._shown = plan, steps, corpus, shown
         self._path = metrics if shown else None
         self._file: IO[str] | None = None
+        self._log, self._trackers = tuple(log) if shown else (), list[Tracker]()
         self._bar = console.Bar("train", shown=shown)
 
     def __enter__(self) -> RunReport:
@@ -42,7 +51,8 @@ class RunReport(Watcher):
         return self
 
     def on_start(self, step: int) -> None:
-        """Open the metrics file; where a run goes on, the lines of the steps before stay."""
+        """Open trackers and the metrics file; where a run goes on, the lines of the steps before stay."""
+        self._trackers = [open_tracker(text, self._plan, step) for text in self._log]
         if self._path is None:
             return
         try:
@@ -65,6 +75,8 @@ class RunReport(Watcher):
         self._bar.__exit__(kind, error, trace)
         if self._file is not None:
             self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def on_step(self, stats: StepStats) -> None:
         """Show a step, and write its line."""
@@ -76,6 +88,8 @@ class RunReport(Watcher):
             f"{console.duration(stats.step_s)}  {speed:,.0f} tok/s",
             (stats.step + 1) / self._steps,
         )
+        for tracker in self._trackers:
+            tracker.log(stats.step, values_of(stats, self._plan))
         if self._file is not None:
             line = asdict(stats)
             line["exposed_comm_s"] = dict(stats.exposed_comm_s)

@@ -48,6 +48,7 @@ class RunRequest:
     lr: float
     seed: int
     metrics: Path | None
+    log: tuple[str, ...]
     trace: Path | None
     against: str | None
     round_steps: int
@@ -82,6 +83,7 @@ class RunRequest:
             raise UserError("--resume: say from where with --checkpoint DIR")
         of_one = {
             "--metrics": self.metrics,
+            "--log": self.log or None,
             "--trace": self.trace,
             "--checkpoint": self.checkpoint,
             "--weights": self.weights,
@@ -93,7 +95,10 @@ class RunRequest:
     def check_places(self) -> None:
         """UserError when something cannot be written where it should be."""
         from hzplan.cli.paths import check_writable
+        from hzplan.training.trackers import check_tracker
 
+        for tracker in self.log:
+            check_tracker(tracker)
         for path in (self.metrics, self.trace):
             if path is not None:
                 check_writable(path, keep=[self.plan])
@@ -191,7 +196,9 @@ class RunRequest:
             weights=self.weights,
         )
         try:
-            with RunReport(ready.plan, self.steps, ready.corpus, self.metrics, shown=shown) as report:
+            with RunReport(
+                ready.plan, self.steps, ready.corpus, self.metrics, self.log, shown=shown
+            ) as report:
                 result = train(ready.plan, ready.workload, ready.corpus, options, report)
         except NothingLeft as over:
             if shown:

@@ -395,7 +395,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _choice(unit: PlanUnit) -> str:
-    way = "full" if unit.recompute is True else unit.recompute
+    way = "full" if unit.recompute is True else unit.recompute or None
     marks = [f", {readable.way(way)}"] * bool(way) + [", offloaded"] * bool(unit.offload)
     return _shards(unit) + "".join(marks)
 

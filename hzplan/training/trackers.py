@@ -1,0 +1,132 @@
+"""Experiment trackers: a run's figures in TensorBoard, Weights & Biases or MLflow, under the same names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hzplan.errors import UserError, one_line
+from hzplan.formats.plan import Plan
+from hzplan.training.run import StepStats
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+"""By a tracker's name what to install."""
+GRAMMAR = "tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
+
+
+class Tracker(Protocol):
+    """Where figures go, step by step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Figures of a step."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+def values_of(stats: StepStats, plan: Plan) -> dict[str, float]:
+    """A step's figures by their names, which stay: ``hzplan/loss`` (where finite), ``step_s``,
+    ``tokens_per_s``, ``peak_memory_bytes``, ``measured_over_predicted`` (of the step's time), ``skipped`` (0
+    or 1) and, of steps that were timed, ``exposed_s/<tier>``."""
+    found = {
+        "step_s": stats.step_s,
+        "tokens_per_s": stats.tokens / stats.step_s if stats.step_s else 0.0,
+        "peak_memory_bytes": float(stats.peak_memory_bytes),
+        "skipped": float(bool(stats.skipped)),
+    }
+    if plan.predicted.step_s:
+        found["measured_over_predicted"] = stats.step_s / plan.predicted.step_s
+    if math.isfinite(stats.loss):
+        found["loss"] = stats.loss
+    found |= {f"exposed_s/{tier}": seconds for tier, seconds in stats.exposed_comm_s.items()}
+    return {f"hzplan/{name}": value for name, value in found.items()}
+
+
+def open_tracker(text: str, plan: Plan, first_step: int) -> Tracker:
+    """The tracker of ``tensorboard:FOLDER``, ``wandb:PROJECT`` or ``mlflow:EXPERIMENT``, told the plan's
+    settings. UserError where its package is missing, or it does not begin."""
+    kind, _, place = text.partition(":")
+    check_tracker(text)
+    made: dict[str, Callable[..., Tracker]] = {
+        "tensorboard": _TensorBoard,
+        "wandb": _Wandb,
+        "mlflow": _Mlflow,
+    }
+    try:
+        return made[kind](place, settings_of(plan), first_step)
+    except Exception as error:  # a service that is not there, a folder that cannot be written
+        raise UserError(f"--log {text}: {one_line(error)}") from error
+
+
+def check_tracker(text: str) -> None:
+    """UserError for what names no tracker, or one whose package is not installed."""
+    kind, _, place = text.partition(":")
+    if kind not in PACKAGES or not place:
+        raise UserError(f"--log {text[:60]}: write {GRAMMAR}")
+    if importlib.util.find_spec(PACKAGES[kind]) is None:
+        raise UserError(f"--log {text}: needs the package {PACKAGES[kind]}; pip install {PACKAGES[kind]}")
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """What of a plan tells runs apart."""
+    return {
+        "model": plan.model.name,
+        "mesh": plan.cluster.mesh,
+        "dtype": plan.model.dtype,
+        "global_batch": plan.batch.global_batch,
+        "micro_batch": plan.batch.micro_batch,
+        "accumulation": plan.batch.accumulation,
+        "prefetch": plan.prefetch,
+        "predicted_step_s": plan.predicted.step_s,
+        "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
+        "gap": plan.proof.gap,
+        "profile_sha256": plan.source.profile_sha256,
+    }
+
+
+class _TensorBoard:
+    def __init__(self, place: str, settings: Mapping[str, Any], first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        again = {"purge_step": first_step} if first_step else {}
+        self._writer: Any = SummaryWriter(str(Path(place)), **again)
+        self._writer.add_text(
+            "hzplan/plan", "\n".join(f"    {k}: {v}" for k, v in settings.items()), first_step
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, place: str, settings: Mapping[str, Any], first_step: int) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(project=place, config={f"hzplan/{k}": v for k, v in settings.items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    def __init__(self, place: str, settings: Mapping[str, Any], first_step: int) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(place)
+        self._mlflow.start_run()
+        self._mlflow.log_params({f"hzplan/{k}": v for k, v in settings.items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
