@@ -27,8 +27,8 @@ def command(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Text to train on, a file or folder, or tokens in a .npy or .bin (uint16) file; by default "
-            "Python's own library."
+            help="Text to train on, a file or folder, or tokens in a .npy, .bin (uint16) or .uint32.bin "
+            "file; by default Python's own library."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
@@ -47,6 +47,10 @@ def command(
             help="Send every step's figures to tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT. May "
             "be repeated.",
         ),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between held-out losses; by default one at the end."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -119,6 +123,7 @@ def command(
         seed=seed,
         metrics=metrics,
         log=tuple(log or ()),
+        evaluate_every=evaluate_every,
         trace=trace,
         against=against,
         round_steps=round_steps,

@@ -16,7 +16,7 @@ from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
 from hzplan.training.run import RunResult, StepStats, Watcher
-from hzplan.training.trackers import Tracker, open_tracker, values_of
+from hzplan.training.trackers import HELDOUT, Tracker, open_tracker, values_of
 
 CALIBRATE = 0.2
 """A step predicted wrong by more than this share makes ``run`` mention calibration."""
@@ -96,6 +96,13 @@ class RunReport(Watcher):
             line["loss"] = stats.loss if math.isfinite(stats.loss) else None
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
+
+    def on_evaluation(self, step: int, loss: float) -> None:
+        """Say a held-out loss, but the last, which the table has."""
+        if self._shown and step + 1 < self._steps:
+            console.remark(f"step {step}: held-out loss {loss:.4f}")
+        for tracker in self._trackers:
+            tracker.log(step, {HELDOUT: loss})
 
     def show(self, result: RunResult, *, as_json: bool) -> None:
         """Print the end of it."""

@@ -49,6 +49,7 @@ class RunRequest:
     seed: int
     metrics: Path | None
     log: tuple[str, ...]
+    evaluate_every: int | None
     trace: Path | None
     against: str | None
     round_steps: int
@@ -73,6 +74,8 @@ class RunRequest:
             raise UserError(f"--timeout {self.timeout_s}: between 1 and {MOST_TIMEOUT_S:.0f} seconds")
         if self.against is not None and self.skip_nonfinite:
             raise UserError("--skip-nonfinite is for a run of the plan alone; leave it or --against out")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise UserError(f"--evaluate-every {self.evaluate_every}: at least 1 step")
         if self.checkpoint_every < 1:
             raise UserError(f"--checkpoint-every {self.checkpoint_every}: at least 1 step")
         if self.keep < 1:
@@ -84,6 +87,7 @@ class RunRequest:
         of_one = {
             "--metrics": self.metrics,
             "--log": self.log or None,
+            "--evaluate-every": self.evaluate_every,
             "--trace": self.trace,
             "--checkpoint": self.checkpoint,
             "--weights": self.weights,
@@ -190,6 +194,7 @@ class RunRequest:
             lr=self.lr,
             seed=self.seed,
             record_steps=TRACED_STEPS if self.trace else 0,
+            evaluate_every=self.evaluate_every,
             skip_nonfinite=self.skip_nonfinite,
             saving=self._saving(),
             check_replicas=self.check_replicas,

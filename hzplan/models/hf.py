@@ -91,7 +91,7 @@ def narrow_config(config: Any, vocab: int) -> Any:
         if isinstance(getattr(inner, field, None), int) and not _is_computed(inner, field):
             setattr(inner, field, size)
     for field in vars(inner):
-        if field.endswith(("dropout", "_pdrop")) and isinstance(getattr(inner, field), float):
+        if "drop" in field and isinstance(getattr(inner, field), float):
             setattr(inner, field, 0.0)
     for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(inner, field, None) is not None:

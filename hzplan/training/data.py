@@ -27,6 +27,9 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 TOKEN_FILES = (".npy", ".bin")
+BARE = {"uint16": "<u2", "int32": "<i4", "uint32": "<i4", "int64": "<i8"}
+"""Numbers of .bin files, little-endian, by what their names say before .bin. torch does little with unsigned
+ones of 32 bits; a token that needs the last bit is below 0 here, and refused."""
 """Files of tokens: numpy's, of any integers, or bare unsigned 16-bit numbers, the low byte first."""
 
 LOOKED_AT = 1 << 24
@@ -83,6 +86,20 @@ def load_corpus(path: Path | None = None, *, limit_bytes: int | None = None, seq
     return Corpus(train, heldout, description, _entropy_nats(train))
 
 
+def _numbers_of(path: Path, vocab: int) -> str:
+    """The numbers of a file of bare ones: those that its name says before .bin, else uint16. UserError where
+    the model knows more tokens than uint16 has, and the name says none."""
+    said = path.suffixes[-2].removeprefix(".") if len(path.suffixes) > 1 else ""
+    if said in BARE:
+        return BARE[said]
+    if vocab > 1 << 16:
+        raise UserError(
+            f"{path}: the model knows {vocab} tokens, and a .bin file has uint16 unless its name says more, "
+            f"as {path.stem}.uint32.bin does"
+        )
+    return BARE["uint16"]
+
+
 def load_tokens(path: Path, *, vocab: int, seq_len: int) -> Corpus:
     """A file of tokens, which stays where it is: parts of it are read when they are trained on.
 
@@ -93,7 +110,7 @@ def load_tokens(path: Path, *, vocab: int, seq_len: int) -> Corpus:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="c", allow_pickle=False)
         else:
-            tokens = np.memmap(path, dtype="<u2", mode="c")
+            tokens = np.memmap(path, dtype=_numbers_of(path, vocab), mode="c")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (ValueError, EOFError) as error:

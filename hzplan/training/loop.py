@@ -284,6 +284,7 @@ class _Trainer:
         if not math.isfinite(loss):
             raise UserError(f"the held-out loss after step {step} is {loss}; try a lower --lr")
         self.heldout.append((step, loss))
+        self.watcher.on_evaluation(step, loss)
 
     def over_ranks(
         self, values: list[float], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM

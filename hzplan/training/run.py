@@ -70,6 +70,9 @@ class Watcher:
     def on_step(self, stats: StepStats) -> None:
         """A step has ended, and so has the one after it: its loss is gathered while that runs."""
 
+    def on_evaluation(self, step: int, loss: float) -> None:
+        """The mean held-out loss over ranks after a step."""
+
     def on_remark(self, text: str) -> None:
         """Something that people should know, one line."""
 

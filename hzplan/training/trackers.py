@@ -18,6 +18,10 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 GRAMMAR = "tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
 
 
+HELDOUT = "hzplan/heldout_loss"
+"""The name of a held-out loss."""
+
+
 class Tracker(Protocol):
     """Where figures go, step by step."""
 

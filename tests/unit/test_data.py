@@ -203,6 +203,17 @@ def test_bare_tokens_are_unsigned_of_16_bits(tmp_path: Path) -> None:
     assert corpus.train[:3].long().tolist() == [0, 1, 2] and corpus.description.endswith(": 1,000 tokens")
 
 
+@pytest.mark.parametrize("numbers", ["int32", "uint32", "int64"])
+def test_bare_tokens_of_more_bits_are_named(tmp_path: Path, numbers: str) -> None:
+    plain, named = tmp_path / "tokens.bin", tmp_path / f"tokens.{numbers}.bin"
+    for path in (plain, named):
+        np.arange(100_000, 101_000).astype(np.dtype(numbers).newbyteorder("<")).tofile(path)
+    corpus = load_tokens(named, vocab=128_256, seq_len=8)
+    assert corpus.train[:3].long().tolist() == [100_000, 100_001, 100_002]
+    with pytest.raises(UserError, match=r"as tokens.uint32.bin does"):
+        load_tokens(plain, vocab=128_256, seq_len=8)
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
