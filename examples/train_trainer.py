@@ -4,20 +4,21 @@ hzplan profile train_trainer:factory --nproc 2 --micro-batch 2 -o profile.json
 hzplan solve profile.json --global-batch 8 -o plan.json
 torchrun --nproc-per-node 2 train_trainer.py
 
-Trainer counts tokens over all ranks and micro-batches (``average_tokens_across_devices``), so ragged batches
-weigh what they should. Gradients are clipped by the plan's optimizer, whose pieces they are in:
-``max_grad_norm=0`` keeps Trainer from clipping what it cannot see.
+``PlannedTrainer(…, plan="plan.json")`` in the place of ``Trainer(…)``; with ``plan="auto"`` there is nothing
+to profile and solve before. Trainer counts tokens over all ranks and micro-batches
+(``average_tokens_across_devices``), so ragged batches weigh what they should. It goes on from its newest
+checkpoint: ``torchrun … train_trainer.py resume``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-import hzplan
+from hzplan.integrations.trainer import PlannedTrainer
 
 VOCAB, LENGTH, SAMPLES = 64, 32, 100
 
@@ -45,54 +46,27 @@ def sample(index: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
-class Planned(Trainer):
-    """A Trainer whose optimizer is the plan's."""
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Shard the model; what accelerate is told is ready, it leaves as it is."""
-        _, optimizer = hzplan.parallelize(
-            self.model, "plan.json", torch.optim.AdamW, lr=self.args.learning_rate
-        )
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-        self.optimizer = self.accelerator.prepare(optimizer, device_placement=[False])
-        return self.optimizer
-
-
-class Clip(TrainerCallback):
-    """Gradients to a norm of 1, over all ranks."""
-
-    def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Before each update."""
-        optimizer.optimizer.clip_grad_norm_(1.0)
-
-
 def main() -> None:
     """Train for two epochs; the last step of each has fewer micro-batches."""
     dist.init_process_group()
-    plan = hzplan.Plan.load("plan.json")
     arguments = TrainingArguments(
         "trained",
         use_cpu=True,
-        per_device_train_batch_size=plan.batch.micro_batch,
-        gradient_accumulation_steps=plan.batch.accumulation,
         num_train_epochs=2,
         learning_rate=3e-3,
         lr_scheduler_type="constant",
-        max_grad_norm=0,
+        max_grad_norm=1.0,
+        weight_decay=0.01,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=10,
         report_to="none",
         disable_tqdm=True,
         seed=0,
     )
     torch.manual_seed(0)
-    trainer = Planned(
-        factory(),
-        arguments,
-        train_dataset=[sample(index) for index in range(SAMPLES)],
-        callbacks=[Clip()],
-    )
-    trainer.train()
+    dataset = [sample(index) for index in range(SAMPLES)]
+    trainer = PlannedTrainer(factory(), arguments, train_dataset=dataset, plan="plan.json")
+    trainer.train(resume_from_checkpoint="resume" in sys.argv)
     if dist.get_rank() == 0:
         for entry in trainer.state.log_history:
             if "loss" in entry:

@@ -77,7 +77,8 @@ def one_process(folder: Path, script: str) -> list[float]:
 
 TRAINER_ALONE = """
 import torch
-from train_trainer import SAMPLES, Trainer, TrainingArguments, factory, sample
+from train_trainer import SAMPLES, TrainingArguments, factory, sample
+from transformers import Trainer
 
 arguments = TrainingArguments(
     "alone", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=4, num_train_epochs=2,
@@ -106,6 +107,21 @@ def test_trainer_trains_as_it_would_alone(tmp_path: Path) -> None:
     assert len(planned) == len(alone) == 26  # every thirteenth has half the samples, of ragged length
     assert planned == pytest.approx(alone, rel=2e-3)
     assert planned[-1] < planned[0] / 3
+    newest = folder / "trained" / "checkpoint-20"
+    assert (newest / "model.safetensors").exists() and (newest / "hzplan").is_dir()
+    shutil.rmtree(folder / "trained" / "checkpoint-26")  # as of a job that was killed before
+    again = torchrun(2, "train_trainer.py", "resume", cwd=folder)
+    assert again.code == 0, again.stderr
+    assert losses(again)[-6:] == planned[-6:]  # to the last digit that is printed
+    alike = python("-c", WEIGHTS, cwd=folder, timeout_s=300)
+    assert alike.code == 0, alike.stderr
+
+
+WEIGHTS = """
+from train_trainer import LlamaForCausalLM, factory
+model = LlamaForCausalLM.from_pretrained("trained/checkpoint-26")
+assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in factory().parameters())
+"""
 
 
 LIGHTNING_ALONE = """
