@@ -33,6 +33,9 @@ class PlannedTrainer(Trainer):
     training goes on from, under any plan and number of ranks.
     """
 
+    model: Any  # Trainer has them as ones that may be None
+    lr_scheduler: Any
+
     def __init__(
         self, model: Any, args: TrainingArguments, *arguments: Any, plan: Any, **keywords: Any
     ) -> None:
