@@ -34,8 +34,6 @@ from hzplan.profiler import default_mesh, measure
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.solver.emit import emit
-from hzplan.solver.solve import Request, Solved, solve
 
 NAMES: Mapping[type[Optimizer], str] = {
     torch.optim.AdamW: "adamw",
@@ -108,15 +106,12 @@ def auto(
             progress=lambda text, fraction: None,
         )
         _keep(ranks, profile, profile_path)
-    request = Request(
-        memory_bytes or budget_bytes(profile.cluster), global_batch, clip=clip, time_limit_s=time_limit_s
-    )
-    asked = [*of_model, request.memory_bytes, global_batch, clip, time_limit_s]
-    plan_path = folder / f"{_hash(asked)}.plan.json"
+    asked = (memory_bytes or budget_bytes(profile.cluster), global_batch, clip, time_limit_s)
+    plan_path = folder / f"{_hash([*of_model, *asked])}.plan.json"
     plan = _kept(ranks, plan_path, Plan)
     if plan is None:
         tell("auto: planning")
-        plan = _planned(ranks, profile, request, profile_path, plan_path)
+        plan = _planned(ranks, profile, asked, profile_path, plan_path)
     tell(
         f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
         f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
@@ -223,8 +218,19 @@ def _keep(ranks: Ranks, document: Profile | Plan, path: Path) -> None:
         raise UserError(refused)
 
 
-def _planned(ranks: Ranks, profile: Profile, request: Request, profile_path: Path, plan_path: Path) -> Plan:
-    """Solved on rank 0, the same on every rank."""
+def _planned(
+    ranks: Ranks,
+    profile: Profile,
+    asked: tuple[int, int, bool, float],
+    profile_path: Path,
+    plan_path: Path,
+) -> Plan:
+    """Solved on rank 0, the same on every rank. ``asked``: bytes, global batch, clipping, seconds."""
+    from hzplan.solver.emit import emit  # only where there is something to solve: imports take seconds
+    from hzplan.solver.solve import Request, Solved, solve
+
+    memory_bytes, global_batch, clip, seconds = asked
+    request = Request(memory_bytes, global_batch, clip=clip, time_limit_s=seconds)
     plan: Plan | None = None
     refused = ""
     if ranks.rank == 0:
