@@ -62,7 +62,7 @@ def small_config(kind: str) -> dict[str, Any]:
                 setattr(inner, field, size)
             except AttributeError:  # computed from others
                 continue
-    if isinstance(getattr(inner, "layer_types", None), list):
+    if isinstance(vars(inner).get("layer_types"), list):
         inner.layer_types = inner.layer_types[:LAYERS]
     for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(inner, field, None) is not None:
@@ -189,6 +189,8 @@ def main(
             found[kind] = in_its_own_process(kind)
             done, why = found[kind]
             print(f"{kind}: {len(done)} of {len(STEPS)} {why}"[:200], flush=True)
+            if docs is not None:  # as far as it came: all of them take half an hour
+                write_text(docs, markdown(found, transformers.__version__))
     text = markdown(found, transformers.__version__)
     print(text) if docs is None else write_text(docs, text)
 
