@@ -80,7 +80,7 @@ NARROW = {
 
 
 def narrow_config(config: Any, vocab: int) -> Any:
-    """A copy of a configuration with small sizes and no dropout; what decides on tensors stays."""
+    """A copy of a configuration with small sizes and no dropout or noise; what decides on tensors stays."""
     found = copy.deepcopy(config)
     found._experts_implementation = "eager"  # the default's kernel knows no float64
     inner = found.get_text_config()
@@ -91,7 +91,7 @@ def narrow_config(config: Any, vocab: int) -> Any:
         if isinstance(getattr(inner, field, None), int) and not _is_computed(inner, field):
             setattr(inner, field, size)
     for field in vars(inner):
-        if "drop" in field and isinstance(getattr(inner, field), float):
+        if ("drop" in field or "jitter" in field) and isinstance(getattr(inner, field), float):
             setattr(inner, field, 0.0)
     for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(inner, field, None) is not None:
