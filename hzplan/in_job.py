@@ -44,6 +44,9 @@ NAMES: Mapping[type[Optimizer], str] = {
 FOLDER = "HZPLAN_CACHE"
 """The environment variable of the folder that profiles and plans are kept in."""
 
+PASS_S = 2.0
+"""Seconds of passes of each kind: a job waits for them."""
+
 Loss = Callable[[nn.Module, Any], Tensor]
 Kept = TypeVar("Kept", Profile, Plan)
 
@@ -58,7 +61,7 @@ def auto(
     memory_bytes: int | None = None,
     clip: bool = True,
     dtype: str = "float32",
-    time_limit_s: float = 30.0,
+    time_limit_s: float = 20.0,
     cache: str | Path | None = None,
     say: Callable[[str], None] | None = None,
     **arguments: Any,
@@ -104,6 +107,7 @@ def auto(
             dtype=dtype,
             optimizer=NAMES[optimizer_class],
             progress=lambda text, fraction: None,
+            pass_s=PASS_S,
         )
         _keep(ranks, profile, profile_path)
     asked = (memory_bytes or budget_bytes(profile.cluster), global_batch, clip, time_limit_s)

@@ -33,7 +33,7 @@ from hzplan.profiler.model.entries import as_dtype, joined_units, largest_elemen
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
 from hzplan.profiler.model.passes import record_passes
 from hzplan.profiler.model.reuse import EarlierCosts, with_reused
-from hzplan.profiler.model.time import measure_uses
+from hzplan.profiler.model.time import TIME_LIMIT_S, measure_uses
 from hzplan.profiler.network.host import measure_host
 from hzplan.profiler.network.interference import measure_interference
 from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm
@@ -100,6 +100,7 @@ def measure(
     earlier: Mapping[str, Profile] | None = None,
     partial_path: Path | None = None,
     message: Callable[[str], None] = lambda text: None,
+    pass_s: float = TIME_LIMIT_S,
 ) -> Profile:
     """Measure a model and the links between ranks; the same profile on every rank.
 
@@ -111,7 +112,8 @@ def measure(
     weights take most of it is measured weight-shared. ``earlier``: profiles, by their names in messages,
     whose costs are reused where shapes and micro-batches are the same. ``partial_path``: a file for partial
     results, to be removed when the profile is written; the same call resumes from it after an interruption.
-    ``message`` gets a line on what is reused, and on what is resumed.
+    ``message`` gets a line on what is reused, and on what is resumed. ``pass_s``: seconds of blocks for each
+    kind of pass, after which no other is begun.
 
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """
@@ -132,7 +134,7 @@ def measure(
     result = partial.result(
         "model",
         ModelResult,
-        lambda: _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message),
+        lambda: _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message, pass_s),
     )
     links = partial.result(
         "links",
@@ -222,6 +224,7 @@ def _measure_model(
     reusable: EarlierCosts,
     parts: Progress,
     message: Callable[[str], None],
+    pass_s: float = TIME_LIMIT_S,
 ) -> ModelResult:
     """Record and time the calls of units, then the optimizer's steps, as far as they cannot be reused."""
     reused = reusable.costs_of(model.shapes) if model.shapes is not None and reusable else {}
@@ -238,7 +241,9 @@ def _measure_model(
                 "without --known"
             )
         measured, own_seconds = measure_uses(
-            ranks, model, passes, lambda done: parts.at(RECORDING_SHARE + (1 - RECORDING_SHARE) * done)
+            *(ranks, model, passes),
+            lambda done: parts.at(RECORDING_SHARE + (1 - RECORDING_SHARE) * done),
+            pass_s,
         )
         uses, stragglers = with_reused(measured, reused), slow_compute(ranks, own_seconds)
     else:

@@ -48,9 +48,10 @@ def measure_uses(
     model: RunnableModel,
     passes: Sequence[Pass],
     progress: Callable[[float], None],
+    pass_s: float = TIME_LIMIT_S,
 ) -> tuple[tuple[UseEntry, ...], float]:
-    """Time every pass, without recomputation and with it; the uses, the same on every rank, and this rank's
-    own median seconds of the last pass.
+    """Time every pass, without recomputation and with it, for ``pass_s`` each; the uses, the same on every
+    rank, and this rank's own median seconds of the last pass.
 
     Raises UserError when the model does not use its units in the same order every time.
     """
@@ -64,7 +65,7 @@ def measure_uses(
             again[way] = record_recomputation(ranks, model.calls, passes, switch, way)
         saved = again.pop(HOST, [])  # whose copies take their time on the side
         timed = [*passes, *itertools.chain.from_iterable(again.values())]
-        repeats = _times(ranks, model.calls, timed, progress)
+        repeats = _times(ranks, model.calls, timed, progress, pass_s)
     if not all(repeats[: len(passes)]):
         raise UserError(f"{model.name}: {NOT_FIXED} chance or earlier calls")
     kinds = [use_kinds(model.entries, uses, recorded.flops) for recorded in passes]
@@ -163,7 +164,11 @@ def use_costs(
 
 
 def _times(
-    ranks: Ranks, calls: RecordedCalls, passes: Sequence[Pass], progress: Callable[[float], None]
+    ranks: Ranks,
+    calls: RecordedCalls,
+    passes: Sequence[Pass],
+    progress: Callable[[float], None],
+    pass_s: float,
 ) -> list[list[list[list[float]]]]:
     """Seconds of each use, by pass, repeat and rank; none of a pass that once failed or had other uses."""
     results = rounds(
@@ -171,7 +176,7 @@ def _times(
         [partial(_block, ranks, calls, recorded) for recorded in passes],
         at_least=MIN_BLOCKS,
         at_most=MAX_BLOCKS,
-        budget_s=TIME_LIMIT_S * len(passes),
+        budget_s=pass_s * len(passes),
         progress=progress,
         enough=lambda so_far: all(map(_steady, so_far)),
     )
