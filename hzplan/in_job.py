@@ -31,15 +31,12 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.models.workload import Workload
 from hzplan.profiler import default_mesh, measure
+from hzplan.profiler.model.optimizer import OPTIMIZERS
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.optimizer import ShardedOptimizer
 
-NAMES: Mapping[type[Optimizer], str] = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.SGD: "sgd",
-}
+NAMES: Mapping[Callable[..., Optimizer], str] = {made.func: name for name, made in OPTIMIZERS.items()}
 """The optimizers that are measured, by their names in profiles."""
 FOLDER = "HZPLAN_CACHE"
 """The environment variable of the folder that profiles and plans are kept in."""
@@ -73,6 +70,7 @@ def auto(
     models of transformers have it. ``global_batch``: sequences in a step over all ranks; the loop takes
     ``plan.batch.accumulation`` micro-batches a step. ``memory_bytes``: of a rank; by default the device's,
     less a reserve. ``dtype``: what the model computes in, "bfloat16" with float32 master weights.
+    ``time_limit_s``: of the search.
     ``cache``: the folder of what is remembered; by default that of the environment variable HZPLAN_CACHE, or
     ``~/.cache/hzplan``. ``say`` gets a line on what is done, on rank 0; by default it goes to stderr.
     ``arguments`` go to ``optimizer_class``.

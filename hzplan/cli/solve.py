@@ -13,10 +13,10 @@ from hzplan.errors import JobFailed, NoPlanFits, UserError
 
 if TYPE_CHECKING:
     from hzplan.formats.parallel import ModelParallel
+    from hzplan.formats.plan import Target
     from hzplan.formats.profile import Profile
     from hzplan.solver.baseline import Baseline
     from hzplan.solver.solve import Infeasible, Request, Solved
-    from hzplan.solver.target import Target
 
 
 def command(

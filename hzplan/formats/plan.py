@@ -98,6 +98,8 @@ class Batch(Strict):
 
 Recompute = Literal["choose", "none", "all"]
 """Whether the solver chooses which units compute their forward again, or that is given."""
+Target = Literal["fsdp2", "deepspeed", "megatron-fsdp"]
+"""Runtimes that plans are exported to."""
 
 
 class Source(Strict):
@@ -117,7 +119,7 @@ class Source(Strict):
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
     host_memory_bytes: PositiveInt | None = None
-    target: Literal["fsdp2", "deepspeed", "megatron-fsdp"] | None = None
+    target: Target | None = None
 
 
 class Proof(Strict):

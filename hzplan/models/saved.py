@@ -58,8 +58,8 @@ class _View:
 class Saved:
     """One unit's activations between a forward and its backward.
 
-    ``save`` and ``load`` copy, on the current stream; what they copy is prepared by ``end_forward`` and
-    ``allocate``, and the device's copy is let go by ``release``, all on the thread that computes.
+    ``save`` and ``load`` copy, on the current stream; what they copy is prepared by the end of ``forward``
+    and by ``allocate``, and the device's copy is let go by ``release``, all on the thread that computes.
     """
 
     def __init__(self, host_buffer: Callable[[int], Tensor] | None = None) -> None:

@@ -98,13 +98,12 @@ class HostStates:
 
 def host_buffer(device: torch.device) -> Callable[[int], Tensor]:
     """What makes memory of so many bytes, of zeros, on the host of a device."""
-    return unseen_host_buffer if device.type == "cpu" else _locked
+    return _locked if device.type == "cuda" else unseen_host_buffer
 
 
 def _locked(nbytes: int) -> Tensor:
     host = torch.zeros(nbytes, dtype=torch.uint8)
-    if host.is_cpu and torch.cuda.is_available():
-        _lock(host)
+    _lock(host)
     return host
 
 

@@ -22,7 +22,7 @@ from hzplan.core.schedule import MessageOrder, Pace
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
-from hzplan.formats.plan import Recompute
+from hzplan.formats.plan import Recompute, Target
 from hzplan.formats.profile import Profile
 from hzplan.solver.candidates import Candidates
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform, unit_costs
@@ -34,7 +34,7 @@ from hzplan.solver.question import MIB, Coefficients, Question
 from hzplan.solver.relaxation import TOLERANCE, Relaxation
 from hzplan.solver.rounding import rounded
 from hzplan.solver.rows import INFINITY, PERIOD
-from hzplan.solver.target import Grammar, Target, grammar_of
+from hzplan.solver.target import Grammar, grammar_of
 from hzplan.solver.tree import Limits, Split, Tree, halves
 
 PREFETCH_DEPTHS = (1, 2, 3)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.recompute import Way
 from hzplan.core.units import beside_each_other
+from hzplan.formats.plan import Target
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Evaluation
 
-Target = Literal["fsdp2", "deepspeed", "megatron-fsdp"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 SELECTIVE: tuple[Way, ...] = ("elementwise", "operations", "attention", "full")

@@ -13,8 +13,8 @@ from hzplan.errors import UserError, one_line
 from hzplan.formats.plan import Plan
 from hzplan.training.run import StepStats
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""By a tracker's name what to install."""
+PACKAGES = ("tensorboard", "wandb", "mlflow")
+"""The trackers, by the packages that they need."""
 GRAMMAR = "tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
 
 
@@ -71,8 +71,8 @@ def check_tracker(text: str) -> None:
     kind, _, place = text.partition(":")
     if kind not in PACKAGES or not place:
         raise UserError(f"--log {text[:60]}: write {GRAMMAR}")
-    if importlib.util.find_spec(PACKAGES[kind]) is None:
-        raise UserError(f"--log {text}: needs the package {PACKAGES[kind]}; pip install {PACKAGES[kind]}")
+    if importlib.util.find_spec(kind) is None:
+        raise UserError(f"--log {text}: needs the package {kind}; pip install {kind}")
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from hzplan.cost.model import CostModel, tensors_of
 from hzplan.errors import UserError
 from hzplan.export import deepspeed, fsdp2, megatron_fsdp
 from hzplan.export.shape import elements
-from hzplan.formats.plan import Plan
+from hzplan.formats.plan import Plan, Target
 from hzplan.formats.profile import Profile
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Modes, evaluate
 from hzplan.solver.search import grammar_for, paces
 from hzplan.solver.solve import Request, Solved, solve, solve_each
-from hzplan.solver.target import TARGETS, Target, keeps
+from hzplan.solver.target import TARGETS, grammar_of, keeps
 from tests.cli.command import ROOT
 from tests.instances import random_profile, try_everything
 from tests.long import shorter
@@ -124,3 +124,13 @@ def test_pins_that_a_target_cannot_say_are_refused() -> None:
     profile = Profile.load(ROOT / "plans" / "profiles" / "gpt-small-4.json")
     with pytest.raises(UserError, match="and the target say"):
         solve_each(profile, Request(GIB, 16, target="fsdp2", pins=("*=1,1,1",)))
+
+
+@pytest.mark.parametrize("name", ["gpt-small-4", "gpt-tiny-2x2", "gpt-tiny-2x2x2"])
+def test_what_a_target_is_told_is_what_its_export_says(name: str) -> None:
+    """Two places know the levels of a scheme: who searches, and who writes."""
+    plan = Plan.load(ROOT / "plans" / f"{name}.json")
+    profile = Profile.load(ROOT / "plans" / "profiles" / f"{name}.json")
+    for target, known in (("deepspeed", deepspeed.schemes), ("megatron-fsdp", megatron_fsdp.schemes)):
+        grammar = grammar_of(target, profile, accumulates=True)
+        assert grammar is not None and {*grammar.triples} == {*known(plan)}, target
