@@ -1,10 +1,9 @@
 """hzplan plans and runs the fastest sharded data-parallel training that fits in memory.
 
 ``hzplan.auto`` measures, plans and shards in the job that trains; ``hzplan.parallelize`` shards a model as a
-plan says; ``hzplan.Plan.load`` reads a plan;
-``hzplan.deferred_init`` makes a model that is larger than a rank;
-``hzplan.Checkpoints`` saves and loads what is trained. Everything else is the command line's
-(``hzplan --help``).
+plan says; ``hzplan.Plan.load`` reads a plan; ``hzplan.deferred_init`` makes a model that is larger than a
+rank; ``hzplan.Checkpoints`` saves and loads what is trained, and ``hzplan.load_dcp`` takes over what FSDP2
+has trained. Everything else is the command line's (``hzplan --help``).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hzplan.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from hzplan.checkpoint.from_dcp import load_dcp as load_dcp
     from hzplan.formats.plan import Plan as Plan
     from hzplan.in_job import auto as auto
     from hzplan.models.deferred import deferred_init as deferred_init
@@ -26,6 +26,7 @@ _HOMES = {
     "Checkpoints": "hzplan.checkpoint.checkpoints",
     "Plan": "hzplan.formats.plan",
     "deferred_init": "hzplan.models.deferred",
+    "load_dcp": "hzplan.checkpoint.from_dcp",
     "full_parameters": "hzplan.runtime.apply",
     "parallelize": "hzplan.runtime.apply",
 }

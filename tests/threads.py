@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 def in_threads(
-    plan: Plan, initial: nn.Module, rank: Callable[[int, nn.Module, ShardedOptimizer], T]
+    plan: Plan,
+    initial: nn.Module,
+    rank: Callable[[int, nn.Module, ShardedOptimizer], T],
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> list[T]:
     """What ``rank(number, model, optimizer)`` returns for every rank, each with a copy of ``initial``."""
     post = Post(plan.mesh.world)
@@ -29,7 +32,7 @@ def in_threads(
         model, optimizer = apply(
             copy.deepcopy(initial),
             Choice.of(plan),
-            torch.optim.SGD,
+            optimizer_class,
             world=ThreadWorld(post, number),
             lr=0.1,
         )

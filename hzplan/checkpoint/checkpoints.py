@@ -11,7 +11,7 @@ from torch import nn
 
 from hzplan.checkpoint.folder import listed, newest_whole, step_of
 from hzplan.checkpoint.position import Position
-from hzplan.checkpoint.restore import restore
+from hzplan.checkpoint.restore import own_at, restore
 from hzplan.checkpoint.save import KEEP, Outcome, Saver
 from hzplan.errors import UserError
 from hzplan.runtime.optimizer import ShardedOptimizer
@@ -21,13 +21,15 @@ from hzplan.runtime.optimizer import ShardedOptimizer
 class Loaded:
     """Where training goes on.
 
-    ``extra``: what ``save`` was given. ``same_world``: whether random numbers go on where they were;
-    ``passed_over``: newer checkpoints that are damaged, in a line each.
+    ``extra``: what ``save`` was given; ``own``: likewise, this rank's, None on another number of ranks than
+    saved it. ``same_world``: whether random numbers go on where they were; ``passed_over``: newer checkpoints
+    that are damaged, in a line each.
     """
 
     path: Path
     position: Position
     extra: Mapping[str, Any]
+    own: Mapping[str, Any] | None
     same_world: bool
     passed_over: tuple[str, ...]
 
@@ -53,8 +55,16 @@ class Checkpoints:
         self.folder = Path(folder)
         self._saver = Saver(self.folder, keep, model_name=model_name)
 
+    def move_to(self, folder: str | Path) -> None:
+        """From now on save to another folder, which no other ones are known of; every rank calls it."""
+        self.folder = Path(folder)
+        self._saver.move_to(self.folder)
+
     def load(self, model: nn.Module, optimizer: ShardedOptimizer) -> Loaded | None:
         """Go on from the newest whole checkpoint; None where the folder has none.
+
+        As with torch's optimizers, learning rates and other options of parameter groups are those that were
+        saved, where the groups are the same; set others afterwards.
 
         UserError when all are damaged, or the newest is of another model.
         """
@@ -69,7 +79,11 @@ class Checkpoints:
         steps = [step for step in map(step_of, listed(self.folder)) if step <= found.index.step]
         saver.known = [*steps]
         position = Position(found.index.step, found.index.samples)
-        return Loaded(found.path, position, found.index.extra, same_world, found.passed_over)
+        kept: list[Mapping[str, Any] | None] = [None]
+        world = optimizer.engine.world
+        if found.index.world == world.size:
+            saver.together(lambda: kept.append(own_at(found.path, found.index, world.rank)))
+        return Loaded(found.path, position, found.index.extra, kept[-1], same_world, found.passed_over)
 
     def save(
         self,
@@ -79,15 +93,18 @@ class Checkpoints:
         *,
         samples: int = 0,
         extra: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> None:
         """Between two steps, after ``step`` of them: copy what is to be saved, and write it beside training.
 
         Waits for the save before, if that is still under way. ``samples``: sequences trained on so far;
-        ``extra``: whatever else JSON can say, a scheduler's state for instance. A save that fails leaves the
+        ``extra``: whatever else JSON can say, a scheduler's state for instance, of which the first rank's is
+        kept; ``own``: what each rank keeps for itself, the state of a StatefulDataLoader for instance, as
+        numbers, texts, tensors, and dicts and lists of them. A save that fails leaves the
         older checkpoints as they are; ``outcomes`` says so.
         """
         _check_alone(optimizer)
-        self._saver.save(model, optimizer, Position(step, samples), extra)
+        self._saver.save(model, optimizer, Position(step, samples), extra, own)
 
     def settle(self) -> None:
         """Return when the last save has ended, well or not: ``outcomes`` says which."""

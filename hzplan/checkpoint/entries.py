@@ -2,20 +2,23 @@
 under names that any other plan knows them by. In which files these ranges lie: ``formats.checkpoint``.
 
 ``model.<parameter>`` and ``model.<buffer>``, in the model's shapes; ``optimizer.state.<parameter>.<key>``, in
-the parameter's shape, or a single number for all of it; ``rng.<device>.<rank>``. These are the names under
-which torch's own distributed checkpoints flatten ``{"model": …, "optimizer": …}``.
+the parameter's shape, or a single number for all of it; ``rng.<device>.<rank>``; ``own.<rank>``, bytes of
+what the loop of a rank keeps for itself. The first two are the names under which torch's own distributed
+checkpoints flatten ``{"model": …, "optimizer": …}``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hzplan.errors import UserError
-from hzplan.formats.checkpoint import MODEL, RNG, STATE
+from hzplan.errors import UserError, one_line
+from hzplan.formats.checkpoint import MODEL, OWN, RNG, STATE
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
@@ -81,6 +84,26 @@ def set_random_state(states: Iterable[Entry], device: torch.device) -> None:
             torch.cuda.set_rng_state(entry.values, device)
         else:
             torch.set_rng_state(entry.values)
+
+
+def own(rank: int, kept: Mapping[str, Any]) -> Entry:
+    """What a rank's loop keeps for itself, as torch saves it. UserError for what torch would not load again
+    without executing anything: objects of classes."""
+    file = io.BytesIO()
+    try:
+        torch.save(dict(kept), file)
+        own_of(file.getvalue())
+    except Exception as error:
+        raise UserError(
+            f"own: only numbers, texts, tensors, and what holds them ({one_line(error)})"
+        ) from None
+    return whole(f"{OWN}{rank}", torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+
+
+def own_of(content: bytes) -> dict[str, Any]:
+    """The inverse of ``own``."""
+    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    return found
 
 
 def parameters(units: Iterable[UnitState], *, once: bool) -> Iterator[Entry]:

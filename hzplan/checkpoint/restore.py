@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hzplan.checkpoint.data import fill
-from hzplan.checkpoint.entries import buffers, parameters, random_state, set_random_state, state_to_fill
+from hzplan.checkpoint.entries import (
+    buffers,
+    own_of,
+    parameters,
+    random_state,
+    set_random_state,
+    state_to_fill,
+    whole,
+)
 from hzplan.checkpoint.fits import check_fits, check_optimizer
 from hzplan.checkpoint.folder import Found
-from hzplan.formats.checkpoint import MODEL, Checkpoint
+from hzplan.formats.checkpoint import MODEL, OWN, Checkpoint
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 NUMBERS = ("step", "eta", "mu", "mu_product")
@@ -44,7 +53,34 @@ def restore(
     if goes_on:
         set_random_state(generators, engine.device)
     engine.refresh_parameters()
+    _restore_options(index, optimizer)
     return goes_on
+
+
+OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimizers that say how they compute, not what."""
+
+
+def _restore_options(index: Checkpoint, optimizer: ShardedOptimizer) -> None:
+    """As torch's optimizers load them: rates and the like as they were when saved, which schedulers that
+    multiply them go on from; left as they are where parameters are in other groups."""
+    here = [set(names) for names in optimizer.updates.group_names]
+    if here != [set(group.names) for group in index.groups]:
+        return
+    for group, saved in zip(optimizer.param_groups, index.groups, strict=False):
+        for name, value in saved.options.items():
+            if name in group and name not in OF_KERNELS:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def own_at(path: Path, index: Checkpoint, rank: int) -> dict[str, Any] | None:
+    """What a rank's loop kept for itself; None where it kept nothing."""
+    stored = index.tensors.get(f"{OWN}{rank}")
+    if stored is None:
+        return None
+    content = torch.zeros(stored.shape, dtype=torch.uint8)
+    fill(path, index, [whole(f"{OWN}{rank}", content)])
+    return own_of(content.numpy().tobytes())
 
 
 def _keys(index: Checkpoint, parameter: str) -> dict[str, tuple[torch.dtype, bool]]:

@@ -20,6 +20,7 @@ from torch import nn
 from hzplan.checkpoint import folder as folders
 from hzplan.checkpoint.data import write
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, random_state, state
+from hzplan.checkpoint.entries import own as entry_of_own
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.slices import lay_out_file, ranges_of
 from hzplan.checkpoint.staging import Staging
@@ -31,6 +32,7 @@ from hzplan.formats.checkpoint import (
     Checkpoint,
     StoredBucket,
     StoredFile,
+    StoredGroup,
     StoredTensor,
     StoredValue,
     data_file,
@@ -70,15 +72,18 @@ class _Snapshot:
     extra: dict[str, Any]
     optimizer: str
     buffers: frozenset[str]
+    groups: tuple[StoredGroup, ...]
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A rank's file, and the tensors in it that no bucket has."""
+    """A rank's file, and the tensors in it that no bucket has. ``groups``: of the optimizer, as this rank
+    has them: none where it updates nothing."""
 
     rank: int
     file: StoredFile
     values: dict[str, StoredValue]
+    groups: tuple[StoredGroup, ...]
 
 
 @dataclass
@@ -105,17 +110,23 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
+    def move_to(self, folder: Path) -> None:
+        """Write to another folder from now on."""
+        self.wait()
+        self.folder, self.known, self._lock = folder, [], None
+
     def save(
         self,
         model: nn.Module,
         optimizer: ShardedOptimizer,
         position: Position,
         extra: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> None:
         """Between two steps: copy what this rank holds, and return while it is written.
 
-        Waits for a save that is still under way. ``extra``: what JSON can say; rank 0's is kept. UserError
-        when JSON cannot.
+        Waits for a save that is still under way. ``extra``: what JSON can say; rank 0's is kept. ``own``:
+        what this rank keeps for itself. UserError for what cannot be kept so.
         """
         said_extra = _as_json(extra or {})
         self.wait()
@@ -123,6 +134,7 @@ class Saver:
         entries = [*parameters(optimizer.engine.units.values(), once=True), *state(optimizer.updates)]
         engine, rank = optimizer.engine, optimizer.engine.world.rank
         entries += random_state(rank, engine.device)
+        entries += [] if own is None else [entry_of_own(rank, own)]
         of_model = buffers(model) if rank == 0 else []
         entries += of_model
         snapshot = _Snapshot(
@@ -135,6 +147,7 @@ class Saver:
             extra=said_extra,
             optimizer=optimizer.updates.class_name,
             buffers=frozenset(entry.name for entry in of_model),
+            groups=_groups(optimizer),
         )
         self._thread = threading.Thread(
             target=self._save, args=(snapshot,), name="hzplan checkpoint", daemon=True
@@ -210,6 +223,7 @@ class Saver:
             buckets=buckets,
             values={name: value for of_rank in written for name, value in of_rank.values.items()},
             aliases=snapshot.also,
+            groups=next((of_rank.groups for of_rank in written if of_rank.groups), ()),
         ).save(path)
         Checkpoint.load(path)
         folders.publish(self.folder, step)
@@ -326,7 +340,34 @@ def _write_file(folder: Path, snapshot: _Snapshot, buckets: Sequence[StoredBucke
         raise UserError(
             f"{min(missing)[0]}: other ranks keep it for their part of the parameter, this one not"
         )
-    return _Written(rank, write(folder / data_file(rank), placed, end), values)
+    return _Written(rank, write(folder / data_file(rank), placed, end), values, snapshot.groups)
+
+
+def _groups(optimizer: ShardedOptimizer) -> tuple[StoredGroup, ...]:
+    """The user's parameter groups as they are now; a rank that updates nothing does not have them all."""
+    if not optimizer.updates.pieces:
+        return ()
+    return tuple(
+        StoredGroup(
+            names=tuple(names),
+            options={key: said for key, value in group.items() if (said := _simple(value)) is not _UNSAID},
+        )
+        for names, group in zip(optimizer.updates.group_names, optimizer.param_groups, strict=False)
+    )
+
+
+_UNSAID = object()
+
+
+def _simple(value: Any) -> Any:
+    """A number, a text, nothing, or a list of them, as JSON has it; _UNSAID for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list) and all(_simple(part) is not _UNSAID for part in value):
+        return [_simple(part) for part in value]
+    return _UNSAID
 
 
 def _first_byte(stored: StoredTensor, entry: Entry, rank: int) -> int:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hzplan.checkpoint import from_dcp
 from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, whole
 from hzplan.core.layout import boxes
@@ -105,9 +106,11 @@ def _read(path: Path, index: Checkpoint, names: list[str], dtype: torch.dtype | 
 def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]:
     """Give a sharded model the weights of a file or folder; every rank calls it, and reads its slices alone.
 
-    Returns the names in the files that the model does not have. UserError when one of the model's is missing
-    or has another shape.
+    Returns the names in the files that the model does not have. A folder may also be a checkpoint of
+    torch.distributed.checkpoint. UserError when one of the model's is missing or has another shape.
     """
+    if from_dcp.is_one(path):
+        return from_dcp.take_weights(path, model, optimizer)
     engine = optimizer.engine
     engine.synchronize()
     files = _files(path)

@@ -92,6 +92,14 @@ def command(
         Path | None,
         typer.Option(help="Begin with these weights: a safetensors file, or a Hugging Face folder of them."),
     ] = None,
+    from_dcp: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Go on from a checkpoint of torch.distributed.checkpoint, as FSDP2 programs save them: "
+            "weights, optimizer state, and the step that it counts.",
+        ),
+    ] = None,
     check_replicas: Annotated[
         int | None, typer.Option(help="Every so many steps, compare what ranks hold in common.")
     ] = None,
@@ -109,6 +117,7 @@ def command(
 
     Example: hzplan run plan.json --steps 200 --metrics metrics.jsonl
     Example: hzplan run plan.json --steps 10000 --checkpoint checkpoints --resume
+    Example: hzplan run plan.json --from-dcp fsdp2/step-40000 --steps 50000
     Example: hzplan run plan.json --against ddp,fsdp2,hsdp --steps 60
     """
     from hzplan.cli import ranks
@@ -132,6 +141,7 @@ def command(
         keep=keep,
         resume=resume,
         weights=weights,
+        from_dcp=from_dcp,
         check_replicas=check_replicas,
         skip_nonfinite=skip_nonfinite,
         timeout_s=timeout,

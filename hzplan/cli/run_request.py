@@ -58,6 +58,7 @@ class RunRequest:
     keep: int
     resume: bool
     weights: Path | None
+    from_dcp: Path | None
     check_replicas: int | None
     skip_nonfinite: bool
     timeout_s: float
@@ -82,6 +83,8 @@ class RunRequest:
             raise UserError(f"--keep {self.keep}: at least 1 checkpoint")
         if self.check_replicas is not None and self.check_replicas < 1:
             raise UserError(f"--check-replicas {self.check_replicas}: at least 1 step")
+        if self.weights is not None and self.from_dcp is not None:
+            raise UserError("--weights and --from-dcp: a run begins with one of them; leave the other out")
         if self.resume and self.checkpoint is None:
             raise UserError("--resume: say from where with --checkpoint DIR")
         of_one = {
@@ -91,6 +94,7 @@ class RunRequest:
             "--trace": self.trace,
             "--checkpoint": self.checkpoint,
             "--weights": self.weights,
+            "--from-dcp": self.from_dcp,
         }
         for option, given in of_one.items():
             if self.against is not None and given is not None:
@@ -199,6 +203,7 @@ class RunRequest:
             saving=self._saving(),
             check_replicas=self.check_replicas,
             weights=self.weights,
+            from_dcp=self.from_dcp,
         )
         try:
             with RunReport(

@@ -9,6 +9,7 @@ import typer
 
 from hzplan.errors import UserError
 
+FORMS = ("safetensors", "dcp")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -18,13 +19,23 @@ def command(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default as trained.")] = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="safetensors; or dcp: weights, optimizer state and groups, as programs with "
+            "torch.distributed.checkpoint load them.",
+        ),
+    ] = "safetensors",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors, in Hugging Face's layout.
+    """Write a checkpoint's weights as safetensors, in Hugging Face's layout; or all of it for FSDP2.
 
-    Of several checkpoints the newest whole one is taken. hzplan run --weights begins with such weights.
+    Of several checkpoints the newest whole one is taken. hzplan run --weights begins with such weights, and
+    hzplan run --from-dcp goes on from what --format dcp writes.
 
     Example: hzplan weights checkpoints -o my-model --dtype bf16
+    Example: hzplan weights checkpoints -o dcp --format dcp
     """
     import json
 
@@ -33,6 +44,10 @@ def command(
 
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    if form not in FORMS:
+        raise UserError(f"--format {form}: one of {', '.join(FORMS)}")
+    if form == "dcp" and dtype is not None:
+        raise UserError("--dtype: with --format dcp everything is as trained; leave it out")
     if output.resolve() == checkpoint.resolve():
         raise UserError(f"{output}: is what is read; name another folder to write")
 
@@ -53,12 +68,15 @@ def command(
 
     import torch
 
-    from hzplan.checkpoint.weights import export
+    from hzplan.checkpoint import to_dcp, weights
 
-    wanted = None if dtype is None else getattr(torch, DTYPES[dtype])
     with console.Bar("weights", shown=True) as bar:
-        nbytes = export(found.path, found.index, output, dtype=wanted, progress=bar.update)
-    _config(found.index.model, output)
+        if form == "dcp":
+            nbytes = to_dcp.export(found.path, found.index, output, progress=bar.update)
+        else:
+            wanted = None if dtype is None else getattr(torch, DTYPES[dtype])
+            nbytes = weights.export(found.path, found.index, output, dtype=wanted, progress=bar.update)
+            _config(found.index.model, output)
     if as_json:
         print(
             json.dumps(
@@ -71,7 +89,8 @@ def command(
             )
         )
     else:
-        print(f"Wrote {console.size(nbytes)} of weights, after {found.index.step} steps, to {output}.")
+        what = "weights and optimizer state" if form == "dcp" else "weights"
+        print(f"Wrote {console.size(nbytes)} of {what}, after {found.index.step} steps, to {output}.")
 
 
 def _config(model: str, folder: Path) -> None:

@@ -36,7 +36,7 @@ from hzplan.formats.base import (
 FORM, VERSION = "hzplan-checkpoint", 2
 FILE = "checkpoint.json"
 
-MODEL, STATE, RNG = "model.", "optimizer.state.", "rng."
+MODEL, STATE, RNG, OWN = "model.", "optimizer.state.", "rng.", "own."
 """Prefixes of tensor names in the index."""
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -219,6 +219,14 @@ class StoredValue(Strict):
         return self.first_byte + prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+class StoredGroup(Strict):
+    """A parameter group of the optimizer when it was saved: its parameters, and what JSON can say of its
+    options (learning rate, betas, …)."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
 def ends_of_slices(buckets: Iterable[StoredBucket], world: int) -> list[int]:
     """By rank, the first byte of its file behind all slices that it has."""
     ends, reached = [0] * world, 0
@@ -251,6 +259,7 @@ class Checkpoint(Strict):
 
     ``mesh``: of the plan that it was saved under. ``optimizer``: its class. ``extra`` is the user's own, a
     learning-rate scheduler's state for instance. ``files``: by rank. ``aliases``: other names of tensors.
+    ``groups``: of the optimizer.
     ``sha256``: of this file with that field empty.
     """
 
@@ -267,6 +276,7 @@ class Checkpoint(Strict):
     buckets: tuple[StoredBucket, ...]
     values: dict[str, StoredValue]
     aliases: dict[str, str]
+    groups: tuple[StoredGroup, ...] = ()
     sha256: str = ""
 
     @model_validator(mode="after")

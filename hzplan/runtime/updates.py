@@ -69,7 +69,8 @@ class Updates:
     gradients; ``unused``: ids of the parameters that they leave alone: no rank had a gradient for them.
     Without clipping nobody knows them before, and a reduced gradient says so itself (``unit.ABSENT``).
     ``used_here``: ids of the parameters that had a gradient in this step, on this rank.
-    ``trained``: all trainable parameters, in one order on every rank. ``state_keys``: of the state
+    ``trained``: all trainable parameters, in one order on every rank. ``group_names``: by group, the names of
+    all its parameters, likewise. ``state_keys``: of the state
     tensors that the optimizer has for every parameter after its first update.
     ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
     """
@@ -135,6 +136,11 @@ class Updates:
                 for index, low, high in bucket.layout.pieces(*bucket.bounds(level)):
                     counted.append(bucket.grad_shard(low, high))
                     self.split_of[id(counted[-1])] = split_over(bucket.parameters[index])
+        self.group_names: list[list[str]] = [[] for _ in groups]
+        for bucket in (bucket for unit in units for bucket in unit.trainable_buckets):
+            for tensor, owner in zip(bucket.layout.tensors, bucket.parameters, strict=True):
+                if id(owner) in group_of:
+                    self.group_names[group_of[id(owner)]].append(tensor.name)
         self._inner |= {
             call: optimizer_class(
                 [dict(option, params=params) for option, params in zip(options, of_unit, strict=True)],

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from torch import nn
 
 from hzplan.checkpoint.checkpoints import Checkpoints
+from hzplan.checkpoint.from_dcp import load_dcp
 from hzplan.checkpoint.position import START, Position
-from hzplan.checkpoint.weights import take
+from hzplan.checkpoint.weights import take as take_weights
 from hzplan.errors import JobFailed, Preempted
 from hzplan.formats.plan import Plan
 from hzplan.runtime.optimizer import ShardedOptimizer
@@ -40,12 +41,19 @@ class Keeper:
         self.asked_to_end = True
 
     def begin(self, model: nn.Module, optimizer: ShardedOptimizer) -> Position:
-        """Where the run begins; the model and its optimizer are as they were there, or have the weights that
-        the options name."""
+        """Where the run begins; the model and its optimizer are as they were there, or as the options have a
+        run begin."""
         self._start = self._resume(model, optimizer)
-        weights = self._options.weights
+        weights, from_dcp = self._options.weights, self._options.from_dcp
+        if from_dcp is not None and self._start == START:
+            step = load_dcp(from_dcp, model, optimizer)
+            self._start = Position(step, step * self._plan.batch.global_batch)
+            self._remark(
+                f"going on from {from_dcp}, after {step} steps; data as after so many of this plan's, "
+                f"{self._start.samples} sequences"
+            )
         if weights is not None and self._start == START:
-            unused = take(weights, model, optimizer)
+            unused = take_weights(weights, model, optimizer)
             more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
             left = f", without {', '.join(unused[:2])}{more}, which this model does not have"
             self._remark(f"beginning with the weights of {weights}{left if unused else ''}")

@@ -28,7 +28,9 @@ class RunOptions:
     the end to keep what every stream did. ``skip_nonfinite``: leave out steps whose gradients are not finite
     (the plan must clip), up to MOST_SKIPPED in a row, instead of stopping. With ``saving``, SIGTERM saves and
     ends the run. ``check_replicas``: after every how many steps to compare what ranks hold in common.
-    ``weights``: safetensors to begin with, where no checkpoint is gone on from.
+    ``weights``: safetensors, or a checkpoint of torch.distributed.checkpoint, whose weights are begun with
+    where no checkpoint of the run's own is gone on from; ``from_dcp``: one of the latter, which is then gone
+    on from, with its optimizer state.
     """
 
     steps: int
@@ -42,6 +44,7 @@ class RunOptions:
     saving: Saving | None = None
     check_replicas: int | None = None
     weights: Path | None = None
+    from_dcp: Path | None = None
 
 
 @dataclass(frozen=True)

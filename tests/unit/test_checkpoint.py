@@ -93,6 +93,55 @@ def test_what_is_saved_is_loaded_to_the_bit(name: str, dtype: str, tmp_path: Pat
         one.engine.close()
 
 
+def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path) -> None:
+    """Many of torch's multiply the rate that the optimizer has."""
+
+    def with_schedule() -> tuple[nn.Module, ShardedOptimizer, Any]:
+        model, optimizer = made()
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    model, optimizer, scheduler = with_schedule()
+    for number in range(3):
+        steps(model, optimizer, range(number, number + 1))
+        scheduler.step()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 3, extra={"scheduler": scheduler.state_dict()})
+    checkpoints.wait()
+    again, other, its = with_schedule()
+    loaded = Checkpoints(tmp_path).load(again, other)
+    assert loaded is not None
+    its.load_state_dict(dict(loaded.extra["scheduler"]))
+    for one, of in ((optimizer, scheduler), (other, its)):
+        steps(model if one is optimizer else again, one, range(3, 4))
+        of.step()
+        assert [group["lr"] for group in one.param_groups] == [2.5e-3]
+    assert equal(optimizer, other)
+    for one in (optimizer, other):
+        one.engine.close()
+
+
+def test_a_rank_keeps_its_data_loaders_state(tmp_path: Path) -> None:
+    model, optimizer = made()
+    state = {"_snapshot": {"_sampler_iter_yielded": 3, "generator": torch.get_rng_state()}, "done": False}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, 1, own=state)
+    checkpoints.wait()
+    loaded = checkpoints.load(model, optimizer)
+    assert loaded is not None and loaded.own is not None
+    assert torch.equal(loaded.own["_snapshot"].pop("generator"), state["_snapshot"].pop("generator"))  # type: ignore[attr-defined, index]
+    assert loaded.own == state
+    with pytest.raises(UserError, match=r"^own: only numbers, texts, tensors, and what holds them"):
+        checkpoints.save(model, optimizer, 2, own={"loader": Path("an object")})
+    checkpoints.move_to(tmp_path / "elsewhere")
+    assert checkpoints.load(model, optimizer) is None
+    checkpoints.save(model, optimizer, 2)
+    checkpoints.wait()
+    again = checkpoints.load(model, optimizer)
+    assert again is not None and again.own is None and again.path.parent == tmp_path / "elsewhere"
+    assert [path.name for path in listed(tmp_path)] == ["step-00000001"]
+    optimizer.engine.close()
+
+
 def test_torch_reads_it_by_the_models_names(tmp_path: Path) -> None:
     model, optimizer = made()
     steps(model, optimizer, range(2))
