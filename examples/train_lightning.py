@@ -4,71 +4,92 @@ hzplan profile mymodel:Transformer --nproc 2 --micro-batch 4 -o profile.json
 hzplan solve profile.json --memory 18MiB --global-batch 16 -o plan.json
 torchrun --nproc-per-node 2 train_lightning.py
 
-To Lightning every rank is alone with one device; that they train together is in the model and its optimizer.
+``strategy=PlannedStrategy("plan.json")`` is all that is said of the plan: the module has an optimizer and a
+scheduler as ever, and Trainer clips, validates, saves and goes on by its own arguments:
+``torchrun … train_lightning.py resume``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from mymodel import Transformer, batch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-import hzplan
+from hzplan.integrations.lightning import PlannedStrategy
 
-STEPS = 60
+EPOCHS, STEPS, ACCUMULATION = 3, 20, 2
+"""Steps: of an epoch."""
 
 
-class Planned(L.LightningModule):
-    """A language model that trains as its plan says."""
+class LanguageModel(L.LightningModule):
+    """Trained on the mean loss of a micro-batch."""
 
-    def __init__(self, plan: hzplan.Plan) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.plan, self.model = plan, Transformer()
+        self.model = Transformer()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The plan's, for the model in shards."""
-        return hzplan.parallelize(self.model, self.plan, torch.optim.AdamW, lr=3e-3)[1]
+    def configure_optimizers(self) -> dict[str, object]:
+        """AdamW, and a rate that is halved every twenty steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **_: Any) -> None:
-        """By the norm over all ranks, which the plan's optimizer knows."""
-        optimizer.clip_grad_norm_(gradient_clip_val)
+    def loss(self, tokens: Tensor) -> Tensor:
+        """In nats a token."""
+        return cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    def training_step(self, tokens: Tensor, _: int) -> Tensor:
-        """The mean loss of a micro-batch."""
-        loss = cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    def training_step(self, tokens: Tensor, index: int) -> Tensor:
+        """Say the loss now and then."""
+        loss = self.loss(tokens)
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        if dist.get_rank() == 0 and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready % 20 == 0:
+        if dist.get_rank() == 0 and index % 20 == 19:
             print(f"loss {mean.item() / dist.get_world_size():.5f}")
         return loss
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """This rank's micro-batches of an epoch."""
+        first, rank = self.current_epoch * STEPS, self.global_rank
+        rows = [batch(first + n // ACCUMULATION, n % ACCUMULATION, rank) for n in range(STEPS * ACCUMULATION)]
+        return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Two more."""
+        return DataLoader([batch(1000, n, self.global_rank) for n in range(2)], batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, tokens: Tensor, _: int) -> None:
+        """On a batch that is not trained on."""
+        self.log("held out", self.loss(tokens), sync_dist=True)
 
 
 def main() -> None:
     """Train."""
-    dist.init_process_group()
-    plan = hzplan.Plan.load("plan.json")
     torch.manual_seed(0)
     trainer = L.Trainer(
+        strategy=PlannedStrategy("plan.json"),
         accelerator="cpu",
-        devices=1,
-        max_steps=STEPS,
-        accumulate_grad_batches=plan.batch.accumulation,
+        devices=2,
+        max_epochs=EPOCHS,
+        reload_dataloaders_every_n_epochs=1,
         gradient_clip_val=1.0,
+        callbacks=[ModelCheckpoint("lightning", save_top_k=-1)],
         logger=False,
-        enable_checkpointing=False,
+        use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    accumulation, rank = plan.batch.accumulation, dist.get_rank()
-    rows = [batch(n // accumulation, n % accumulation, rank) for n in range(STEPS * accumulation)]
-    trainer.fit(Planned(plan), DataLoader(rows, batch_size=None))
-    dist.destroy_process_group()
+    newest = max(Path("lightning").glob("*.ckpt"), default=None) if "resume" in sys.argv else None
+    trainer.fit(LanguageModel(), ckpt_path=newest)
+    if trainer.is_global_zero:
+        print(f"held out {float(trainer.callback_metrics['held out']):.5f}")
 
 
 if __name__ == "__main__":

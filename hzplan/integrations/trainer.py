@@ -59,6 +59,7 @@ class PlannedTrainer(Trainer):
             args.per_device_train_batch_size = self.plan.batch.micro_batch
             args.gradient_accumulation_steps = self.plan.batch.accumulation
         self._sharded: ShardedOptimizer | None = None
+        self._checkpoints: Checkpoints | None = None
         super().__init__(model, args, *arguments, **keywords)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -103,9 +104,12 @@ class PlannedTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._sharded is not None, "training has begun"
-        folder = Checkpoints(Path(output_dir) / FOLDER, keep=1)
-        folder.save(self.model, self._sharded, self.state.global_step)
-        folder.wait()
+        folder = Path(output_dir) / FOLDER
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(folder, keep=1)
+        self._checkpoints.move_to(folder)
+        self._checkpoints.save(self.model, self._sharded, self.state.global_step)
+        self._checkpoints.wait()
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 

@@ -132,6 +132,7 @@ from torch.nn.functional import cross_entropy
 torch.manual_seed(0)
 model = Transformer()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
 for step in range(60):
     for part in range(2):
         found = 0.0
@@ -144,7 +145,16 @@ for step in range(60):
             print(f"loss {found:.5f}")
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    scheduler.step()
     optimizer.zero_grad()
+"""
+
+LIGHTNING_WEIGHTS = """
+from pathlib import Path
+from train_lightning import LanguageModel
+(path,) = Path("lightning").glob("*step=40.ckpt")
+LanguageModel.load_from_checkpoint(path)
+assert path.with_name(path.name + ".hzplan").is_dir()
 """
 
 
@@ -157,3 +167,11 @@ def test_lightning_trains_as_one_process_would(folder: Path) -> None:
     planned, alone = losses(done), one_process(folder, LIGHTNING_ALONE)
     assert len(planned) == len(alone) == 6
     assert planned == pytest.approx(alone, rel=2e-3)
+    assert "held out" in done.stdout and "`optimizer.step()`" not in done.stderr
+    (last,) = (folder / "lightning").glob("*step=60.ckpt")
+    last.unlink()  # as of a job that was killed before
+    again = torchrun(2, "train_lightning.py", "resume", cwd=folder)
+    assert again.code == 0, again.stderr
+    assert losses(again) == planned[-2:]  # to the last digit that is printed
+    read = python("-c", LIGHTNING_WEIGHTS, cwd=folder, timeout_s=300)
+    assert read.code == 0, read.stderr

@@ -1,0 +1,240 @@
+"""Lightning's Trainer under a plan: ``Trainer(strategy=PlannedStrategy("plan.json"), …)``.
+
+Everything else is said as for any strategy: the module's own ``configure_optimizers``, and Trainer's
+arguments for clipping, saving and resuming, validation, logging. Accumulation is the plan's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hzplan.checkpoint.checkpoints import Checkpoints
+from hzplan.checkpoint.entries import aliases, buffers
+from hzplan.errors import UserError
+from hzplan.formats.checkpoint import MODEL
+from hzplan.formats.plan import Plan
+from hzplan.runtime.apply import full_parameters, parallelize
+from hzplan.runtime.optimizer import ShardedOptimizer
+
+SHARDS = ".hzplan"
+"""What is added to a checkpoint's name, for the folder of shards of weights and optimizer state beside it."""
+
+
+class PlannedStrategy(DDPStrategy):
+    """A strategy that shards the module's model and its one optimizer as a plan says.
+
+    A checkpoint has whole weights, as ``load_from_checkpoint`` reads them, and a folder beside it what
+    training goes on from, under any plan and number of ranks.
+    """
+
+    def __init__(self, plan: Plan | str | Path, **arguments: Any) -> None:
+        """``plan``: or its file. ``arguments``: DDPStrategy's ``process_group_backend`` and ``timeout``."""
+        if unknown := arguments.keys() - {"process_group_backend", "timeout"}:
+            raise UserError(f"PlannedStrategy: {min(unknown)} is for DDP; the plan says how to communicate")
+        super().__init__(**arguments)
+        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        self._prefix = ""
+        self._planned: nn.Module | None = None  # the part of the module that the plan is of
+        self._sharded: ShardedOptimizer | None = None
+        self._loaded_from: Path | None = None
+        self._checkpoints: Checkpoints | None = None
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Computes as the plan's model does."""
+        return self._precision_plugin or _AsPlanned()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and type(plugin) not in (Precision, _AsPlanned):
+            raise UserError(
+                f"precision={plugin.precision}: the plan says what is computed in; leave it out, and profile "
+                "with --dtype bf16 for bfloat16"
+            )
+        self._precision_plugin = _AsPlanned()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard what is to be trained; what only runs is moved to its device."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if self._sharded is None:
+            self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._accumulate(trainer)
+            self.setup_optimizers(trainer)
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop.inference_mode = False  # gathers write into buffers that backward uses too
+        self.setup_precision_plugin()
+
+    def _accumulate(self, trainer: pl.Trainer) -> None:
+        planned = self.plan.batch.accumulation
+        if trainer.accumulate_grad_batches not in (1, planned):
+            raise UserError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, and the plan accumulates "
+                f"{planned}; leave it out, or solve for another global batch"
+            )
+        trainer.accumulate_grad_batches = planned
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Put the sharded optimizer in the place of the module's own, and give it to the schedulers."""
+        module = self.lightning_module
+        assert module is not None
+        if self._sharded is not None:
+            raise UserError("the model is in shards already; fit again with a new Trainer and module")
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise UserError(f"configure_optimizers gives {len(self.optimizers)} optimizers; a plan has one")
+        (theirs,) = self.optimizers
+        self._prefix, self._planned = planned_part(module, self.plan)
+        of_plan = {id(parameter) for parameter in self._planned.parameters()}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in of_plan:
+                raise UserError(f"{name} is trained, and the plan does not have it; profile what has it too")
+        groups = [
+            {name: value for name, value in group.items() if value is not None}
+            for group in theirs.param_groups
+        ]
+        _, self._sharded = parallelize(self._planned, self.plan, type(theirs), params=groups)
+        self.optimizers = [self._sharded]
+        for config in self.lr_scheduler_configs:
+            _hand_over(config.scheduler, self._sharded)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights, on the first rank; every rank calls it."""
+        module = self.lightning_module
+        assert module is not None
+        if self._sharded is None or self._planned is None:
+            return super().lightning_module_state_dict()
+        weights = full_parameters(self._sharded, rank0_only=True)
+        if not self.is_global_zero:
+            return {}
+        found: dict[str, Tensor] = {
+            f"{self._prefix}{entry.name.removeprefix(MODEL)}": entry.values
+            for entry in buffers(self._planned)
+        }
+        for alias, first in aliases(self._planned).items():
+            weights[alias.removeprefix(MODEL)] = weights[first.removeprefix(MODEL)]
+        found |= {f"{self._prefix}{name}": value for name, value in weights.items()}
+        beside = [
+            *module.named_parameters(),
+            *((e.name.removeprefix(MODEL), e.values) for e in buffers(module)),
+        ]
+        return {
+            **{name: value.detach() for name, value in beside if not name.startswith(self._prefix)},
+            **found,
+        }
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Nothing: it is saved in shards."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """The file as Lightning has it; and beside it the shards, unless weights alone are wanted."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._sharded is None or self._planned is None or "optimizer_states" not in checkpoint:
+            return
+        folder = _shards_of(filepath)
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(folder, keep=1)
+        self._checkpoints.move_to(folder)
+        self._checkpoints.save(self._planned, self._sharded, int(checkpoint["global_step"]))
+        self._checkpoints.wait()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Both."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_shards_of(filepath), ignore_errors=True)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As any; the shards beside it are loaded when there is an optimizer."""
+        self._loaded_from = Path(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Weights and the optimizer's state, out of the shards."""
+        assert self._sharded is not None and self._planned is not None and self._loaded_from is not None
+        folder = _shards_of(self._loaded_from)
+        if not folder.is_dir():
+            raise UserError(
+                f"{self._loaded_from}: not one of a planned run (there is no {folder.name} beside it); begin "
+                "with its weights: load_from_checkpoint, and fit without ckpt_path"
+            )
+        if Checkpoints(folder).load(self._planned, self._sharded) is None:
+            raise UserError(f"{folder}: no checkpoint there")
+
+    def teardown(self) -> None:
+        """Leave the shards where they are: what is not gathered cannot be moved."""
+        assert self.accelerator is not None and self.cluster_environment is not None
+        if self._sharded is None:
+            super().teardown()
+            return
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self.cluster_environment.teardown()
+
+
+class _AsPlanned(Precision):
+    """Computes as it finds the model; clips by the norm over all ranks, which the plan's optimizer knows."""
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Scale all gradients."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        assert isinstance(inner, ShardedOptimizer)
+        inner.clip_grad_norm_(clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Refused."""
+        raise UserError('gradient_clip_algorithm="value": gradients are in shards; clip by "norm"')
+
+
+def planned_part(module: nn.Module, plan: Plan) -> tuple[str, nn.Module]:
+    """The prefix and the module whose parameters have the names of the plan; UserError without one."""
+    planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
+    for name, part in module.named_modules():
+        if {own for own, _ in part.named_parameters()} == planned:
+            return (f"{name}." if name else ""), part
+    raise UserError(
+        f"{type(module).__name__} has no part with the parameters of the plan ({plan.model.name}); profile "
+        "the model that it trains, and solve again"
+    )
+
+
+def _shards_of(filepath: str | Path) -> Path:
+    if "://" in str(filepath):
+        raise UserError(f"{filepath}: shards are saved to folders that all ranks see, not to addresses")
+    return Path(f"{filepath}{SHARDS}")
+
+
+def _hand_over(scheduler: Any, optimizer: ShardedOptimizer) -> None:
+    """Have a scheduler, and those in it, set another optimizer's rates."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _hand_over(inner, optimizer)
+    step: Callable[..., Any] = optimizer.step
+    if not hasattr(step, "_wrapped_by_lr_sched"):  # by which schedulers see whether there were steps
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return step(*arguments, **keywords)
+
+        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = counted  # type: ignore[method-assign]
