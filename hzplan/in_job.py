@@ -1,8 +1,9 @@
 """``hzplan.auto``: measure, plan and shard in the job that trains, and remember the plan.
 
-What was measured is kept by what it depends on (the model's class and tensors, the sample's shapes, how they
-are trained, the ranks and their machines, versions), a plan also by what was asked. A second start reads
-them.
+A plan that is not the known scheme at hand is trained beside torch's own, and kept where it is faster by more
+than the interval of that comparison. What was measured is kept by what it depends on (the model's class and
+tensors, the sample's shapes, how they are trained, the ranks and their machines, versions), a plan also by
+what was asked. A second start reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +43,18 @@ NAMES: Mapping[Callable[..., Optimizer], str] = {made.func: name for name, made 
 FOLDER = "HZPLAN_CACHE"
 """The environment variable of the folder that profiles and plans are kept in."""
 
+PEERS: Mapping[str, str] = {"DDP": "ddp", "ZeRO-3": "fsdp2"}
+"""The schemes that a plan is held against in the job, and what trains so in torch."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A known scheme that fits without recomputation: the fastest of those, where the plan is another."""
+
+    scheme: str
+    plan: Plan
+
+
 PASS_S = 2.0
 """Seconds of passes of each kind: a job waits for them."""
 
@@ -59,6 +73,7 @@ def auto(
     clip: bool = True,
     dtype: str = "float32",
     time_limit_s: float = 20.0,
+    gauge_s: float = 30.0,
     cache: str | Path | None = None,
     say: Callable[[str], None] | None = None,
     **arguments: Any,
@@ -70,7 +85,8 @@ def auto(
     models of transformers have it. ``global_batch``: sequences in a step over all ranks; the loop takes
     ``plan.batch.accumulation`` micro-batches a step. ``memory_bytes``: of a rank; by default the device's,
     less a reserve. ``dtype``: what the model computes in, "bfloat16" with float32 master weights.
-    ``time_limit_s``: of the search.
+    ``time_limit_s``: of the search. ``gauge_s``: at most so long the plan is trained beside torch's DDP, or
+    FSDP2 where replicas do not fit; without a lead that is sure, the plan is that scheme's.
     ``cache``: the folder of what is remembered; by default that of the environment variable HZPLAN_CACHE, or
     ``~/.cache/hzplan``. ``say`` gets a line on what is done, on rank 0; by default it goes to stderr.
     ``arguments`` go to ``optimizer_class``.
@@ -113,7 +129,10 @@ def auto(
     plan = _kept(ranks, plan_path, Plan)
     if plan is None:
         tell("auto: planning")
-        plan = _planned(ranks, profile, asked, profile_path, plan_path)
+        plan, rival = _planned(ranks, profile, asked, profile_path, plan_path)
+        if rival is not None:
+            plan = _gauged(workload, plan, rival, gauge_s, tell)
+        _keep(ranks, plan, plan_path)
     tell(
         f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
         f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
@@ -226,7 +245,7 @@ def _planned(
     asked: tuple[int, int, bool, float],
     profile_path: Path,
     plan_path: Path,
-) -> Plan:
+) -> tuple[Plan, Rival | None]:
     """Solved on rank 0, the same on every rank. ``asked``: bytes, global batch, clipping, seconds."""
     from hzplan.solver.emit import emit  # only where there is something to solve: imports take seconds
     from hzplan.solver.solve import Request, Solved, solve
@@ -234,21 +253,61 @@ def _planned(
     memory_bytes, global_batch, clip, seconds = asked
     request = Request(memory_bytes, global_batch, clip=clip, time_limit_s=seconds)
     plan: Plan | None = None
+    rival: Rival | None = None
     refused = ""
     if ranks.rank == 0:
         try:
             outcome = solve(profile, request)
             if isinstance(outcome, Solved):
-                plan = emit(profile, request, outcome, profile_path=profile_path, plan_path=plan_path)
+                write = partial(emit, profile, request, profile_path=profile_path, plan_path=plan_path)
+                plan = write(outcome)
+                for row in sorted(outcome.rows, key=lambda row: -row.found.step_s):
+                    known = row.name in PEERS and row.fits and not row.found.modes.recompute
+                    if known and row.found.levels != outcome.best.levels:
+                        rival = Rival(row.name, write(replace(outcome, best=row.found)))
             else:
                 refused = "auto: no plan fits; give more memory_bytes, more ranks, or a smaller sample"
         except UserError as error:
             refused = f"auto: {error}"
-    plan, refused = ranks.share((plan, refused))
+    plan, rival, refused = ranks.share((plan, rival, refused))
     if plan is None:
         raise NoPlanFits(refused)
-    _keep(ranks, plan, plan_path)
-    return plan
+    return plan, rival
+
+
+def _gauged(
+    workload: Workload, plan: Plan, rival: Rival, limit_s: float, tell: Callable[[str], None]
+) -> Plan:
+    """The plan, or the rival's where it is not surely faster than torch's own; every rank calls it."""
+    from hzplan.peers import OURS, makers
+    from hzplan.peers.compare import TRAINED, compare
+    from hzplan.peers.contender import Setting
+    from hzplan.peers.paired import MIN_ROUNDS
+    from hzplan.training.batches import SyntheticBatches
+
+    peer = PEERS[rival.scheme]
+    steps = TRAINED + 2 * MIN_ROUNDS
+    seconds = steps * (plan.predicted.step_s + rival.plan.predicted.step_s)
+    if seconds > limit_s:
+        tell(f"auto: not trained beside torch's {peer}, which would take {seconds:.0f} s (gauge_s)")
+        return plan
+    tell(f"auto: training the plan beside torch's {peer}, {steps} steps each")
+    with torch.random.fork_rng():
+        data = SyntheticBatches(workload, plan.batch.micro_batch, 0)
+        setting = Setting(plan, workload, data, lr=1e-4, seed=0)
+        made = makers(setting, dict.fromkeys([peer]))
+        asked = {name: made[name] for name in (OURS, peer)}
+        found = compare(asked, rounds=MIN_ROUNDS, steps_per_round=1)
+    if peer in found.absent:
+        tell(f"auto: torch's {peer} did not train: {found.absent[peer]}")
+        return plan
+    ratio = found.ratio(peer, OURS)
+    said = f"auto: torch's {peer} takes {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of its time"
+    if ratio.low > 1:
+        tell(said)
+        return plan
+    tell(f"{said}: {rival.scheme} it is, as a plan" + ("; torch's own is faster here" * (ratio.high < 1)))
+    return rival.plan
 
 
 def _to_stderr(text: str) -> None:
