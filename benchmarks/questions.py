@@ -17,19 +17,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hzplan.core.recompute import Recomputed
 from hzplan.cost.collectives import with_nodes
 from hzplan.cost.model import CostModel
+from hzplan.export.shape import elements
 from hzplan.formats.profile import Profile
+from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, uniform
 from hzplan.solver.gain import gain
 from hzplan.solver.schemes import RecomputeOptions, Settings, schemes
 from hzplan.solver.search import Request
-from hzplan.solver.solve import Solved, searches_of, solve
+from hzplan.solver.solve import Solved, searches_of, solve, solve_each
 from hzplan.solver.sweep import with_network
+from hzplan.solver.target import TARGETS
 
 PROFILES = Path(__file__).parent.parent / "plans" / "profiles"
 MODELS = {
@@ -263,6 +267,32 @@ def eleven(folder: Path) -> Iterator[str]:
         )
 
 
+def targets(folder: Path) -> Iterator[str]:
+    """Markdown: every ordinary question for every target: how much longer the best step is that it can be
+    told than the best of all, and what its export loses."""
+    yield f"| question | plan | {' | '.join(TARGETS)} | lost in export |"
+    yield f"|---|--:|{'--:|' * len(TARGETS)}--:|"
+    for name, nodes, batch in ELEVEN:
+        path = folder / f"{name}.json"
+        profile = with_nodes(Profile.load(path), nodes)
+        request = Request(76 * GIB, batch)
+        free = solve(profile, request)
+        assert isinstance(free, Solved), f"{name} fits"
+        cells, lost = [], 0
+        for target in TARGETS:
+            asked, found = solve_each(profile, replace(request, target=target))
+            if not isinstance(found, Solved):
+                cells.append("does not fit")
+                continue
+            cells.append(f"{found.best.step_s / free.best.step_s - 1:+.1%}")
+            plan = emit(profile, asked, found, profile_path=path, plan_path=folder / "plan.json")
+            export = import_module(f"hzplan.export.{target.replace('-', '_')}").export
+            specs = [tensor.spec for unit in profile.units for tensor in unit.tensors]
+            lost += len(export(Path("plan.json"), plan, elements(specs)).lost)
+        question = f"{name}, {8 * nodes}, {batch} | {1e3 * free.best.step_s:,.0f} ms"
+        yield f"| {question} | {' | '.join(cells)} | {lost} |"
+
+
 def _about(one: Evaluation | None, offered: RecomputeOptions) -> str:
     """``883 ms, 68.5 GiB, 2 × none``: step, peak, micro-batch size and what is recomputed."""
     if one is None:
@@ -292,10 +322,11 @@ def main() -> None:
     parser.add_argument("--made", type=Path, default=Path("build/questions"), help="where profiles are kept")
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     parser.add_argument("--eleven", action="store_true", help="the table of docs/simulated.md instead")
+    parser.add_argument("--targets", action="store_true", help="that of other runtimes instead")
     given = parser.parse_args()
-    if given.eleven:
+    if given.eleven or given.targets:
         made(given.made)
-        for line in eleven(given.made):
+        for line in (eleven if given.eleven else targets)(given.made):
             print(line, flush=True)
         return
     profiles = [*sorted(PROFILES.glob("*.json")), *made(given.made)]
