@@ -16,7 +16,7 @@ ABSENT = -0.0
 else: gradients that there are have their zeros delivered as +0.0. So the reduced gradient says whether any
 rank had one, without a message of its own (IEEE 754, §6.3)."""
 
-CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 16
 """Elements of a gradient that are cast at once, for a cast allocates: few enough to stay in a cache."""
 
 
@@ -157,11 +157,12 @@ def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *,
     """``deliver`` for many."""
     if not gradients:
         return
-    if not accumulate and gradients[0].dtype != targets[0].dtype:  # the copy casts
+    mixed = gradients[0].dtype != targets[0].dtype
+    if not accumulate and mixed:  # the copy casts
         torch._foreach_copy_(targets, gradients)
         torch._foreach_mul_(targets, scale)
         torch._foreach_add_(targets, 0.0)
-    elif max(target.numel() for target in targets) <= CHUNK_ELEMENTS:
+    elif not mixed or max(target.numel() for target in targets) <= CHUNK_ELEMENTS:
         if not accumulate:
             torch._foreach_zero_(targets)
         torch._foreach_add_(targets, gradients, alpha=scale)
