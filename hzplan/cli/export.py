@@ -1,4 +1,4 @@
-"""``hzplan export``: a plan for FSDP2, DeepSpeed or Megatron-FSDP."""
+"""``hzplan export``: a plan for FSDP2, DeepSpeed or Megatron-FSDP (and its v2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hzplan.export.shape import Exported, Lost
     from hzplan.formats.plan import Plan
 
-TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp")
+TARGETS = ("fsdp2", "deepspeed", "deepspeed-mics", "megatron-fsdp", "megatron-fsdp-v2")
 MOST_SHOWN = 12
 """Lines about losses that are printed."""
 

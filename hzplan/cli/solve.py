@@ -82,7 +82,7 @@ def command(
         str | None,
         typer.Option(
             "--for",
-            metavar="fsdp2|deepspeed|megatron-fsdp",
+            metavar="fsdp2|deepspeed|megatron-fsdp|megatron-fsdp-v2",
             help="The best plan that this runtime can be told: hzplan export then loses nothing.",
         ),
     ] = None,

@@ -98,7 +98,7 @@ class Batch(Strict):
 
 Recompute = Literal["choose", "none", "all"]
 """Whether the solver chooses which units compute their forward again, or that is given."""
-Target = Literal["fsdp2", "deepspeed", "megatron-fsdp"]
+Target = Literal["fsdp2", "deepspeed", "megatron-fsdp", "megatron-fsdp-v2"]
 """Runtimes that plans are exported to."""
 
 

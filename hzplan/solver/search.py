@@ -81,7 +81,12 @@ class Request:
 def grammar_for(profile: Profile, request: Request) -> Grammar | None:
     """The limits of the question's target."""
     least = profile.data_ranks * max(profile.micro_batches)
-    return grammar_of(request.target, profile, accumulates=request.global_batch > least)
+    return grammar_of(
+        request.target,
+        profile,
+        accumulates=request.global_batch > least,
+        reduce_dtype=request.reduce_dtype,
+    )
 
 
 def pins_of(profile: Profile, request: Request) -> Pins:
@@ -104,10 +109,7 @@ def paces(model: CostModel, depths: Iterable[int], grammar: Grammar | None = Non
         if (count := _reduces(model, nbytes)) < most
     ]
     found = list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
-    if grammar is None:
-        return found
-    least = min(grammar.least_buffers, most)
-    return [pace for pace in found if pace.gradient_buffers >= least and not pace.message_bytes]
+    return found if grammar is None else grammar.paces(found, most)
 
 
 def _reduces(model: CostModel, message_bytes: int = 0) -> int:

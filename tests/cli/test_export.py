@@ -32,7 +32,9 @@ def test_a_plan_that_travels_alone_has_losses_without_a_price(tmp_path: Path) ->
     shutil.copy(ROOT / "plans" / "gpt-small-2x2-500mbit.json", tmp_path / "plan.json")
     done = hzplan("export", "plan.json", "--to", "megatron-fsdp", cwd=tmp_path)
     assert done.code == 0 and "fully_shard_model" in done.stdout
+    placed = hzplan("export", "plan.json", "--to", "megatron-fsdp-v2", "-o", "sharding.py", cwd=tmp_path)
+    assert placed.code == 0 and "Placements(" in (tmp_path / "sharding.py").read_text()
     assert "what gets lost has no predicted cost" in done.stderr and "lost: layers.7" in done.stderr
     wrong = hzplan("export", "plan.json", "--to", "horovod", cwd=tmp_path)
-    known = "fsdp2, deepspeed, deepspeed-mics, megatron-fsdp"
+    known = "fsdp2, deepspeed, deepspeed-mics, megatron-fsdp, megatron-fsdp-v2"
     assert wrong.code == 2 and f"--to horovod: one of {known}" in wrong.stderr

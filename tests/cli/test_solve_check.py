@@ -80,7 +80,7 @@ def test_optimizer_state_in_the_hosts_memory(tmp_path: Path) -> None:
     assert plan.offloaded and 0 < plan.predicted.memory_bytes["host"] <= 2**20
     assert plan.source.host_memory_bytes == 2**20
     assert hzplan("check", "plan.json", cwd=tmp_path).code == 0
-    for target in ("fsdp2", "deepspeed", "megatron-fsdp"):
+    for target in ("fsdp2", "deepspeed", "megatron-fsdp", "megatron-fsdp-v2"):
         over = hzplan("export", "plan.json", "--to", target, "-o", "out", cwd=tmp_path)
         assert over.code == 1 and "more than the budget" in over.stderr, target
         assert not (tmp_path / "out").exists()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from hzplan.core.hierarchy import Levels
+from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.recompute import Recomputed
+from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.errors import UserError
-from hzplan.export import deepspeed, fsdp2, megatron_fsdp
+from hzplan.export import deepspeed, fsdp2, megatron_fsdp, megatron_fsdp_v2
 from hzplan.export.shape import elements
 from hzplan.formats.plan import Plan, Target
 from hzplan.formats.profile import Profile
@@ -23,6 +24,7 @@ from hzplan.solver.evaluate import Modes, evaluate
 from hzplan.solver.search import grammar_for, paces
 from hzplan.solver.solve import Request, Solved, solve, solve_each
 from hzplan.solver.target import TARGETS, grammar_of, keeps
+from hzplan.solver.target import megatron_fsdp_v2 as megatron_fsdp_v2_triples
 from tests.cli.command import ROOT
 from tests.instances import random_profile, try_everything
 from tests.long import shorter
@@ -31,6 +33,7 @@ EXPORTS: dict[str, Any] = {
     "fsdp2": fsdp2.export,
     "deepspeed": deepspeed.export,
     "megatron-fsdp": megatron_fsdp.export,
+    "megatron-fsdp-v2": megatron_fsdp_v2.export,
 }
 GIB = 1 << 30
 
@@ -124,6 +127,57 @@ def test_pins_that_a_target_cannot_say_are_refused() -> None:
     profile = Profile.load(ROOT / "plans" / "profiles" / "gpt-small-4.json")
     with pytest.raises(UserError, match="and the target say"):
         solve_each(profile, Request(GIB, 16, target="fsdp2", pins=("*=1,1,1",)))
+
+
+REDISTRIBUTED = {"SR", "PR", "PS", "RS", "RP"}
+"""Changes of one axis that Megatron-FSDP v2 makes: ``DBuffer.redistribute`` at d98e8a64."""
+
+
+def _redistributes(placed: megatron_fsdp_v2.Placed) -> bool:
+    """Whether all that happens to a unit in a step is a change of one axis at most, and shards lie inside."""
+    whole, own = "R" * len(placed.ranks), "P" * len(placed.ranks)
+    changes = [
+        (placed.optimizer, placed.parameter),  # first forward after a step
+        (placed.parameter, whole),  # every forward and backward
+        (own, placed.gradient),  # after every backward
+        (placed.gradient, placed.optimizer),  # after the last one
+    ]
+    changed = [{a + b for a, b in zip(*pair, strict=True) if a != b} for pair in changes]
+    at_once = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in changes]
+    inside = ["SR" not in one and "SP" not in one for one in (*placed[1:], whole, own)]
+    return max(at_once) <= 1 and set().union(*changed) <= REDISTRIBUTED and all(inside)
+
+
+@pytest.mark.parametrize("text", ["4", "2,2", "2|2", "8|16", "2,4|16", "2|2|2", "2,2|2,2"])
+def test_megatron_fsdp_v2_is_told_what_its_source_redistributes(text: str) -> None:
+    mesh = Mesh.parse(text)
+    able = [triple for triple in mesh.triples() if _redistributes(megatron_fsdp_v2.placed(mesh, triple))]
+    assert {*megatron_fsdp_v2_triples(mesh)} == {*able}
+
+
+def test_megatron_fsdp_v2_sums_in_float32() -> None:
+    """What is left until after the last micro-batch does not travel in bfloat16."""
+    profile = Profile.load(ROOT / "plans" / "profiles" / "llama3-8b-h100-8.json")
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        grammar = grammar_of("megatron-fsdp-v2", profile, accumulates=True, reduce_dtype=dtype)
+        assert grammar is not None
+        found[dtype] = {*grammar.triples}
+    finest = profile.mesh.levels
+    assert found["bfloat16"] == {triple for triple in found["float32"] if triple.grad == finest}
+    assert Levels(0, finest, finest) in found["bfloat16"]
+
+
+def test_megatron_fsdp_v2_reduces_one_unit_at_a_time() -> None:
+    profile = Profile.load(ROOT / "plans" / "profiles" / "gpt-small-4.json")
+    grammar = grammar_of("megatron-fsdp-v2", profile, accumulates=True)
+    assert grammar is not None
+    asked = [Pace(1, 1), Pace(1, 2), Pace(1, 9), Pace(2, 3), Pace(1, 2, message_bytes=1 << 20)]
+    assert grammar.paces(asked, 9) == [Pace(1, 2), Pace(2, 2)]
+    assert grammar.paces(asked, 1) == [Pace(1, 1), Pace(2, 1)]
+    model = CostModel(profile)
+    found = paces(model, (1, 2, 3), grammar)
+    assert [(pace.prefetch, pace.gradient_buffers) for pace in found] == [(1, 2), (2, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("name", ["gpt-small-4", "gpt-tiny-2x2", "gpt-tiny-2x2x2"])
