@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hzplan.formats.base import write_text
 
 STEPS = ("built", "counted", "solved for", "trains as one process")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 180.0
 LAYERS = 2
 LAYER_FIELDS = (
     "num_hidden_layers",
@@ -45,7 +45,7 @@ SIZES = {
     **dict.fromkeys(("encoder_attention_heads",), 4),
     **dict.fromkeys(("encoder_ffn_dim", "d_ff", "d_inner", "hidden_dim", "embedding_size"), 32),
     "d_kv": 8,
-    "image_size": 32,
+    "image_size": 64,
     "patch_size": 8,
     "num_labels": 8,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
@@ -113,9 +113,10 @@ class Labelled:
     def batch(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Random tokens, or pictures, and labels."""
         if self._inputs == "pixel_values":
-            size = getattr(self._config, "image_size", 32)
+            inner = getattr(self._config, "vision_config", self._config)
+            size = getattr(inner, "image_size", SIZES["image_size"])
             sizes = size if isinstance(size, list | tuple) else (size, size)
-            shape = (count, getattr(self._config, "num_channels", 3), *sizes)
+            shape = (count, getattr(inner, "num_channels", 3), *sizes)
             labels = torch.randint(self._config.num_labels, (count,), generator=generator)
             return {"pixel_values": torch.randn(shape, generator=generator), "labels": labels}
         tokens = torch.randint(2, self.vocab, (2, count, LENGTH), generator=generator)
@@ -133,12 +134,14 @@ factory: Callable[[], Labelled]
 """Of the model that is being tried; ``tried`` sets it, in a process for each."""
 
 
-def small_config(kind: str) -> dict[str, Any]:
-    """The fields of a small model's config.json."""
+def small_config(family: Family, kind: str) -> Any:
+    """transformers' configuration of a small model."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(kind)
-    inner = config.get_text_config()
+    config.architectures, config.use_cache = [], False
+    pictures = family.inputs == "pixel_values"
+    inner = getattr(config, "vision_config", config) if pictures else config.get_text_config()
     for field, size in {**SIZES, **dict.fromkeys(LAYER_FIELDS, LAYERS)}.items():
         if isinstance(getattr(inner, field, None), int):
             try:
@@ -148,27 +151,21 @@ def small_config(kind: str) -> dict[str, Any]:
     for field, value in [*vars(inner).items()]:
         if "drop" in field and isinstance(value, float):
             setattr(inner, field, 0.0)
-    if isinstance(vars(inner).get("depths"), list):
-        inner.depths = [1 for _ in inner.depths]
     if isinstance(vars(inner).get("layer_types"), list):
         inner.layer_types = inner.layer_types[:LAYERS]
     for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(inner, field, None) is not None:
             setattr(inner, field, 0)
-    found: dict[str, Any] = {**config.to_dict(), "model_type": kind}
-    return found
+    return config
 
 
 def _named(family: Family, kind: str, path: Path) -> str:
     """The model as the command line names it."""
-    fields = small_config(kind)
-    path.write_text(json.dumps(fields, default=str))
+    config = small_config(family, kind)
     if family is CAUSAL:
+        path.write_text(json.dumps({**config.to_dict(), "model_type": kind}, default=str))
         return f"hf:{path}"
-    from hzplan.models.hf import load_config
-
     global factory  # noqa: PLW0603 by name, as users' factories are
-    config = load_config("config.json", str(path))
     factory = lambda: Labelled(family, config)  # noqa: E731 a global that is a function
     return f"{__name__}:factory"
 
@@ -283,6 +280,7 @@ def main(
         Path | None, typer.Option(help="What was found, as JSON; what is there is not tried again.")
     ] = None,
     only: Annotated[str | None, typer.Option(help="Model types whose names contain this.")] = None,
+    task: Annotated[str, typer.Option(help="Tasks whose titles contain this.")] = "",
 ) -> None:
     """Try every model type of transformers.
 
@@ -293,7 +291,7 @@ def main(
     import hzplan.training.verify  # noqa: F401 # before the fork, once
 
     found: Found = json.loads(output.read_text()) if output is not None and output.exists() else {}
-    for family in FAMILIES:
+    for family in (family for family in FAMILIES if task in family.title):
         of_family = found.setdefault(family.title, {})
         for kind in family.kinds():
             if kind in of_family or (only is not None and only not in kind):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hzplan.show.report import Beside
     from hzplan.solver.evaluate import Evaluation
     from hzplan.solver.explain import Alternative, Chain
+    from hzplan.solver.schemes import Row
     from hzplan.solver.sweep import Point
 
 SHOWN_SHARE = 1e-4
@@ -100,7 +101,7 @@ def command(
     swept = _sweep(sweep, plot, plan, loaded, profile, found) if sweep is not None else []
     compared = beside(found, measured) if measured is not None else []
     if html is not None:
-        _write_report(html, plan, loaded, profile, found, measured)
+        _write_report(html, plan, loaded, profile, found, measured, better)
     if as_json:
         shares = dict(zip(loaded.cluster.tier_names, tier_shares(found), strict=True))
         answer = {
@@ -177,31 +178,59 @@ def _check_report(html: Path, read: list[Path]) -> None:
 
 
 def _write_report(
-    html: Path, path: Path, plan: Plan, profile: Profile, found: Evaluation, measured: Measured | None
+    html: Path,
+    path: Path,
+    plan: Plan,
+    profile: Profile,
+    found: Evaluation,
+    measured: Measured | None,
+    better: list[Point],
 ) -> None:
+    from hzplan.cli.expectation import described
     from hzplan.formats.base import write_text
     from hzplan.show.page import page
+    from hzplan.show.report import WhatIf
+    from hzplan.solver.guard import request_of
     from hzplan.solver.report import build_report
 
-    write_text(html, page(build_report(str(path), plan, profile, found, _known(plan, profile), measured)))
+    report = build_report(
+        str(path),
+        plan,
+        profile,
+        found,
+        known(plan, profile),
+        request_of(plan),
+        measured,
+        expected=described(profile, plan),
+        what_if=[WhatIf(point.label, _step_s(point), _answer(point)) for point in better],
+    )
+    write_text(html, page(report))
 
 
 def _scheme(name: str, plan: Plan, profile: Profile) -> Evaluation:
-    by_name = {scheme.lower().replace("-", ""): found for scheme, found in _known(plan, profile).items()}
+    by_name = {row.name.lower().replace("-", ""): row.found for row in known(plan, profile)}
     if name not in by_name:
         raise UserError(f"--against {name}: choose one of {', '.join(by_name)}")
     return by_name[name]
 
 
-def _known(plan: Plan, profile: Profile) -> dict[str, Evaluation]:
-    """The known schemes at their best, on the plan's question."""
+def known(plan: Plan, profile: Profile) -> list[Row]:
+    """The known schemes at their best, on the plan's question; not allowed where its pins or target forbid
+    them."""
     from hzplan.solver.guard import request_of
     from hzplan.solver.schemes import Settings
+    from hzplan.solver.search import grammar_for, pins_of
     from hzplan.solver.solve import searches_of
 
     request = request_of(plan)
+    pins, grammar = pins_of(profile, request), grammar_for(profile, request)
+
+    def allowed(found: Evaluation) -> bool:
+        return pins.keep(profile, found.levels) and (grammar is None or grammar.says(found))
+
     settings = Settings(searches_of(profile, replace(request, host_bytes=0)), request)
-    return {row.name: row.found for row in map(settings.as_fast, settings.rows())}
+    rows = map(settings.as_fast, settings.rows())
+    return [replace(row, allowed=allowed(row.found)) for row in rows]
 
 
 def _what_if(plan: Plan, profile: Profile) -> list[Point]:

@@ -1,14 +1,15 @@
-"""The figures of a report, with Bokeh. Colours of text and grid are the page's: see report.js."""
+"""The figures of a report, with Bokeh. Their legends, and the colours of text and grid, are the page's."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hzplan.errors import printable
+from hzplan.show.folding import layer_rows
 from hzplan.show.readable import duration, size, unit_of
 from hzplan.show.report import Report, TaskSpan, Tensor
 
@@ -21,65 +22,39 @@ CRITICAL = "#ff5500"
 """Edge colour of tasks on the critical path."""
 MOST_LABELS_PX = 14
 """Least distance between two labels of rows, pixels."""
+MOST_LABEL = 24
+"""Characters of an axis' label at most: more would leave no room for the figure on a page of 400 pixels."""
+LETTER_PX = 6.5
+"""Mean width of a character of an axis' label, pixels."""
+MOST_TICKS = 4
+"""Ticks of an axis of seconds, about: more would run into each other on a page of 400 pixels."""
 ROLES = ("parameter", "gradient", "optimizer state")
 
 
-def draw(report: Report) -> dict[str, Any]:
-    """Bokeh's JSON of every figure, by the name of its place in the page."""
+class Chart(NamedTuple):
+    """A figure: Bokeh's JSON, and name and colour of every renderer in order, for the page's legend."""
+
+    item: Any
+    legend: tuple[tuple[str, str], ...]
+
+
+class _Drawing(NamedTuple):
+    figure: Figure
+    legend: list[tuple[str, str]]
+
+
+def draw(report: Report) -> dict[str, Chart]:
+    """Every figure, by the name of its place in the page."""
     from bokeh.embed import json_item
 
-    unit, scale = unit_of(max(tier.sent_bytes for tier in report.tiers))
-    figures = {
+    drawings = {
         "shards": _shards(report.tensors),
         "timeline": _timeline(report.spans, report.step_s),
         "memory": _memory(report),
-        "traffic": _bars(
-            f"{unit} sent per rank in a step",
-            [tier.name for tier in report.tiers],
-            {"sent": [tier.sent_bytes / scale for tier in report.tiers]},
-            lambda value: size(value * scale),
-        ),
-        "exposed": _bars(
-            "seconds of a step",
-            [*(tier.name for tier in report.tiers), "optimizer"],
-            {
-                "at work, its link not shared": [*(tier.busy_s for tier in report.tiers), 0.0],
-                "not hidden: compute waits": [
-                    *(tier.exposed_s for tier in report.tiers),
-                    report.optimizer_exposed_s,
-                ],
-            },
-            duration,
-        ),
-        "path": _bars(
-            "seconds of the critical path",
-            [part.what for part in report.path],
-            {"": [part.seconds for part in report.path]},
-            duration,
-        ),
-        "alternatives": _bars(
-            "seconds of a step",
-            [one.name + ("" if one.fits else " (does not fit)") for one in report.schemes],
-            {
-                "not waiting": [one.step_s - one.exposed_s for one in report.schemes],
-                "not hidden: compute waits": [one.exposed_s for one in report.schemes],
-            },
-            duration,
-            stacked=True,
-        ),
     }
-    seconds = [row for row in report.beside if not row.bytes]
-    if seconds:
-        figures["measured"] = _bars(
-            "seconds of a step",
-            [row.what for row in seconds],
-            {
-                "predicted": [row.predicted for row in seconds],
-                "measured": [row.measured for row in seconds],
-            },
-            duration,
-        )
-    return {name: json_item(figure) for name, figure in figures.items()}
+    return {
+        name: Chart(json_item(drawing.figure), tuple(drawing.legend)) for name, drawing in drawings.items()
+    }
 
 
 def plain(name: str) -> str:
@@ -87,17 +62,17 @@ def plain(name: str) -> str:
     return re.sub(r"\$(?=\$)|\\(?=[\[(])", lambda match: match[0] + "\u200b", printable(name))
 
 
-def place(tensor: str) -> tuple[str, str]:
-    """Row and column of a tensor in the heat map: equal layers are rows, their tensors columns."""
-    parts = tensor.split(".")
-    number = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), len(parts) - 2)
-    return ".".join(parts[: number + 1]) or tensor, ".".join(parts[number + 1 :])
+def label(name: str) -> str:
+    """A name as short as an axis' label may be: without its middle, since both its ends tell names apart."""
+    shown = plain(name)
+    begin, end = MOST_LABEL // 3, MOST_LABEL - MOST_LABEL // 3 - 1
+    return shown if len(shown) <= MOST_LABEL else f"{shown[:begin]}…{shown[-end:]}"
 
 
 def _figure(
     height: int, tooltips: Sequence[tuple[str, str]], *, zoom: bool = False, **options: Any
 ) -> Figure:
-    from bokeh.models import HoverTool, WheelZoomTool
+    from bokeh.models import BasicTicker, HoverTool, WheelZoomTool
     from bokeh.plotting import figure
 
     tools = "xpan,xbox_zoom,xzoom_in,xzoom_out,reset,save" if zoom else "save"
@@ -115,18 +90,11 @@ def _figure(
     made.toolbar.logo = None
     made.add_tools(HoverTool(tooltips=list(tooltips)))
     if zoom:
+        made.xaxis[0].ticker = BasicTicker(desired_num_ticks=MOST_TICKS)
         wheel = WheelZoomTool(dimensions="width", modifiers="ctrl")
         made.add_tools(wheel)
         made.toolbar.active_scroll = wheel
     return made
-
-
-def _legend(figure: Figure) -> None:
-    """Above the figure, in as many lines as it needs."""
-    legend = figure.legend[0]
-    legend.update(orientation="horizontal", ncols=4, background_fill_alpha=0.0, border_line_color=None)
-    legend.update(click_policy="hide", padding=2, label_text_font_size="12px")
-    figure.add_layout(legend, "above")
 
 
 def _label(axis: Any, labels: Sequence[str], every: int = 1) -> None:
@@ -134,64 +102,57 @@ def _label(axis: Any, labels: Sequence[str], every: int = 1) -> None:
     from bokeh.models import FixedTicker
 
     axis.ticker = FixedTicker(ticks=list(range(0, len(labels), every)))
-    axis.major_label_overrides = {
-        place: plain(label) for place, label in enumerate(labels) if not place % every
-    }
+    axis.major_label_overrides = {at: label(name) for at, name in enumerate(labels) if not at % every}
 
 
-def _shards(tensors: Sequence[Tensor]) -> Figure:
-    """Rows are layers, columns their tensors, each three times: parameter, gradient, optimizer state."""
+def _shards(tensors: Sequence[Tensor]) -> _Drawing:
+    """Rows are layers, equal ones in one; columns their tensors, each three times: parameter, gradient,
+    optimizer state."""
     from bokeh.models import Range1d
     from bokeh.palettes import viridis
 
-    places = [place(tensor.name) for tensor in tensors]
-    rows = list(dict.fromkeys(row for row, _ in places))
-    columns = list(dict.fromkeys(column for _, column in places))
-    row_of, column_of = ({name: at for at, name in enumerate(names)} for names in (rows, columns))
-    row_px = max(7, min(18, 900 // max(len(rows), 1)))
+    rows = layer_rows(tensors)
+    columns = list(dict.fromkeys(column for row in rows for column, _ in row.tensors))
+    column_of = {name: at for at, name in enumerate(columns)}
+    row_px = max(7, min(22, 900 // max(len(rows), 1)))
+    longest = max(len(label(column)) for column in columns)
     made = _figure(
-        row_px * len(rows) + 180,
+        row_px * len(rows) + round(LETTER_PX * longest) + 40,
         [(name, f"@{name}") for name in ("tensor", "unit", "of", "shards", "bytes")],
         x_range=Range1d(start=-0.5, end=len(columns) - 0.5),
         y_range=Range1d(start=len(rows) - 0.5, end=-0.5),
     )
     cells: dict[int, dict[str, list[Any]]] = {}
-    for tensor, (row, column) in zip(tensors, places, strict=True):
-        for number, (of, shards) in enumerate(zip(ROLES, tensor.shards, strict=True)):
-            cell = {
-                "x": column_of[column] + (number - 1) * 0.3,
-                "y": row_of[row],
-                "tensor": plain(tensor.name),
-                "unit": plain(tensor.unit),
-                "of": of,
-                "bytes": f"{size(tensor.nbytes)} as parameter",
-            }
-            columns_of = cells.setdefault(shards, {name: [] for name in cell})
-            for name, value in cell.items():
-                columns_of[name].append(value)
+    for at, row in enumerate(rows):
+        for column, tensor in row.tensors:
+            each = f", in each of {row.layers} layers" if row.layers > 1 else ""
+            for number, (of, shards) in enumerate(zip(ROLES, tensor.shards, strict=True)):
+                cell = {
+                    "x": column_of[column] + (number - 1) * 0.3,
+                    "y": at,
+                    "tensor": plain(tensor.name),
+                    "unit": plain(tensor.unit),
+                    "of": of,
+                    "bytes": f"{size(tensor.nbytes)} as parameter{each}",
+                }
+                columns_of = cells.setdefault(shards, {name: [] for name in cell})
+                for name, value in cell.items():
+                    columns_of[name].append(value)
     palette = viridis(len(cells) + 1)[1:]  # without its darkest, which is lost on a dark page
+    legend = []
     for number, (shards, data) in enumerate(sorted(cells.items())):
         numbers = {"x": np.round(data.pop("x"), 2), "y": np.array(data.pop("y"), dtype=np.int32)}
         source = {**data, **numbers, "shards": [str(shards)] * len(data["tensor"])}
-        made.rect(
-            "x",
-            "y",
-            0.28,
-            0.88,
-            source=source,
-            fill_color=palette[number],
-            line_color=None,
-            legend_label=f"{shards} shard{'' if shards == 1 else 's'}",
-        )
-    _label(made.yaxis[0], rows, -(-MOST_LABELS_PX // row_px))
+        made.rect("x", "y", 0.28, 0.88, source=source, fill_color=palette[number], line_color=None)
+        legend.append((f"{shards} shard{'' if shards == 1 else 's'}", palette[number]))
+    _label(made.yaxis[0], [row.name for row in rows], -(-MOST_LABELS_PX // row_px))
     _label(made.xaxis[0], columns)
-    made.xaxis.major_label_orientation = 0.6
+    made.xaxis.major_label_orientation = np.pi / 2  # slanted ones overlap on a narrow page
     made.grid.visible = False
-    _legend(made)
-    return made
+    return _Drawing(made, legend)
 
 
-def _timeline(spans: Sequence[TaskSpan], step_s: float) -> Figure:
+def _timeline(spans: Sequence[TaskSpan], step_s: float) -> _Drawing:
     """A row per stream, a colour per kind of work."""
     from bokeh.models import Range1d
     from bokeh.models.annotations import Span as Line
@@ -200,7 +161,7 @@ def _timeline(spans: Sequence[TaskSpan], step_s: float) -> Figure:
     row_of = {name: at for at, name in enumerate(streams)}
     end_s = max([step_s, *(span.end_s for span in spans)])
     made = _figure(
-        60 + 34 * len(streams) + 60,
+        34 * len(streams) + 70,
         [
             (name, f"@{name}")
             for name in ("stream", "what", "unit", "stage", "begins", "duration", "bytes", "critical")
@@ -210,6 +171,7 @@ def _timeline(spans: Sequence[TaskSpan], step_s: float) -> Figure:
         y_range=Range1d(start=len(streams) - 0.5, end=-0.5),
         x_axis_label="seconds",
     )
+    legend = []
     kinds: dict[str, list[TaskSpan]] = {}
     for span in spans:
         kinds.setdefault(span.what, []).append(span)
@@ -240,13 +202,12 @@ def _timeline(spans: Sequence[TaskSpan], step_s: float) -> Figure:
             fill_color=colour,
             line_color="edge",  # what is thinner than a pixel stays visible
             line_width=1,
-            legend_label=plain(what),
         )
+        legend.append((what, colour))
     made.add_layout(Line(location=step_s, dimension="height", line_dash="dashed", line_color="#888888"))
     _label(made.yaxis[0], streams)
     made.ygrid.visible = False
-    _legend(made)
-    return made
+    return _Drawing(made, legend)
 
 
 def _row(stream: str) -> tuple[int, str]:
@@ -255,7 +216,7 @@ def _row(stream: str) -> tuple[int, str]:
     return (first.index(stream), "") if stream in first else (len(first), stream)
 
 
-def _memory(report: Report) -> Figure:
+def _memory(report: Report) -> _Drawing:
     """What stays as layers of constant height, activations upon them; the budget as a line."""
     from bokeh.models import Range1d
     from bokeh.models.annotations import Span as Line
@@ -265,7 +226,7 @@ def _memory(report: Report) -> Figure:
     top = max(over.peak_bytes, over.budget_bytes if over.budget_bytes < 4 * over.peak_bytes else 0)
     unit, scale = unit_of(top)
     made = _figure(
-        360,
+        320,
         [("", "@what"), ("bytes", "@bytes"), ("from", "@begins")],
         zoom=True,
         x_range=Range1d(start=0, end=end_s, bounds=(0, end_s), min_interval=end_s / 1e5),
@@ -273,12 +234,12 @@ def _memory(report: Report) -> Figure:
         x_axis_label="seconds",
         y_axis_label=unit,
     )
-    base = 0
+    base, legend = 0, []
     parts: list[tuple[str, Sequence[float], Sequence[int]]] = [
         (name, [0.0], [nbytes]) for name, nbytes in over.static
     ]
     for number, (name, times, levels) in enumerate([*parts, ("activations", over.times_s, over.activations)]):
-        heights = np.array(levels, dtype=np.float64)
+        heights, colour = np.array(levels, dtype=np.float64), COLOURS[number % len(COLOURS)]
         source = {
             "left": np.array(times).round(7),
             "right": np.array([*times[1:], end_s]).round(7),
@@ -294,60 +255,13 @@ def _memory(report: Report) -> Figure:
             "top",
             "bottom",
             source=source,
-            fill_color=COLOURS[number % len(COLOURS)],
-            line_color=COLOURS[number % len(COLOURS)],  # no seams between uses
+            fill_color=colour,
+            line_color=colour,  # no seams between uses
             line_width=0.5,
-            legend_label=name,
         )
+        legend.append((name, colour))
         base += levels[0] if len(levels) == 1 else 0
     made.add_layout(
         Line(location=over.budget_bytes / scale, dimension="width", line_color="#cc3311", line_width=2)
     )
-    _legend(made)
-    return made
-
-
-def _bars(
-    axis: str,
-    names: Sequence[str],
-    series: Mapping[str, Sequence[float]],
-    text: Callable[[float], str],
-    *,
-    stacked: bool = False,
-) -> Figure:
-    """Horizontal bars, a row for every name; several series beside each other, or one upon the other."""
-    from bokeh.models import Range1d
-
-    totals = [sum(values) if stacked else max(values) for values in zip(*series.values(), strict=True)]
-    made = _figure(
-        80 + 30 * len(names) + (34 if len(series) > 1 else 0),
-        [("", "@what"), ("", "@value")],
-        x_range=Range1d(start=0, end=max([*totals, 1e-9]) * 1.05),
-        y_range=Range1d(start=len(names) - 0.5, end=-0.5),
-        x_axis_label=axis,
-    )
-    thick = 0.7 if stacked else 0.7 / len(series)
-    left = np.zeros(len(names))
-    rows = np.arange(len(names))
-    for number, (name, values) in enumerate(series.items()):
-        lowest = rows - 0.35 + (0 if stacked else number * thick)
-        source = {
-            "left": left,
-            "right": left + np.array(values),
-            "bottom": lowest,
-            "top": lowest + thick,
-            "what": [" · ".join(filter(None, (plain(row), name))) for row in names],
-            "value": [text(value) for value in values],
-        }
-        legend: dict[str, Any] = {"legend_label": name} if name and len(series) > 1 else {}
-        colour = COLOURS[number]
-        made.quad(
-            "left", "right", "top", "bottom", source=source, fill_color=colour, line_color=None, **legend
-        )
-        if stacked:
-            left = left + np.array(values)
-    _label(made.yaxis[0], names)
-    made.ygrid.visible = False
-    if len(series) > 1:
-        _legend(made)
-    return made
+    return _Drawing(made, legend)

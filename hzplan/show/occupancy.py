@@ -40,3 +40,15 @@ def activations(
         during = slice(*np.searchsorted(times, [start, end]))
         found[during] = np.maximum(found[during], update_bytes)
     return [float(time) / 1e9 for time in times], [int(nbytes) for nbytes in found]
+
+
+def spike_bytes(by_use: Sequence[int], of_loss: Sequence[bool], floor: int = 0) -> int:
+    """Bytes by which the uses ``of_loss`` alone raise the peak of activations; 0 where other uses make it.
+
+    ``by_use``: peak bytes at every use; ``floor``: bytes that the peak has in any case, of an update that
+    lies beside no activations.
+    """
+    peaks = {True: floor, False: floor}
+    for nbytes, loss in zip(by_use, of_loss, strict=True):
+        peaks[loss] = max(peaks[loss], nbytes)
+    return max(0, peaks[True] - peaks[False])

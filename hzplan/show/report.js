@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures, gives them the page's colours, moves them by key, and writes their long tables when asked.
+// Draws the figures, gives them the page's colours and legends, moves them by key, and writes long tables when asked.
 (() => {
   const items = JSON.parse(document.getElementById("figures").textContent);
   const figures = {};
@@ -13,7 +13,6 @@
           part.setv({ axis_label_text_color: text, major_label_text_color: text, axis_line_color: line,
             major_tick_line_color: line, minor_tick_line_color: null });
         if ("grid_line_color" in part) part.setv({ grid_line_color: line });
-        if ("label_text_color" in part) part.setv({ label_text_color: text });
       }
     }
   }
@@ -36,6 +35,13 @@
   }
 
   const keys = { "+": "in", "=": "in", "-": "out", ArrowLeft: "earlier", ArrowRight: "later", Home: "all", 0: "all" };
+
+  // A legend's button hides and shows its part of a figure.
+  function toggle(button) {
+    const shown = button.getAttribute("aria-pressed") !== "true";
+    button.setAttribute("aria-pressed", String(shown));
+    figures[button.dataset.figure].renderers[button.dataset.renderer].visible = shown;
+  }
 
   function write(details) {
     const name = details.dataset.rows, table = details.querySelector("tbody");
@@ -69,6 +75,8 @@
     }
     for (const button of document.querySelectorAll("button[data-move]"))
       button.addEventListener("click", () => move(button.dataset.move));
+    for (const button of document.querySelectorAll("button[data-renderer]"))
+      button.addEventListener("click", () => toggle(button));
     for (const place of document.querySelectorAll("[data-keys]"))
       place.addEventListener("keydown", (event) => {
         if (event.target !== place || event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;

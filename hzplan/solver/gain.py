@@ -81,13 +81,16 @@ def _mixed(of: Mapping[str, Evaluation], request: Request, given: str) -> Evalua
     Where it does not fit, more units are recomputed, unless recomputation is the freedom ``given``.
     """
     levels, size, pace = of["levels"], of["micro-batch"], of["prefetch"].schedule
-    order = of["message order"].schedule.order
+    ordered = of["message order"].schedule
+    order = ordered.order
+    if order is not None and ordered.pace != pace.pace:
+        order = within(order, pace.prefetch + 1)
     schedule = levels.model.schedule(
         **pace.pace._asdict(),
         accumulation=size.schedule.accumulation,
         clip=request.clip,
         offload=request.host_bytes > 0,
-        order=None if order is None else within(order, pace.prefetch + 1),
+        order=order,
     )
     start = of["recompute"].modes.recompute
 

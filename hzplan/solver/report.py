@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from hzplan.core.recompute import HOST
@@ -11,12 +12,34 @@ from hzplan.cost.simulate import critical, tier_loads_ns
 from hzplan.formats.metrics import Measured
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.show.occupancy import activations
+from hzplan.show.folding import folded
+from hzplan.show.occupancy import activations, spike_bytes
 from hzplan.show.readable import at_least, at_most, cluster, count, duration, size, worker
-from hzplan.show.report import Beside, ComparedScheme, Occupancy, Report, TaskSpan, Tensor, Tier
+from hzplan.show.report import (
+    Beside,
+    Bound,
+    Cause,
+    ComparedScheme,
+    Occupancy,
+    PathPart,
+    Report,
+    Spike,
+    TaskSpan,
+    Tensor,
+    Tier,
+    WhatIf,
+    Worth,
+)
 from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
 from hzplan.solver.explain import DOING, longest_chain
+from hzplan.solver.gain import gain
+from hzplan.solver.prefer import distance, tie_of
+from hzplan.solver.schemes import RecomputeOptions, Row
+from hzplan.solver.search import Request
+
+HOST_WORK = frozenset(DOING[kind] for kind in (Kind.FETCH, Kind.STORE, Kind.SAVE, Kind.LOAD))
+"""The kinds of work on the link to the host's memory, in words."""
 
 
 def build_report(
@@ -24,18 +47,29 @@ def build_report(
     plan: Plan,
     profile: Profile,
     found: Evaluation,
-    known: Mapping[str, Evaluation],
+    rows: Sequence[Row],
+    request: Request,
     measured: Measured | None = None,
+    *,
+    expected: str | None = None,
+    what_if: Sequence[WhatIf] = (),
 ) -> Report:
-    """The report's data. ``path``: the plan's, as shown; ``known``: by name, the schemes beside it."""
+    """The report's data.
+
+    ``path``: the plan's, as shown; ``rows``: the known schemes beside it, which answer the ``request``;
+    ``expected``: the published error of its prediction, in words; ``what_if``: what was solved again.
+    """
     chain = longest_chain(found, plan.cluster.tier_names)
     waits = found.waits_s
     sent = sent_bytes(found, profile, plan.reduce_dtype)
     loads = tier_loads_ns(found.schedule, found.durations_ns)
     budget = plan.source.memory_budget_bytes
+    own = Row("this plan", found, found.memory.peak <= budget, ())
     return Report(
         title=f"{plan.model.name} on {plan.mesh.world} {worker(profile.cluster.device)}s",
         subtitle=f"{path} · {_tiers(plan, profile)} · proof: {_proof(plan)}",
+        basis=basis(profile),
+        expected=expected,
         facts=_facts(path, plan, profile, found),
         step_s=found.step_s,
         tensors=_tensors(plan, profile),
@@ -48,21 +82,106 @@ def build_report(
         optimizer_exposed_s=waits.get(OPTIM_STREAM, 0.0),
         path=chain.parts,
         path_s=chain.seconds,
+        bounds=bounds(chain.parts, plan.cluster.tier_names),
         binding=chain.binding,
-        schemes=[
-            ComparedScheme(
-                name,
-                one.step_s,
-                sum(one.waits_s.values()),
-                sum(sent_bytes(one, profile, plan.reduce_dtype)),
-                one.memory.peak,
-                one.memory.peak <= budget,
-            )
-            for name, one in {"this plan": found, **known}.items()
-        ],
+        recomputed_s=sum(part.seconds for part in chain.parts if part.what == DOING[Kind.COMPUTE]),
+        recompute_asked=plan.source.recompute == "all",
+        schemes=[_compared(row, plan, profile) for row in (own, *sorted(rows, key=_fastest_first))],
+        worth=worth(found, rows, request),
+        what_if=what_if,
         beside=beside(found, measured) if measured else (),
         measured_steps=measured.steps if measured else 0,
     )
+
+
+def basis(profile: Profile) -> str:
+    """Where predicted seconds come from: "modelled" where nobody measured the layers."""
+    if profile.modelled is None:
+        return "predicted from measured layers and links" + (
+            ", calibrated by a run" * bool(profile.calibrated)
+        )
+    if profile.modelled.device is None:
+        return "predicted from measured layers, links modelled"
+    return "modelled"
+
+
+def worth(found: Evaluation, rows: Sequence[Row], request: Request) -> Worth | None:
+    """The plan beside the fastest of the rows that fit, and what its gain comes from; None where none fits.
+
+    A row that differs in nothing from the plan is the plan.
+    """
+    own = [replace(row, found=found) if distance(row.found, found) == 0 else row for row in rows]
+    gained = gain(found, own, request)
+    if gained is None:
+        return None
+    over, tie = gained.over, tie_of(request.gap, request.tie)
+    parts = gained.parts if gained.share > tie else ()
+    named = [(_cause(part.freedom, found, over.found), part.share) for part in parts]
+    causes = [Cause(what, share) for what, share in named if what is not None]
+    return Worth(over.name, over.found.step_s, gained.same, tie, causes)
+
+
+def _cause(freedom: str, mine: Evaluation, other: Evaluation) -> str | None:
+    """A freedom, and what the plan chooses there instead of what the other one does; None where both choose
+    the same."""
+    if freedom == "levels":
+        return "sharding" if mine.levels != other.levels else None
+    if freedom == "message order":
+        return "message order" if mine.schedule.order != other.schedule.order else None
+    chosen: dict[str, list[tuple[str, object, object]]] = {
+        "recompute": [("recompute", _recompute(mine), _recompute(other))],
+        "micro-batch": [("micro-batch", mine.micro_batch, other.micro_batch)],
+        "prefetch": [
+            (name.replace("_", " "), of_mine, of_other)
+            for name, of_mine, of_other in zip(
+                Pace._fields, mine.schedule.pace, other.schedule.pace, strict=True
+            )
+        ],
+    }
+    differ = [f"{name} {one} instead of {two}" for name, one, two in chosen[freedom] if one != two]
+    return ", ".join(differ) or None
+
+
+def _recompute(found: Evaluation) -> str:
+    return RecomputeOptions.of(found.model).name(found.modes.recompute)
+
+
+def _fastest_first(row: Row) -> tuple[bool, float]:
+    """Rows that fit before those that do not."""
+    return not row.fits, row.found.step_s
+
+
+def _compared(row: Row, plan: Plan, profile: Profile) -> ComparedScheme:
+    found, again = row.found, _recompute(row.found)
+    return ComparedScheme(
+        row.name,
+        found.step_s,
+        sum(found.waits_s.values()),
+        sum(sent_bytes(found, profile, plan.reduce_dtype)),
+        found.memory.peak,
+        row.fits,
+        f"micro-batch {found.micro_batch}" + (f", recompute {again}" if again != "none" else ""),
+        row.allowed,
+    )
+
+
+def bounds(parts: Sequence[PathPart], tier_names: Sequence[str]) -> list[Bound]:
+    """The critical path by the resource that works, the longest first."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        resource = _resource(part.what, tier_names)
+        sums[resource] = sums.get(resource, 0.0) + part.seconds
+    return sorted((Bound(*item) for item in sums.items()), key=lambda bound: -bound.seconds)
+
+
+def _resource(what: str, tier_names: Sequence[str]) -> str:
+    """What does a part of the critical path, whose work over a tier ends with that tier's name."""
+    for name in tier_names:
+        if what.endswith(f" over {name}"):
+            return f"communication over {name}"
+    if what in HOST_WORK:
+        return "the link to the host's memory"
+    return "compute" if what == DOING[Kind.COMPUTE] else what
 
 
 def beside(found: Evaluation, measured: Measured) -> list[Beside]:
@@ -149,7 +268,7 @@ def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[TaskSpan]:
         TaskSpan(
             _stream(task, names),
             _what(task, schedule),
-            ", ".join(task.units),
+            folded(task.units),
             _stage(task, schedule),
             start / 1e9,
             end / 1e9,
@@ -189,4 +308,23 @@ def _occupancy(found: Evaluation, budget_bytes: int) -> Occupancy:
         for name, nbytes in found.memory.by_category().items()
         if name not in ("activations", "host") and nbytes
     ]
-    return Occupancy(static, times, bytes_, found.memory.peak, budget_bytes)
+    spike = _spike(found, by_use, update if found.schedule.clip else 0)
+    return Occupancy(static, times, bytes_, found.memory.peak, budget_bytes, spike)
+
+
+def _spike(found: Evaluation, by_use: Sequence[int], floor: int) -> Spike | None:
+    """The loss' part of the peak: the last unit of the forward is charged with the loss.
+
+    ``by_use``: bytes of activations at every use; ``floor``: of an update that lies beside none.
+    """
+    unit = [use.unit for use in found.schedule.uses if use.phase == "forward"][-1]
+    nbytes = spike_bytes(by_use, [use.unit == unit for use in found.schedule.uses], floor)
+    if not nbytes:
+        return None
+    model, recompute = found.model, found.modes.recompute
+    in_chunks = None
+    if "chunks" in model.ways.get(unit, ()) and recompute.get(unit) != "chunks":
+        chunked = recompute.with_([unit], "chunks")
+        lower = model.activation_peak_bytes(found.micro_batch, chunked, found.schedule)
+        in_chunks = max(by_use) - max(lower, floor)
+    return Spike(unit, nbytes, in_chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -15,6 +16,9 @@ from typing import Any
 
 FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """Where a Chromium is, if there is one."""
+
+KEY_CODES = {"Tab": 9, "Enter": 13}
+"""Codes of the keys for which the browser itself does something."""
 
 FLAGS = (
     "--headless",
@@ -88,8 +92,21 @@ class Page:
         return float(next(one["value"] for one in found if one["name"] == "TaskDuration"))
 
     def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+        """A key, with what the browser itself does for it: Tab moves the focus, Enter clicks."""
+        known = {"windowsVirtualKeyCode": KEY_CODES[key]} if key in KEY_CODES else {}
+        typed = {"text": "\r"} if key == "Enter" else {}
+        self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **known, **typed)
+        self.ask("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, **known)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Pixels of the viewport; figures that stretch follow at the next frames."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("Emulation.setDeviceMetricsOverride", **size)
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, below the viewport too, as a PNG."""
+        taken = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(taken["data"]))
 
     def hover(self, x: float, y: float) -> None:
         self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

@@ -15,12 +15,14 @@ from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
+from hzplan.formats.source import profile_of
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import Evaluation, Modes, evaluate, replay, uniform
-from hzplan.solver.gain import FREEDOMS, gain
+from hzplan.solver.gain import FREEDOMS, gain, over
+from hzplan.solver.guard import request_of
 from hzplan.solver.prefer import TIE, ceiling_ns, distance, plainness, preferred, tie_of
-from hzplan.solver.schemes import RecomputeOptions, Settings, schemes, slack_bytes
+from hzplan.solver.schemes import RecomputeOptions, Row, Settings, schemes, slack_bytes
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Solved, searches_of, solve
 from tests.instances import random_profile
@@ -189,6 +191,19 @@ def test_gain_is_split_by_switching_each_freedom_off() -> None:
     )
     assert shares["recompute"] == pytest.approx(by_hand.step_s / best.step_s - 1)
     assert sum(share or 0 for share in shares.values()) > 0.5 * won.share
+
+
+def test_a_choice_that_is_the_same_costs_nothing() -> None:
+    """Also in a plan with an order of messages."""
+    path = PROFILES.parent / "gpt-tiny-2x2x2.json"
+    plan = Plan.load(path)
+    profile = profile_of(path, plan)
+    best = replay(plan, profile, path)
+    assert best.schedule.order is not None
+    again = evaluate(best.model, best.levels, best.schedule, best.micro_batch, modes=best.modes)
+    row = Row("itself", again, fits=True, settings=())
+    won = over(best, row, request_of(plan))
+    assert [part.share for part in won.parts] == [0.0] * len(FREEDOMS)
 
 
 @pytest.mark.parametrize(
