@@ -35,6 +35,7 @@ from hzplan.models.workload import Workload
 from hzplan.profiler import default_mesh, measure
 from hzplan.profiler.model.optimizer import OPTIMIZERS
 from hzplan.profiler.session.ranks import Ranks
+from hzplan.profiler.session.rounds import QUICK
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -55,9 +56,6 @@ class Rival:
     plan: Plan
 
 
-PASS_S = 2.0
-"""Seconds of passes of each kind: a job waits for them."""
-
 Loss = Callable[[nn.Module, Any], Tensor]
 Kept = TypeVar("Kept", Profile, Plan)
 
@@ -72,7 +70,7 @@ def auto(
     memory_bytes: int | None = None,
     clip: bool = True,
     dtype: str = "float32",
-    time_limit_s: float = 20.0,
+    time_limit_s: float = 10.0,
     gauge_s: float = 30.0,
     cache: str | Path | None = None,
     say: Callable[[str], None] | None = None,
@@ -121,7 +119,7 @@ def auto(
             dtype=dtype,
             optimizer=NAMES[optimizer_class],
             progress=lambda text, fraction: None,
-            pass_s=PASS_S,
+            effort=QUICK,
         )
         _keep(ranks, profile, profile_path)
     asked = (memory_bytes or budget_bytes(profile.cluster), global_batch, clip, time_limit_s)

@@ -33,7 +33,7 @@ from hzplan.profiler.model.entries import as_dtype, joined_units, largest_elemen
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
 from hzplan.profiler.model.passes import record_passes
 from hzplan.profiler.model.reuse import EarlierCosts, with_reused
-from hzplan.profiler.model.time import TIME_LIMIT_S, measure_uses
+from hzplan.profiler.model.time import measure_uses
 from hzplan.profiler.network.host import measure_host
 from hzplan.profiler.network.interference import measure_interference
 from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm
@@ -43,6 +43,7 @@ from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import PartialResults
+from hzplan.profiler.session.rounds import THOROUGH, Effort
 from hzplan.runtime.backends.groups import on_device, release
 
 # About how many seconds each part takes at most, for the progress shown.
@@ -100,7 +101,7 @@ def measure(
     earlier: Mapping[str, Profile] | None = None,
     partial_path: Path | None = None,
     message: Callable[[str], None] = lambda text: None,
-    pass_s: float = TIME_LIMIT_S,
+    effort: Effort = THOROUGH,
 ) -> Profile:
     """Measure a model and the links between ranks; the same profile on every rank.
 
@@ -112,8 +113,7 @@ def measure(
     weights take most of it is measured weight-shared. ``earlier``: profiles, by their names in messages,
     whose costs are reused where shapes and micro-batches are the same. ``partial_path``: a file for partial
     results, to be removed when the profile is written; the same call resumes from it after an interruption.
-    ``message`` gets a line on what is reused, and on what is resumed. ``pass_s``: seconds of blocks for each
-    kind of pass, after which no other is begun.
+    ``message`` gets a line on what is reused, and on what is resumed.
 
     Raises UserError when arguments do not fit the job, or the model cannot be run or planned for.
     """
@@ -134,13 +134,14 @@ def measure(
     result = partial.result(
         "model",
         ModelResult,
-        lambda: _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message, pass_s),
+        lambda: _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message, effort),
     )
     links = partial.result(
         "links",
         Links,
         lambda: _measure_links(
-            *(ranks, mesh, tier_names, dtype, result.largest_bytes, model.run_smallest, parts, memory)
+            *(ranks, mesh, tier_names, dtype, result.largest_bytes, model.run_smallest, parts, memory),
+            effort,
         ),
     )
     parts.finish("measured")
@@ -224,7 +225,7 @@ def _measure_model(
     reusable: EarlierCosts,
     parts: Progress,
     message: Callable[[str], None],
-    pass_s: float = TIME_LIMIT_S,
+    effort: Effort = THOROUGH,
 ) -> ModelResult:
     """Record and time the calls of units, then the optimizer's steps, as far as they cannot be reused."""
     reused = reusable.costs_of(model.shapes) if model.shapes is not None and reusable else {}
@@ -243,7 +244,7 @@ def _measure_model(
         measured, own_seconds = measure_uses(
             *(ranks, model, passes),
             lambda done: parts.at(RECORDING_SHARE + (1 - RECORDING_SHARE) * done),
-            pass_s,
+            effort,
         )
         uses, stragglers = with_reused(measured, reused), slow_compute(ranks, own_seconds)
     else:
@@ -275,6 +276,7 @@ def _measure_links(
     compute: Callable[[], None],
     parts: Progress,
     memory_bytes: int,
+    effort: Effort = THOROUGH,
 ) -> Links:
     """Measure a cluster; ``compute`` is the work that links disturb. Messages have the gradients' dtype: only
     their bytes decide how long they take."""
@@ -288,7 +290,7 @@ def _measure_links(
     context, communicator = _reserve(before, untracked_bytes(ranks), len(mesh.stages()))
     release()
     parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))
-    interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at)
+    interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at, effort)
     parts.part("the host's memory", HOST_S)
     apart = ranks.device.type != "cpu"  # else there is no memory but the host's
     host, stragglers = measure_host(ranks, parts.at) if apart else None, slow_links(ranks, mesh)

@@ -100,15 +100,16 @@ def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bo
 
 
 def record_recomputation(
-    ranks: Ranks, calls: RecordedCalls, passes: Sequence[Pass], switch: Switch, way: Way
+    ranks: Ranks, calls: RecordedCalls, passes: Sequence[Pass], switch: Switch, way: Way, *, warm: bool
 ) -> list[Pass]:
     """The same passes with every unit's forward computed again that way; none where the model does not allow
-    it."""
+    it. ``warm``: after one of its kind that is not looked at."""
     recomputing = []
     for recorded in passes:
         step, memory, as_before = switch.around(recorded.step, way), list[Segment](), False
         try:
-            calls.run(step)
+            if warm:
+                calls.run(step)
             with memory_trace(ranks.device) as trace:
                 as_before = calls.run(step, trace) == recorded.uses
             memory = trace.segments()

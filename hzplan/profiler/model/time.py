@@ -27,17 +27,13 @@ from hzplan.profiler.model.recompute import (
 )
 from hzplan.profiler.session.clock import clock
 from hzplan.profiler.session.ranks import Ranks
-from hzplan.profiler.session.rounds import rounds
+from hzplan.profiler.session.rounds import THOROUGH, Effort, rounds
 from hzplan.profiler.session.statistics import nanoseconds, spread, trimmed_mean
 
-BLOCK = 3
-"""Passes of one size in a row before the next size: the allocator gets used to a size."""
 MIN_BLOCKS = 2
 MAX_BLOCKS = 5
 STEADY_SPREAD = 0.03
 """Blocks end early when the spread of a rank's whole passes is below this, at the median rank."""
-TIME_LIMIT_S = 6.0
-"""Seconds of blocks per pass, after which no other is begun once there are ``MIN_BLOCKS``."""
 
 Repeats = Sequence[Sequence[Sequence[float]]]
 """Seconds by repeat, rank and use."""
@@ -48,10 +44,10 @@ def measure_uses(
     model: RunnableModel,
     passes: Sequence[Pass],
     progress: Callable[[float], None],
-    pass_s: float = TIME_LIMIT_S,
+    effort: Effort = THOROUGH,
 ) -> tuple[tuple[UseEntry, ...], float]:
-    """Time every pass, without recomputation and with it, for ``pass_s`` each; the uses, the same on every
-    rank, and this rank's own median seconds of the last pass.
+    """Time every pass, without recomputation and with it, in blocks of one size, to which the allocator gets
+    used; the uses, the same on every rank, and this rank's own median seconds of the last pass.
 
     Raises UserError when the model does not use its units in the same order every time.
     """
@@ -61,11 +57,12 @@ def measure_uses(
         raise UserError(f"{model.name}: {NOT_FIXED} the micro-batch size")
     again: dict[Way, list[Pass]] = {}
     with switched(model.units) as switch:
-        for way in () if shapes else WAYS:
-            again[way] = record_recomputation(ranks, model.calls, passes, switch, way)
+        # A CPU's memory is the host's: nothing is saved there.
+        for way in () if shapes else [w for w in WAYS if w != HOST or ranks.device.type != "cpu"]:
+            again[way] = record_recomputation(ranks, model.calls, passes, switch, way, warm=effort.warm)
         saved = again.pop(HOST, [])  # whose copies take their time on the side
         timed = [*passes, *itertools.chain.from_iterable(again.values())]
-        repeats = _times(ranks, model.calls, timed, progress, pass_s)
+        repeats = _times(ranks, model.calls, timed, progress, effort)
     if not all(repeats[: len(passes)]):
         raise UserError(f"{model.name}: {NOT_FIXED} chance or earlier calls")
     kinds = [use_kinds(model.entries, uses, recorded.flops) for recorded in passes]
@@ -168,15 +165,15 @@ def _times(
     calls: RecordedCalls,
     passes: Sequence[Pass],
     progress: Callable[[float], None],
-    pass_s: float,
+    effort: Effort,
 ) -> list[list[list[list[float]]]]:
     """Seconds of each use, by pass, repeat and rank; none of a pass that once failed or had other uses."""
     results = rounds(
         ranks,
-        [partial(_block, ranks, calls, recorded) for recorded in passes],
+        [partial(_block, ranks, calls, recorded, effort.block) for recorded in passes],
         at_least=MIN_BLOCKS,
         at_most=MAX_BLOCKS,
-        budget_s=pass_s * len(passes),
+        budget_s=effort.pass_s * len(passes),
         progress=progress,
         enough=lambda so_far: all(map(_steady, so_far)),
     )
@@ -188,12 +185,12 @@ def _times(
     ]
 
 
-def _block(ranks: Ranks, calls: RecordedCalls, recorded: Pass) -> list[list[float]]:
-    """Seconds of each use in ``BLOCK`` passes; none when one failed or had other uses. A failure on one rank
+def _block(ranks: Ranks, calls: RecordedCalls, recorded: Pass, count: int) -> list[list[float]]:
+    """Seconds of each use in so many passes; none when one failed or had other uses. A failure on one rank
     must not keep the others waiting."""
     rows: list[list[float]] = []
     as_recorded = True
-    for _ in range(BLOCK):
+    for _ in range(count):
         ranks.barrier()
         timer = clock(ranks.device)
         try:

@@ -17,18 +17,17 @@ from hzplan.formats.profile import InterferenceEntry
 from hzplan.profiler.network import queued
 from hzplan.profiler.network.links import collective
 from hzplan.profiler.session.ranks import Ranks
-from hzplan.profiler.session.rounds import no_garbage_collection
+from hzplan.profiler.session.rounds import THOROUGH, Effort, no_garbage_collection
 from hzplan.runtime import cuda
 from hzplan.runtime.launcher import Device
 from hzplan.runtime.world import ProcessWorld
 
-ROUNDS = 3
-TOGETHER_S, COMPUTE_CALLS = 0.4, 4
-"""Least seconds of communication beside compute, and least calls of compute meanwhile: the longer of both."""
+TOGETHER_S = 0.4
+"""Least seconds of communication beside compute, or as long as the least calls of compute take."""
 MAX_BYTES = 4 << 20
 """Size of the buffers gathered and reduced: enough to be bound by the link, small enough to be repeated."""
 ALONE_CALLS, ALONE_S = 3, 0.15
-"""Calls of compute alone, and least seconds of communication alone."""
+"""First calls of communication alone, and its least seconds then."""
 PAIRS_S, MIN_PAIRS = 0.2, 3
 """Least seconds, and least number, of gathers beside reductions: the longer of both."""
 
@@ -54,6 +53,7 @@ def measure_interference(
     largest_bytes: int,
     compute: Callable[[], None],
     progress: Callable[[float], None],
+    effort: Effort = THOROUGH,
 ) -> tuple[InterferenceEntry, ...]:
     """For every tier: the slowdown of ``compute`` while its collectives run, and of these while compute does.
 
@@ -70,9 +70,9 @@ def measure_interference(
         gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes)
         rounds = []
         with no_garbage_collection():
-            for number in range(ROUNDS):
-                rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce)))
-                progress((tier + (number + 1) / ROUNDS) / len(mesh.tiers))
+            for number in range(effort.rounds):
+                rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce, effort)))
+                progress((tier + (number + 1) / effort.rounds) / len(mesh.tiers))
         entries.append(_entry(rounds))
     return tuple(entries)
 
@@ -114,21 +114,25 @@ def _communication(
 
 
 def _sample(
-    ranks: Ranks, compute: Callable[[], None], gather: Callable[[], object], reduce: Callable[[], object]
+    ranks: Ranks,
+    compute: Callable[[], None],
+    gather: Callable[[], object],
+    reduce: Callable[[], object],
+    effort: Effort,
 ) -> _Sample:
     """Means over many calls, not medians: the time that one call loses to another is the other's gain."""
     if ranks.device.type == "cuda":
-        return _sample_of_queues(ranks, cuda.Device(ranks.device), compute, gather, reduce)
+        return _sample_of_queues(ranks, cuda.Device(ranks.device), compute, gather, reduce, effort)
 
     def communicate() -> None:
         gather()
         reduce()
         ranks.finish_device()
 
-    alone = _seconds(ranks, compute, ALONE_CALLS)
+    alone = _seconds(ranks, compute, effort.alone)
     communication = max(ranks.gather(_seconds(ranks, communicate, ALONE_CALLS)))
     communication = max(ranks.gather(_seconds(ranks, communicate, math.ceil(ALONE_S / communication))))
-    calls = math.ceil(max(TOGETHER_S, COMPUTE_CALLS * max(ranks.gather(alone))) / communication)
+    calls = math.ceil(max(TOGETHER_S, effort.beside * max(ranks.gather(alone))) / communication)
     together = _Together(communicate, calls)
     ranks.barrier()
     computed = together.run(compute)
@@ -142,6 +146,7 @@ def _sample_of_queues(
     compute: Callable[[], None],
     gather: Callable[[], object],
     reduce: Callable[[], object],
+    effort: Effort,
 ) -> _Sample:
     """The same where a device queues work; how much of it, all ranks agree on."""
 
@@ -150,14 +155,14 @@ def _sample_of_queues(
         reduce()
 
     ranks.barrier()
-    own = queued.alone(device, compute, ALONE_CALLS)
+    own = queued.alone(device, compute, effort.alone)
     alone = max(ranks.gather(own))
     communication = max(ranks.gather(queued.alone(device, communicate, ALONE_CALLS)))
     calls = math.ceil(ALONE_S / communication)
     communication = max(ranks.gather(queued.alone(device, communicate, calls)))
     ranks.barrier()
     computed, communicated = queued.together(
-        *(device, compute, communicate, (alone, communication), TOGETHER_S, COMPUTE_CALLS)
+        *(device, compute, communicate, (alone, communication), TOGETHER_S, effort.beside)
     )
     ranks.barrier()
     pairs = max(MIN_PAIRS, math.ceil(PAIRS_S / communication))

@@ -6,11 +6,33 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hzplan.profiler.session.ranks import Ranks
 
 Result = TypeVar("Result")
+
+
+class Effort(NamedTuple):
+    """How often things are measured.
+
+    ``pass_s``: seconds of passes of each kind, after which no other block is begun; ``block``: passes of a
+    kind in a row. ``rounds``: in which links disturb compute, ``alone`` and ``beside`` the calls of compute
+    in each, without and with communication. ``warm``: whether a pass whose memory is followed was made before
+    that.
+    """
+
+    pass_s: float
+    block: int
+    rounds: int
+    alone: int
+    beside: int
+    warm: bool
+
+
+THOROUGH = Effort(pass_s=6.0, block=3, rounds=3, alone=3, beside=4, warm=True)
+QUICK = Effort(pass_s=2.0, block=1, rounds=1, alone=1, beside=1, warm=False)
+"""For a job that waits: a pass that takes seconds is its own mean."""
 
 
 @contextmanager
