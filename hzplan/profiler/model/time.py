@@ -57,8 +57,8 @@ def measure_uses(
         raise UserError(f"{model.name}: {NOT_FIXED} the micro-batch size")
     again: dict[Way, list[Pass]] = {}
     with switched(model.units) as switch:
-        # A CPU's memory is the host's: nothing is saved there.
-        for way in () if shapes else [w for w in WAYS if w != HOST or ranks.device.type != "cpu"]:
+        on_host = effort.host_on_cpu or ranks.device.type != "cpu"
+        for way in () if shapes else [way for way in WAYS if on_host or way != HOST]:
             again[way] = record_recomputation(ranks, model.calls, passes, switch, way, warm=effort.warm)
         saved = again.pop(HOST, [])  # whose copies take their time on the side
         timed = [*passes, *itertools.chain.from_iterable(again.values())]

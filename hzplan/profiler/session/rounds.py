@@ -19,7 +19,7 @@ class Effort(NamedTuple):
     ``pass_s``: seconds of passes of each kind, after which no other block is begun; ``block``: passes of a
     kind in a row. ``rounds``: in which links disturb compute, ``alone`` and ``beside`` the calls of compute
     in each, without and with communication. ``warm``: whether a pass whose memory is followed was made before
-    that.
+    that; ``host_on_cpu``: whether saving on the host is followed on a CPU, too, which has no other memory.
     """
 
     pass_s: float
@@ -28,10 +28,11 @@ class Effort(NamedTuple):
     alone: int
     beside: int
     warm: bool
+    host_on_cpu: bool
 
 
-THOROUGH = Effort(pass_s=6.0, block=3, rounds=3, alone=3, beside=4, warm=True)
-QUICK = Effort(pass_s=2.0, block=1, rounds=1, alone=1, beside=1, warm=False)
+THOROUGH = Effort(pass_s=6.0, block=3, rounds=3, alone=3, beside=4, warm=True, host_on_cpu=True)
+QUICK = Effort(pass_s=2.0, block=1, rounds=1, alone=1, beside=1, warm=False, host_on_cpu=False)
 """For a job that waits: a pass that takes seconds is its own mean."""
 
 
