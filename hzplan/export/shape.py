@@ -131,7 +131,8 @@ def one_scheme(
             f"{shards(plan, chosen)}",
         )
         for group in groups
-        if group.levels != chosen and any(tensors[unit] for unit in group.units)
+        # Of one node alone two levels have the same shards.
+        if shards(plan, group.levels) != shards(plan, chosen) and any(tensors[unit] for unit in group.units)
     ]
 
 

@@ -152,6 +152,14 @@ def test_deepspeed_has_a_stage_for_it(levels: tuple[int, int, int], scheme: dict
     assert config["gradient_accumulation_steps"] == 2 and config["gradient_clipping"] == 1.0
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("target", [deepspeed, fsdp2, megatron_fsdp, megatron_fsdp_v2])
+def test_of_one_node_two_levels_are_one(target: Any, level: int) -> None:
+    """With one rank along the slow tier both have the same shards."""
+    plan = make_plan("gpt:nano", mesh="4|1", levels=Levels(level, level, level))
+    assert target.export(PATH, plan, one).lost == ()
+
+
 def test_deepspeed_without_mics_names_where_it_is() -> None:
     """Releases of today refuse a file that has it."""
     made = deepspeed.export(PATH, plan_of(1, 1, 1), one)
