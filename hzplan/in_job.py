@@ -108,29 +108,30 @@ def auto(
     of_model = _of_model(ranks, model, sample, loss, mesh, dtype, NAMES[optimizer_class])
     folder = _folder(cache)
     profile_path = folder / f"{_hash(of_model)}.profile.json"
-    profile = _kept(ranks, profile_path, Profile)
-    if profile is None:
-        tell(f"auto: measuring {workload.name} and the links of {ranks.size} ranks")
-        profile = measure(
-            workload,
-            mesh=mesh,
-            tier_names=names,
-            micro_batches=[size],
-            dtype=dtype,
-            optimizer=NAMES[optimizer_class],
-            progress=lambda text, fraction: None,
-            effort=QUICK,
-        )
-        _keep(ranks, profile, profile_path)
-    asked = (memory_bytes or budget_bytes(profile.cluster), global_batch, clip, time_limit_s)
-    plan_path = folder / f"{_hash([*of_model, *asked])}.plan.json"
-    plan = _kept(ranks, plan_path, Plan)
-    if plan is None:
-        tell("auto: planning")
-        plan, rival = _planned(ranks, profile, asked, profile_path, plan_path)
-        if rival is not None:
-            plan = _gauged(workload, plan, rival, gauge_s, tell)
-        _keep(ranks, plan, plan_path)
+    with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):  # the caller's stay
+        profile = _kept(ranks, profile_path, Profile)
+        if profile is None:
+            tell(f"auto: measuring {workload.name} and the links of {ranks.size} ranks")
+            profile = measure(
+                workload,
+                mesh=mesh,
+                tier_names=names,
+                micro_batches=[size],
+                dtype=dtype,
+                optimizer=NAMES[optimizer_class],
+                progress=lambda text, fraction: None,
+                effort=QUICK,
+            )
+            _keep(ranks, profile, profile_path)
+        asked = (memory_bytes or budget_bytes(profile.cluster), global_batch, clip, time_limit_s)
+        plan_path = folder / f"{_hash([*of_model, *asked])}.plan.json"
+        plan = _kept(ranks, plan_path, Plan)
+        if plan is None:
+            tell("auto: planning")
+            plan, rival = _planned(ranks, profile, asked, profile_path, plan_path)
+            if rival is not None and ranks.size > 1:
+                plan = _gauged(workload, plan, rival, gauge_s, tell)
+            _keep(ranks, plan, plan_path)
     tell(
         f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
         f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
@@ -290,12 +291,11 @@ def _gauged(
         tell(f"auto: not trained beside torch's {peer}, which would take {seconds:.0f} s (gauge_s)")
         return plan
     tell(f"auto: training the plan beside torch's {peer}, {steps} steps each")
-    with torch.random.fork_rng():
-        data = SyntheticBatches(workload, plan.batch.micro_batch, 0)
-        setting = Setting(plan, workload, data, lr=1e-4, seed=0)
-        made = makers(setting, dict.fromkeys([peer]))
-        asked = {name: made[name] for name in (OURS, peer)}
-        found = compare(asked, rounds=MIN_ROUNDS, steps_per_round=1)
+    data = SyntheticBatches(workload, plan.batch.micro_batch, 0)
+    setting = Setting(plan, workload, data, lr=1e-4, seed=0)
+    made = makers(setting, dict.fromkeys([peer]))
+    asked = {name: made[name] for name in (OURS, peer)}
+    found = compare(asked, rounds=MIN_ROUNDS, steps_per_round=1)
     if peer in found.absent:
         tell(f"auto: torch's {peer} did not train: {found.absent[peer]}")
         return plan

@@ -56,12 +56,15 @@ class Checkpoints:
         self._saver = Saver(self.folder, keep, model_name=model_name)
 
     def move_to(self, folder: str | Path) -> None:
-        """From now on save to another folder, which no other ones are known of; every rank calls it."""
+        """From now on save to another folder, whose checkpoints are this object's to remove; every rank calls
+        it."""
         self.folder = Path(folder)
         self._saver.move_to(self.folder)
 
-    def load(self, model: nn.Module, optimizer: ShardedOptimizer) -> Loaded | None:
-        """Go on from the newest whole checkpoint; None where the folder has none.
+    def load(
+        self, model: nn.Module, optimizer: ShardedOptimizer, *, step: int | None = None
+    ) -> Loaded | None:
+        """Go on from the newest whole checkpoint, or from that of a ``step``; None where the folder has none.
 
         As with torch's optimizers, learning rates and other options of parameter groups are those that were
         saved, where the groups are the same; set others afterwards.
@@ -70,9 +73,8 @@ class Checkpoints:
         """
         _check_alone(optimizer)
         saver = self._saver
-        found = newest_whole(
-            self.folder, optimizer.engine.world.rank, optimizer.engine.world.size, saver.gather
-        )
+        world = optimizer.engine.world
+        found = newest_whole(self.folder, world.rank, world.size, saver.gather, step=step)
         if found is None:
             return None
         same_world = restore(found, model, optimizer, saver.together)
@@ -80,7 +82,6 @@ class Checkpoints:
         saver.known = [*steps]
         position = Position(found.index.step, found.index.samples)
         kept: list[Mapping[str, Any] | None] = [None]
-        world = optimizer.engine.world
         if found.index.world == world.size:
             saver.together(lambda: kept.append(own_at(found.path, found.index, world.rank)))
         return Loaded(found.path, position, found.index.extra, kept[-1], same_world, found.passed_over)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hzplan.errors import UserError, one_line
 from hzplan.formats.checkpoint import MODEL, OWN, RNG, STATE
@@ -91,12 +92,11 @@ def own(rank: int, kept: Mapping[str, Any]) -> Entry:
     without executing anything: objects of classes."""
     file = io.BytesIO()
     try:
-        torch.save(dict(kept), file)
+        torch.save(tree_map_only(Tensor, torch.clone, dict(kept)), file)  # views have large storages
         own_of(file.getvalue())
     except Exception as error:
-        raise UserError(
-            f"own: only numbers, texts, tensors, and what holds them ({one_line(error)})"
-        ) from None
+        what = one_line(error).partition("\x1b")[0]
+        raise UserError(f"own: only numbers, texts, tensors, and what holds them ({what})") from None
     return whole(f"{OWN}{rank}", torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
 
 

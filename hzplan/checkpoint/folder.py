@@ -70,13 +70,16 @@ def listed(folder: Path) -> list[Path]:
     return [folder / name for _, name in sorted(steps.items(), reverse=True)]
 
 
-def newest_whole(folder: Path, rank: int, world: int, gather: Gather) -> Found | None:
-    """The newest checkpoint in which nothing is missing or changed; None where the folder has none.
+def newest_whole(
+    folder: Path, rank: int, world: int, gather: Gather, *, step: int | None = None
+) -> Found | None:
+    """The newest checkpoint in which nothing is missing or changed, of those of a ``step`` where one is
+    given; None where the folder has none.
 
     Every rank calls it, and reads its share of the files. UserError when there are some and all are damaged.
     """
     passed_over: list[str] = []
-    for path in gather(listed(folder))[0]:
+    for path in gather([path for path in listed(folder) if step in (None, step_of(path))])[0]:
         index, problem = _looked_at(path, rank, world)
         problems = [found for found in gather(problem) if found]
         if not problems and index is not None:

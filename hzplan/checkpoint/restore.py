@@ -69,7 +69,7 @@ def _restore_options(index: Checkpoint, optimizer: ShardedOptimizer) -> None:
         return
     for group, saved in zip(optimizer.param_groups, index.groups, strict=False):
         for name, value in saved.options.items():
-            if name in group and name not in OF_KERNELS:
+            if name in group and name not in (*OF_KERNELS, "params"):
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,10 @@ class Saver:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
     def move_to(self, folder: Path) -> None:
-        """Write to another folder from now on."""
+        """Write to another folder from now on, all of whose checkpoints are known."""
         self.wait()
-        self.folder, self.known, self._lock = folder, [], None
+        self.folder, self._lock = folder, None
+        self.known = [folders.step_of(path) for path in folders.listed(folder)] if self._rank == 0 else []
 
     def save(
         self,
@@ -350,7 +352,11 @@ def _groups(optimizer: ShardedOptimizer) -> tuple[StoredGroup, ...]:
     return tuple(
         StoredGroup(
             names=tuple(names),
-            options={key: said for key, value in group.items() if (said := _simple(value)) is not _UNSAID},
+            options={
+                key: said
+                for key, value in group.items()
+                if key != "params" and (said := _simple(value)) is not _UNSAID
+            },
         )
         for names, group in zip(optimizer.updates.group_names, optimizer.param_groups, strict=False)
     )
@@ -363,6 +369,8 @@ def _simple(value: Any) -> Any:
     """A number, a text, nothing, or a list of them, as JSON has it; _UNSAID for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
+    if isinstance(value, float) and not isfinite(value):
+        return _UNSAID
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list) and all(_simple(part) is not _UNSAID for part in value):

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.entries import whole
-from hzplan.errors import UserError
+from hzplan.errors import UserError, one_line
 from hzplan.formats.checkpoint import MODEL, STATE, Checkpoint, StoredGroup
 
 
@@ -44,6 +46,7 @@ def export(
         quiet = logging.getLogger("torch.distributed.checkpoint")
         before = quiet.level
         quiet.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             save(
                 _state_dict(index),
@@ -54,6 +57,12 @@ def export(
         finally:
             quiet.setLevel(before)
         beside.rename(target)
+    except CheckpointException as error:  # which is no Exception
+        causes = [cause for cause, _ in error.failures.values()]
+        cause = next((one for one in causes if isinstance(one, UserError)), causes[0] if causes else error)
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise UserError(f"{target}: cannot be written ({one_line(cause)})") from None
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror})") from None
     finally:
@@ -78,6 +87,14 @@ def _state_dict(index: Checkpoint) -> dict[str, Any]:
         f"optimizer.param_groups.{name}.{key}": value
         for group in index.groups
         for name in group.names
+        for key, value in _options(group).items()
+    }
+    trained = {name for group in index.groups for name in group.names}
+    frozen = [t.name for bucket in index.buckets for t in bucket.tensors if t.name not in trained]
+    by_name |= {  # which optimizers that were given all parameters ask for
+        f"optimizer.param_groups.{name}.{key}": value
+        for group in index.groups[:1]
+        for name in frozen
         for key, value in _options(group).items()
     }
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}, **by_name}

@@ -85,7 +85,9 @@ def command(
     if as_json:
         print(
             json.dumps(
-                {"file": str(output), "to": to, "lost": [asdict(one) for one in made.lost]} | (total or {})
+                {"file": str(output), "to": to, "lost": [asdict(one) for one in made.lost]}
+                | {"beside": made.beside}
+                | (total or {})
             )
         )
         return
@@ -128,6 +130,8 @@ def _say(made: Exported, to: str, total: dict[str, float] | None, output: Path |
     if total is not None:
         whole = _cost(total["step_s"], int(total["peak_bytes"]), of_s)
         console.remark(f"in all, by hzplan's own model: {whole}")
+    for said in made.beside:
+        console.remark(f"beside the file: {said}")
     if output is not None:
         console.remark(f"Wrote {output}.")
 

@@ -9,7 +9,15 @@ from typing import Any
 
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import ITEM_BYTES
-from hzplan.export.shape import GRADIENTS, Exported, Lost, groups_of, kept_on_device, one_scheme
+from hzplan.export.shape import (
+    GRADIENTS,
+    Exported,
+    Lost,
+    all_again,
+    groups_of,
+    kept_on_device,
+    one_scheme,
+)
 from hzplan.formats.plan import Plan
 from hzplan.show import readable
 
@@ -44,7 +52,8 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
 
     ``mics``: for a release that has MiCS, whose model is made under ``MiCS_Init``.
     """
-    groups, lost = groups_of(plan, sizes)
+    beside = all_again(plan)
+    groups, lost = groups_of(plan, sizes, recomputes=not beside)
     known = schemes(plan, mics=mics)
     chosen, instead = one_scheme(plan, groups, known, sizes, "DeepSpeed")
     lost += instead
@@ -57,7 +66,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
             f"{readable.way(group.recompute)} in the plan; wrap its forward in torch.utils.checkpoint",
         )
         for group in groups
-        if group.recompute
+        if group.recompute and not beside
     ]
     largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
     message = (plan.message_bytes or 0) // ITEM_BYTES["float32"]  # DeepSpeed counts elements
@@ -89,7 +98,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
                 Lost(GRADIENTS, "add up in float32 in the plan; at stage 0 DeepSpeed does in bfloat16")
             )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)
-    return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units)
+    return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units, beside=beside)
 
 
 def _third(plan: Plan, largest: int) -> dict[str, int]:

@@ -51,20 +51,35 @@ class Lost:
 @dataclass(frozen=True)
 class Exported:
     """A target's file. ``levels``: by unit, the levels that the target uses, where it has such;
-    ``gradient_buffers``: the target's own number of them, None where it has the plan's or none."""
+    ``gradient_buffers``: the target's own number of them, None where it has the plan's or none; ``beside``:
+    what the user has to do beside the file."""
 
     text: str
     lost: tuple[Lost, ...]
     levels: dict[str, Levels]
     gradient_buffers: int | None = None
+    beside: tuple[str, ...] = ()
 
 
-def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModule], list[Lost]]:
+IN_THE_MODEL = (
+    "turn on activation checkpointing of every layer in the model, as by its gradient_checkpointing_enable()"
+)
+
+
+def all_again(plan: Plan) -> tuple[str, ...]:
+    """What a user has to do for a target without recomputation of its own, whose plan recomputes all."""
+    return (IN_THE_MODEL,) if plan.source.recompute == "all" and plan.recomputed else ()
+
+
+def groups_of(
+    plan: Plan, sizes: Callable[[str], int], *, recomputes: bool = True
+) -> tuple[list[WrappedModule], list[Lost]]:
     """The modules to wrap, in forward order with the root last, and the tensors with other levels than
     theirs.
 
     Units that share a tensor without one being inside the other meet in the root, which is the only module
-    that has both. ``sizes``: a tensor's elements, to tell which bucket of a unit weighs most.
+    that has both. ``sizes``: a tensor's elements, to tell which bucket of a unit weighs most. ``recomputes``:
+    whether recomputation is the target's to say.
     """
     units = {unit.name: unit for unit in plan.units}
     tied = beside_each_other({unit.name: unit.requires for unit in plan.units})
@@ -83,7 +98,7 @@ def groups_of(plan: Plan, sizes: Callable[[str], int]) -> tuple[list[WrappedModu
         lost += [
             Lost(unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan, not in the target")
             for unit in members
-            if unit.recompute and not recompute
+            if unit.recompute and not recompute and recomputes
         ]
         if levels is not None or module == ROOT:
             found.append(WrappedModule(module, tuple(names), levels or finest, recompute))

@@ -168,17 +168,24 @@ class PlannedStrategy(DDPStrategy):
         self._loaded_from = Path(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Into a whole model; into shards, what lies beside the file."""
+        if self._sharded is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self.load_optimizer_state_dict(checkpoint)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Weights and the optimizer's state, out of the shards."""
         assert self._sharded is not None and self._planned is not None and self._loaded_from is not None
-        folder = _shards_of(self._loaded_from)
+        folder, step = _shards_of(self._loaded_from.resolve()), int(checkpoint["global_step"])
         if not folder.is_dir():
             raise UserError(
                 f"{self._loaded_from}: not one of a planned run (there is no {folder.name} beside it); begin "
                 "with its weights: load_from_checkpoint, and fit without ckpt_path"
             )
-        if Checkpoints(folder).load(self._planned, self._sharded) is None:
-            raise UserError(f"{folder}: no checkpoint there")
+        if Checkpoints(folder).load(self._planned, self._sharded, step=step) is None:
+            raise UserError(f"{folder}: has no shards of step {step}, which {self._loaded_from} is of")
 
     def teardown(self) -> None:
         """Leave the shards where they are: what is not gathered cannot be moved."""

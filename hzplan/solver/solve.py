@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from hzplan.core.layout import REDUCE_DTYPES
 from hzplan.core.recompute import HOST, NOTHING, Recomputed, Way
 from hzplan.cost.model import CostModel, tensors_of
 from hzplan.errors import UserError
+from hzplan.formats.plan import Recompute
 from hzplan.formats.profile import Profile
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.candidates import Candidates
@@ -246,17 +248,19 @@ def solve(
 def solve_each(
     profile: Profile, request: Request, watch: Watch = lambda state: None, **options: Any
 ) -> tuple[Request, Outcome]:
-    """``solve``, where the target has one triple for all of a model once for each, pinned; the question that
-    was answered, with its answer, the fastest. UserError where pins leave none."""
+    """``solve``, where the target has one triple for all of a model once for each, pinned, without and with
+    recomputation of all; the question that was answered, with its answer, the fastest. UserError where pins
+    leave none."""
     grammar = grammar_for(profile, request)
     if grammar is None or not grammar.for_all:
         return request, solve(profile, request, watch, **options)
     answers: list[tuple[Request, Outcome]] = []
     refused: UserError | None = None
-    for triple in grammar.triples:
+    again: tuple[Recompute, ...] = ("none", "all") if request.recompute == "choose" else (request.recompute,)
+    for triple, recompute in itertools.product(grammar.triples, again):
         pin = f"*={','.join(str(profile.mesh.shards[level]) for level in triple)}"
-        limit = request.time_limit_s / len(grammar.triples)
-        pinned = replace(request, pins=(*request.pins, pin), time_limit_s=limit)
+        limit = request.time_limit_s / len(grammar.triples) / len(again)
+        pinned = replace(request, pins=(*request.pins, pin), time_limit_s=limit, recompute=recompute)
         try:
             answers.append((pinned, solve(profile, pinned, watch, **options)))
         except UserError as error:  # of the user's own pins

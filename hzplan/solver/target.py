@@ -27,10 +27,10 @@ SELECTIVE: tuple[Way, ...] = ("elementwise", "operations", "attention", "full")
 
 @dataclass(frozen=True)
 class Grammar:
-    """``triples``: of all trained tensors of a unit; ``for_all``: of all units the same; ``ways``: what a
-    unit may recompute, but those in ``root``, which the target wraps together, with one triple;
-    ``least_buffers``, ``most_buffers``: of gradients (``core.schedule``), None: as many as there are
-    reduces."""
+    """``triples``: of all trained tensors of a unit; ``for_all``: of all units the same, and in the
+    model itself all that can are recomputed in full, or none; ``ways``: what a unit may recompute, but those
+    in ``root``, which the target wraps together, with one triple; ``least_buffers``, ``most_buffers``: of
+    gradients (``core.schedule``), None: as many as there are reduces."""
 
     triples: tuple[Levels, ...]
     for_all: bool
@@ -60,6 +60,7 @@ class Grammar:
             and schedule.gradient_buffers >= min(self.least_buffers, len(schedule.completed_at))
             and (self.most_buffers is None or schedule.gradient_buffers <= self.most_buffers)
             and all(self.may(unit, way) for unit, way in one.modes.recompute.items())
+            and (not self.for_all or {*one.modes.recompute} in ({*()}, {*one.model.recomputable}))
         )
 
     def paces(self, paces: Iterable[Pace], reduces: int) -> list[Pace]:
@@ -92,7 +93,7 @@ def grammar_of(
         found = [one for one in megatron_fsdp_v2(mesh) if not narrow or reduced_at_once(mesh, one)]
         return Grammar(tuple(found), False, SELECTIVE, GRADIENT_BUFFERS, root, GRADIENT_BUFFERS)
     triples = _deepspeed(mesh) if target == "deepspeed" else _megatron_fsdp(mesh)
-    return Grammar(tuple(dict.fromkeys(triples)), True, (), 1, frozenset())
+    return Grammar(tuple(dict.fromkeys(triples)), True, ("full",), 1, frozenset())
 
 
 def _fsdp2(mesh: Mesh, *, accumulates: bool) -> Iterable[Levels]:

@@ -158,6 +158,38 @@ assert path.with_name(path.name + ".hzplan").is_dir()
 """
 
 
+LIGHTNING_LAST = """
+from pathlib import Path
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from train_lightning import LanguageModel, PlannedStrategy
+
+kept = ModelCheckpoint("last", save_last=True)
+options = {"accelerator": "cpu", "devices": 2, "logger": False, "use_distributed_sampler": False}
+options |= {"reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": 1.0, "limit_train_batches": 4}
+trainer = L.Trainer(strategy=PlannedStrategy("plan.json"), max_epochs=3, callbacks=[kept], **options)
+torch.manual_seed(0)
+model = LanguageModel()
+trainer.fit(model)
+before = float(trainer.callback_metrics["held out"])
+trainer.strategy.barrier()
+folder = Path("last/last.ckpt.hzplan")
+assert [path.name for path in folder.glob("step-*")] == ["step-00000006"], [*folder.iterdir()]
+trainer.validate(model, ckpt_path="last/last.ckpt")
+assert abs(float(trainer.callback_metrics["held out"]) - before) < 1e-5
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_lightnings_last_checkpoint_is_the_last(folder: Path) -> None:
+    pytest.importorskip("lightning")
+    (folder / "last.py").write_text(LIGHTNING_LAST, encoding="utf-8")
+    done = torchrun(2, "last.py", cwd=folder)
+    assert done.code == 0, done.stderr
+
+
 @pytest.mark.distributed
 @pytest.mark.long
 def test_lightning_trains_as_one_process_would(folder: Path) -> None:

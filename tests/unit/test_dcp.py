@@ -24,7 +24,7 @@ from hzplan.checkpoint.from_dcp import LIST, is_one
 from hzplan.checkpoint.weights import take
 from hzplan.core.hierarchy import Levels
 from hzplan.errors import UserError
-from hzplan.models.workload import load
+from hzplan.models.workload import Workload, load
 from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.plans import make_plan
 from tests.threads import in_threads
@@ -187,6 +187,142 @@ def test_an_optimizer_without_state_starts_at_nothing(tmp_path: Path) -> None:
     sharded.engine.close()
 
 
+def zeros_like(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
+def test_beside_an_average_the_model_is_taken(
+    theirs: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    _, model, optimizer = theirs
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"ema": zeros_like(weights), "model": weights, "optimizer": state}
+    dcp.save(saved, checkpoint_id=tmp_path / "ema", no_dist=True)
+    ours, sharded = one_rank()
+    assert load_dcp(tmp_path / "ema", ours, sharded) == STEPS
+    assert all(torch.equal(full_parameters(sharded)[n], p) for n, p in model.named_parameters())
+    dcp.save({"gen": weights, "critic": zeros_like(weights)}, checkpoint_id=tmp_path / "two", no_dist=True)
+    for load_from in (load_dcp, take):
+        with pytest.raises(
+            UserError, match=r"several models or optimizers have the names: 'gen\.', 'critic\.'"
+        ):
+            load_from(tmp_path / "two", ours, sharded)  # type: ignore[operator]
+    shutil.copytree(tmp_path / "ema", tmp_path / "all" / "step-1")
+    shutil.copytree(theirs[0], tmp_path / "all" / "step-2")
+    with pytest.raises(UserError, match=r"step-1 and step-2: .* is there twice"):
+        load_dcp(tmp_path / "all", ours, sharded)
+    sharded.engine.close()
+
+
+def test_state_has_the_dtype_of_what_is_updated(tmp_path: Path) -> None:
+    model, _ = plain()
+    model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    save(tmp_path / "dcp", model, optimizer)
+    ours, sharded = one_rank()
+    assert load_dcp(tmp_path / "dcp", ours, sharded) == STEPS
+    trained(ours, sharded)
+    sharded.engine.close()
+
+
+class Odd(nn.Module):
+    """A frozen parameter, one that is never used, one without elements, two under one name each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused, self.late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
+        self.empty = nn.Parameter(torch.ones(0, 4))
+        self.adds_late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.late if self.adds_late else x
+
+
+def odd_steps(model: Odd, optimizer: torch.optim.Optimizer, late: int) -> None:
+    for step in range(STEPS):
+        model.adds_late = step >= late
+        model(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_unused_frozen_empty_and_thawed_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    odd_steps(model, optimizer, late=2)
+    dcp.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": {"state": {}},
+            **{
+                f"optimizer.state.{name}.{key}": value
+                for name, p in model.named_parameters()
+                for key, value in optimizer.state.get(p, {}).items()
+            },
+        },
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
+    workload = Workload(
+        "odd",
+        Odd,
+        batch=lambda count, generator: torch.ones(count, 4),
+        loss=lambda model, batch: model(batch).square().sum(),
+        seq_len=1,
+        vocab=None,
+    )
+    plan = make_plan(workload, mesh="1")
+    again, sharded = parallelize(Odd(), plan, torch.optim.AdamW, lr=1e-2)
+    assert load_dcp(tmp_path / "dcp", again, sharded) == STEPS
+    expected = {
+        f"{n}.{k}": v for n, p in model.named_parameters() for k, v in optimizer.state.get(p, {}).items()
+    }
+    unused = {"unused"}
+    assert {*wrong_pieces(sharded, expected)} <= unused
+    checkpoints = Checkpoints(tmp_path / "ours")
+    checkpoints.save(again, sharded, STEPS)
+    checkpoints.wait()
+    found = whole_at(tmp_path / "ours" / f"step-{STEPS:08d}")
+    to_dcp.export(found.path, found.index, tmp_path / "back")
+    back, other = parallelize(Odd(), plan, torch.optim.AdamW, lr=1e-2)
+    assert load_dcp(tmp_path / "back", back, other) == STEPS
+    assert {*wrong_pieces(other, expected)} <= unused
+    assert "optimizer.param_groups.frozen.lr" in listed(tmp_path / "back").state_dict_metadata
+    for one in (sharded, other):
+        one.engine.close()
+
+
+def test_an_export_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, sharded = one_rank()
+    checkpoints = Checkpoints(tmp_path / "ours")
+    checkpoints.save(ours, sharded, 1)
+    checkpoints.wait()
+    found = whole_at(tmp_path / "ours" / "step-00000001")
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hzplan.checkpoint.to_dcp.fill", full)
+    with pytest.raises(UserError, match=r"/dcp: cannot be written \(.*No space left on device"):
+        to_dcp.export(found.path, found.index, tmp_path / "dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    sharded.engine.close()
+
+
+def changing(folder: Path) -> bytes:
+    """Of a list, and before it a class that every program has is changed."""
+    change = b"cpathlib\nPurePosixPath\n(N}(S'name'\nS'x'\nutb0"
+    return b"\x80\x04" + change + (folder / LIST).read_bytes()[2:]
+
+
 class Harmful:
     """A pickle that would make a file."""
 
@@ -230,6 +366,7 @@ def cut(folder: Path) -> None:
     ("damage", "said"),
     [
         (lambda f: (f / LIST).write_bytes(pickle.dumps(Harmful(f / "made"))), "it names posix.mkdir"),
+        (lambda f: (f / LIST).write_bytes(changing(f)), "not a list of torch"),
         (elsewhere, "is not in the folder"),
         (a_part_missing, "a part of model.embed.weight is not in it"),
         (no_list, "no list"),
@@ -251,6 +388,7 @@ def test_files_of_others_are_data(
     with pytest.raises(UserError, match=said) as error:
         load_dcp(folder, ours, sharded)
     assert "\n" not in str(error.value) and not (folder / "made").exists()
+    assert Path("a/b").name == "b"
     sharded.engine.close()
 
 

@@ -64,6 +64,8 @@ def test_the_best_that_a_target_can_be_told(seed: int, target: Target) -> None:
         schedule = model.schedule(**pace._asdict(), accumulation=accumulation, clip=request.clip)
         for levels, chosen in itertools.product(_levels(profile, grammar), itertools.product(*ways)):
             again = {unit: way for unit, way in zip(model.ways, chosen, strict=True) if way is not None}
+            if grammar.for_all and {*again} not in (set(), {*model.recomputable}):
+                continue
             one = evaluate(model, levels, schedule, size, modes=Modes(Recomputed(again)))
             if one.fits(request.memory_bytes, 0):
                 best = min(best, one.predicted.period_ns)
