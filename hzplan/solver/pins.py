@@ -92,7 +92,7 @@ class Pins:
         if not keeps(self.grammar, self._trained, levels):
             return False
         return not self.pins or all(
-            self.allowed(tensor.name, [triple], trainable=tensor.spec.trainable)
+            triple in self.allowed(tensor.name, [triple], trainable=tensor.spec.trainable)
             for unit in profile.units
             for tensor, triple in zip(unit.tensors, levels.get(unit.name, ()), strict=True)
         )

@@ -257,9 +257,11 @@ def solve_each(
     answers: list[tuple[Request, Outcome]] = []
     refused: UserError | None = None
     again: tuple[Recompute, ...] = ("none", "all") if request.recompute == "choose" else (request.recompute,)
-    for triple, recompute in itertools.product(grammar.triples, again):
+    questions, began = [*itertools.product(grammar.triples, again)], time.perf_counter()
+    for number, (triple, recompute) in enumerate(questions):
         pin = f"*={','.join(str(profile.mesh.shards[level]) for level in triple)}"
-        limit = request.time_limit_s / len(grammar.triples) / len(again)
+        left = request.time_limit_s - (time.perf_counter() - began)
+        limit = max(left, 0.1 * request.time_limit_s) / (len(questions) - number)
         pinned = replace(request, pins=(*request.pins, pin), time_limit_s=limit, recompute=recompute)
         try:
             answers.append((pinned, solve(profile, pinned, watch, **options)))

@@ -20,8 +20,9 @@ from hzplan.export.shape import elements
 from hzplan.formats.plan import Plan, Target
 from hzplan.formats.profile import Profile
 from hzplan.solver.emit import emit
-from hzplan.solver.evaluate import Modes, evaluate
-from hzplan.solver.search import grammar_for, paces
+from hzplan.solver.evaluate import Modes, evaluate, uniform
+from hzplan.solver.pins import Pins
+from hzplan.solver.search import grammar_for, paces, pins_of
 from hzplan.solver.solve import Request, Solved, solve, solve_each
 from hzplan.solver.target import TARGETS, grammar_of, keeps
 from hzplan.solver.target import megatron_fsdp_v2 as megatron_fsdp_v2_triples
@@ -123,6 +124,27 @@ def test_a_target_costs_what_it_cannot_say() -> None:
     for target in TARGETS:
         _, outcome = solve_each(profile, Request(40 * GIB, 64, target=target))
         assert isinstance(outcome, Solved) and outcome.best.step_s >= free.best.step_s * (1 - 0.005)
+
+
+def test_a_pin_holds_beside_a_target() -> None:
+    profile = Profile.load(ROOT / "plans" / "profiles" / "gpt-small-4.json")
+    request = Request(GIB, 16, target="deepspeed", pins=("*=1,1,1",))
+    pins, finest = pins_of(profile, request), profile.mesh.levels
+    assert pins.keep(profile, uniform(profile, Levels(0, 0, 0)))
+    assert not pins.keep(profile, uniform(profile, Levels(finest, finest, finest)))
+
+
+def test_all_is_recomputed_where_the_model_has_to() -> None:
+    path = ROOT / "plans" / "profiles" / "llama3-70b-4096-h100-16.json"
+    profile = Profile.load(path)
+    asked = Request(60 * GIB, 2 * profile.data_ranks, target="deepspeed", time_limit_s=5)
+    request, outcome = solve_each(profile, asked)
+    assert isinstance(outcome, Solved) and request.recompute == "all"
+    assert Pins(request.pins, profile).keep(profile, outcome.best.levels)
+    plan = emit(profile, request, outcome, profile_path=path, plan_path=path)
+    for target in ("deepspeed", "megatron-fsdp"):
+        made = EXPORTS[target](path, plan, elements([]))
+        assert made.lost == () and "gradient_checkpointing_enable" in made.beside[0]
 
 
 def test_pins_that_a_target_cannot_say_are_refused() -> None:
