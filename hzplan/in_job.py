@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -92,6 +94,8 @@ def auto(
     Every rank calls it, with torch.distributed initialised, or one process without a job. Raises UserError
     where the model cannot be measured, NoPlanFits where nothing fits; on all ranks.
     """
+    if isinstance(model, DistributedDataParallel | FSDPModule):
+        raise UserError("auto: the model is in DDP or FSDP already; give it as it is, the plan shards it")
     ranks = Ranks.here()
     tell = (say or _to_stderr) if ranks.rank == 0 else _to_nobody
     if optimizer_class not in NAMES:

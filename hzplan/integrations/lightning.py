@@ -62,7 +62,7 @@ class PlannedStrategy(DDPStrategy):
                 f"precision={plugin.precision}: the plan says what is computed in; leave it out, and profile "
                 "with --dtype bf16 for bfloat16"
             )
-        self._precision_plugin = _AsPlanned()
+        self._precision_plugin = None if plugin is None else _AsPlanned()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard what is to be trained; what only runs is moved to its device."""

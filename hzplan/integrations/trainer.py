@@ -56,6 +56,12 @@ class PlannedTrainer(Trainer):
         self.plan: Plan | None = None
         if plan != "auto":
             self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            if args.gradient_accumulation_steps not in (1, self.plan.batch.accumulation):
+                raise UserError(
+                    f"gradient_accumulation_steps={args.gradient_accumulation_steps}, and the plan "
+                    f"accumulates {self.plan.batch.accumulation}; leave it out, or solve for another global "
+                    "batch"
+                )
             args.per_device_train_batch_size = self.plan.batch.micro_batch
             args.gradient_accumulation_steps = self.plan.batch.accumulation
         self._sharded: ShardedOptimizer | None = None
