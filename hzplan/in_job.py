@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hzplan import __version__
-from hzplan.core.hierarchy import Mesh
 from hzplan.cost.memory import budget_bytes
 from hzplan.errors import NoPlanFits, UserError
 from hzplan.formats.plan import Plan
@@ -108,40 +107,72 @@ def auto(
             f"auto: global_batch={global_batch} is no multiple of {ranks.size} ranks × {size} sequences of "
             "the sample"
         )
-    mesh, names = default_mesh()
-    of_model = _of_model(ranks, model, sample, loss, mesh, dtype, NAMES[optimizer_class])
-    folder = _folder(cache)
-    profile_path = folder / f"{_hash(of_model)}.profile.json"
     with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):  # the caller's stay
-        profile = _kept(ranks, profile_path, Profile)
-        if profile is None:
-            tell(f"auto: measuring {workload.name} and the links of {ranks.size} ranks")
-            profile = measure(
-                workload,
-                mesh=mesh,
-                tier_names=names,
-                micro_batches=[size],
-                dtype=dtype,
-                optimizer=NAMES[optimizer_class],
-                progress=lambda text, fraction: None,
-                effort=QUICK,
-            )
-            _keep(ranks, profile, profile_path)
-        asked = (memory_bytes or budget_bytes(profile.cluster), global_batch, clip, time_limit_s)
-        plan_path = folder / f"{_hash([*of_model, *asked])}.plan.json"
-        plan = _kept(ranks, plan_path, Plan)
-        if plan is None:
-            tell("auto: planning")
-            plan, rival = _planned(ranks, profile, asked, profile_path, plan_path)
-            if rival is not None and ranks.size > 1:
-                plan = _gauged(workload, plan, rival, gauge_s, tell)
-            _keep(ranks, plan, plan_path)
+        question = _Question(global_batch, clip, time_limit_s, gauge_s, memory_bytes)
+        measured = _Measured(workload, size, dtype, NAMES[optimizer_class])
+        of_model = _of_model(ranks, model, sample, loss, measured)
+        plan_path, plan = _made(ranks, measured, of_model, question, _folder(cache), tell)
     tell(
         f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
         f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
     )
     made, optimizer = parallelize(model, plan, optimizer_class, **arguments)
     return made, optimizer, plan
+
+
+class _Measured(NamedTuple):
+    """What is measured: ``size`` sequences of a workload, in a dtype, for an optimizer."""
+
+    workload: Workload
+    size: int
+    dtype: str
+    optimizer: str
+
+
+class _Question(NamedTuple):
+    """What is asked; ``memory_bytes``: None for what a rank has."""
+
+    global_batch: int
+    clip: bool
+    time_limit_s: float
+    gauge_s: float
+    memory_bytes: int | None
+
+
+def _made(
+    ranks: Ranks,
+    measured: _Measured,
+    of_model: list[Any],
+    question: _Question,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> tuple[Path, Plan]:
+    """The plan and its file: what the folder has, or else measured, solved and gauged here."""
+    profile_path = folder / f"{_hash(of_model)}.profile.json"
+    plan_path = folder / f"{_hash([*of_model, *question])}.plan.json"
+    profile = _kept(ranks, profile_path, Profile)
+    if profile is None:
+        tell(f"auto: measuring {measured.workload.name} and the links of {ranks.size} ranks")
+        mesh, names = default_mesh()
+        profile = measure(
+            measured.workload,
+            mesh=mesh,
+            tier_names=names,
+            micro_batches=[measured.size],
+            dtype=measured.dtype,
+            optimizer=measured.optimizer,
+            progress=lambda text, fraction: None,
+            effort=QUICK,
+        )
+        _keep(ranks, profile, profile_path)
+    plan = _kept(ranks, plan_path, Plan)
+    if plan is None:
+        tell("auto: planning")
+        plan, rival = _planned(ranks, profile, question, profile_path, plan_path)
+        if rival is not None and ranks.size > 1:
+            plan = _gauged(measured.workload, plan, rival, question.gauge_s, tell)
+        _keep(ranks, plan, plan_path)
+    return plan_path, plan
 
 
 def _workload(model: nn.Module, sample: Any, loss: Loss | None) -> Workload:
@@ -190,7 +221,7 @@ def _length(sample: Any) -> int:
 
 
 def _of_model(
-    ranks: Ranks, model: nn.Module, sample: Any, loss: Loss | None, mesh: Mesh, dtype: str, optimizer: str
+    ranks: Ranks, model: nn.Module, sample: Any, loss: Loss | None, measured: _Measured
 ) -> list[Any]:
     """What a measurement depends on."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.processor()
@@ -200,7 +231,8 @@ def _of_model(
         [(n, [*b.shape], str(b.dtype)) for n, b in model.named_buffers()],
         [([*t.shape], str(t.dtype)) for t in _tensors(sample)],
         None if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
-        *(dtype, optimizer, str(mesh), ranks.backend, device, os.cpu_count(), torch.get_num_threads()),
+        *(measured.dtype, measured.optimizer, str(default_mesh()[0]), ranks.backend),
+        *(device, os.cpu_count(), torch.get_num_threads()),
         *(sorted(ranks.gather(platform.node())), torch.__version__, __version__),
     ]
 
@@ -245,16 +277,20 @@ def _keep(ranks: Ranks, document: Profile | Plan, path: Path) -> None:
 def _planned(
     ranks: Ranks,
     profile: Profile,
-    asked: tuple[int, int, bool, float],
+    question: _Question,
     profile_path: Path,
     plan_path: Path,
 ) -> tuple[Plan, Rival | None]:
-    """Solved on rank 0, the same on every rank. ``asked``: bytes, global batch, clipping, seconds."""
+    """Solved on rank 0, the same on every rank."""
     from hzplan.solver.emit import emit  # only where there is something to solve: imports take seconds
     from hzplan.solver.solve import Request, Solved, solve
 
-    memory_bytes, global_batch, clip, seconds = asked
-    request = Request(memory_bytes, global_batch, clip=clip, time_limit_s=seconds)
+    request = Request(
+        question.memory_bytes or budget_bytes(profile.cluster),
+        question.global_batch,
+        clip=question.clip,
+        time_limit_s=question.time_limit_s,
+    )
     plan: Plan | None = None
     rival: Rival | None = None
     refused = ""

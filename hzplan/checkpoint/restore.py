@@ -21,6 +21,7 @@ from hzplan.checkpoint.entries import (
 )
 from hzplan.checkpoint.fits import check_fits, check_optimizer
 from hzplan.checkpoint.folder import Found
+from hzplan.checkpoint.groups import restore_options
 from hzplan.formats.checkpoint import MODEL, OWN, Checkpoint
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -53,24 +54,8 @@ def restore(
     if goes_on:
         set_random_state(generators, engine.device)
     engine.refresh_parameters()
-    _restore_options(index, optimizer)
+    restore_options(index, optimizer)
     return goes_on
-
-
-OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")
-"""Options of torch's optimizers that say how they compute, not what."""
-
-
-def _restore_options(index: Checkpoint, optimizer: ShardedOptimizer) -> None:
-    """As torch's optimizers load them: rates and the like as they were when saved, which schedulers that
-    multiply them go on from; left as they are where parameters are in other groups."""
-    here = [set(names) for names in optimizer.updates.group_names]
-    if here != [set(group.names) for group in index.groups]:
-        return
-    for group, saved in zip(optimizer.param_groups, index.groups, strict=False):
-        for name, value in saved.options.items():
-            if name in group and name not in (*OF_KERNELS, "params"):
-                group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def own_at(path: Path, index: Checkpoint, rank: int) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from hzplan.checkpoint import folder as folders
 from hzplan.checkpoint.data import write
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, random_state, state
 from hzplan.checkpoint.entries import own as entry_of_own
+from hzplan.checkpoint.groups import groups_of
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.slices import lay_out_file, ranges_of
 from hzplan.checkpoint.staging import Staging
@@ -149,7 +149,7 @@ class Saver:
             extra=said_extra,
             optimizer=optimizer.updates.class_name,
             buffers=frozenset(entry.name for entry in of_model),
-            groups=_groups(optimizer),
+            groups=groups_of(optimizer),
         )
         self._thread = threading.Thread(
             target=self._save, args=(snapshot,), name="hzplan checkpoint", daemon=True
@@ -343,39 +343,6 @@ def _write_file(folder: Path, snapshot: _Snapshot, buckets: Sequence[StoredBucke
             f"{min(missing)[0]}: other ranks keep it for their part of the parameter, this one not"
         )
     return _Written(rank, write(folder / data_file(rank), placed, end), values, snapshot.groups)
-
-
-def _groups(optimizer: ShardedOptimizer) -> tuple[StoredGroup, ...]:
-    """The user's parameter groups as they are now; a rank that updates nothing does not have them all."""
-    if not optimizer.updates.pieces:
-        return ()
-    return tuple(
-        StoredGroup(
-            names=tuple(names),
-            options={
-                key: said
-                for key, value in group.items()
-                if key != "params" and (said := _simple(value)) is not _UNSAID
-            },
-        )
-        for names, group in zip(optimizer.updates.group_names, optimizer.param_groups, strict=False)
-    )
-
-
-_UNSAID = object()
-
-
-def _simple(value: Any) -> Any:
-    """A number, a text, nothing, or a list of them, as JSON has it; _UNSAID for anything else."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, float) and not isfinite(value):
-        return _UNSAID
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, tuple | list) and all(_simple(part) is not _UNSAID for part in value):
-        return [_simple(part) for part in value]
-    return _UNSAID
 
 
 def _first_byte(stored: StoredTensor, entry: Entry, rank: int) -> int:

@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hzplan.checkpoint import from_dcp
 from hzplan.checkpoint.data import fill
+from hzplan.checkpoint.dcp_source import is_one
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, whole
+from hzplan.checkpoint.from_dcp import take_weights
 from hzplan.core.layout import boxes
 from hzplan.errors import UserError, one_line
 from hzplan.formats.base import file_mode, read_json, write_text
@@ -109,8 +110,8 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
     Returns the names in the files that the model does not have. A folder may also be a checkpoint of
     torch.distributed.checkpoint. UserError when one of the model's is missing or has another shape.
     """
-    if from_dcp.is_one(path):
-        return from_dcp.take_weights(path, model, optimizer)
+    if is_one(path):
+        return take_weights(path, model, optimizer)
     engine = optimizer.engine
     engine.synchronize()
     files = _files(path)

@@ -19,7 +19,6 @@ from hzplan.export.shape import (
     one_scheme,
 )
 from hzplan.formats.plan import Plan
-from hzplan.show import readable
 
 LAST_WITH_MICS = "0.19.6"
 """Its release; later ones refuse a file with ``mics_shard_size``."""
@@ -52,22 +51,13 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
 
     ``mics``: for a release that has MiCS, whose model is made under ``MiCS_Init``.
     """
-    beside = all_again(plan)
-    groups, lost = groups_of(plan, sizes, recomputes=not beside)
+    groups, lost = groups_of(plan, sizes, recomputes=False)
     known = schemes(plan, mics=mics)
     chosen, instead = one_scheme(plan, groups, known, sizes, "DeepSpeed")
     lost += instead
     if not mics and any(group.levels in schemes(plan, mics=True).keys() - known for group in groups):
         what = f"--to deepspeed-mics says shards inside of a group, for DeepSpeed up to {LAST_WITH_MICS}"
         lost.append(Lost("the model", what))
-    lost += [
-        Lost(
-            group.module,
-            f"{readable.way(group.recompute)} in the plan; wrap its forward in torch.utils.checkpoint",
-        )
-        for group in groups
-        if group.recompute and not beside
-    ]
     largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
     message = (plan.message_bytes or 0) // ITEM_BYTES["float32"]  # DeepSpeed counts elements
     scheme = known[chosen]
@@ -98,7 +88,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
                 Lost(GRADIENTS, "add up in float32 in the plan; at stage 0 DeepSpeed does in bfloat16")
             )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)
-    return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units, beside=beside)
+    return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units, beside=all_again(plan))
 
 
 def _third(plan: Plan, largest: int) -> dict[str, int]:

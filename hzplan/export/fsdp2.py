@@ -8,7 +8,16 @@ from pathlib import Path
 
 from hzplan.core.hierarchy import Levels
 from hzplan.core.recompute import PRODUCTS
-from hzplan.export.shape import GRADIENTS, Exported, Lost, WrappedModule, about, groups_of, kept_on_device
+from hzplan.export.shape import (
+    CONTEXTS,
+    GRADIENTS,
+    Exported,
+    Lost,
+    WrappedModule,
+    about,
+    groups_of,
+    kept_on_device,
+)
 from hzplan.formats.plan import Plan
 
 LEAST_BUFFERS = 2
@@ -32,7 +41,7 @@ torch.distributed must be initialised before, and this rank's device be the curr
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,19 +86,7 @@ WRAPS = (
 ROOT = {root}
 
 
-def _contexts(way: str):
-    """What is kept of one forward."""
-    products = [0, 0]  # of forward, and of the one in backward
-
-    def policy(context, operation, *arguments, **keywords):
-        name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
-        keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
-        if name in PRODUCTS:
-            products[context.is_recompute] += 1
-            keeps = way != "operations" or products[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
+{contexts}
 
 
 def build(make: Callable[[], nn.Module], device_type: str = "{device}") -> nn.Module:
@@ -196,6 +193,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
         levels |= dict.fromkeys(group.units, expressed(plan, group.levels))
     text = TEMPLATE.format(
         products=json.dumps(PRODUCTS),
+        contexts=CONTEXTS,
         about=about(path, plan).replace("\\", "/").replace('"', "'"),
         world=plan.mesh.world,
         micro_batch=plan.batch.micro_batch,

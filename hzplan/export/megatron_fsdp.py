@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hzplan.core.hierarchy import Levels
-from hzplan.export.shape import Exported, Lost, about, all_again, groups_of, kept_on_device, one_scheme
+from hzplan.export.shape import Exported, about, all_again, groups_of, kept_on_device, one_scheme
 from hzplan.formats.plan import Plan
-from hzplan.show import readable
 
 TEMPLATE = '''"""Megatron-FSDP as a plan of hzplan says: {about}.
 
@@ -67,16 +66,7 @@ def schemes(plan: Plan) -> dict[Levels, tuple[int, dict[str, Any]]]:
 
 def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     """The file, and the units that want something else than most of the model's elements do."""
-    beside = all_again(plan)
-    groups, lost = groups_of(plan, sizes, recomputes=not beside)
-    lost += [
-        Lost(
-            group.module,
-            f"{readable.way(group.recompute)} in the plan; wrap its forward in torch.utils.checkpoint",
-        )
-        for group in groups
-        if group.recompute and not beside
-    ]
+    groups, lost = groups_of(plan, sizes, recomputes=False)
     known = schemes(plan)
     chosen, instead = one_scheme(plan, groups, known, sizes, "Megatron-FSDP")
     lost += [*instead, *kept_on_device(plan, "Megatron-FSDP")]
@@ -102,4 +92,4 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
         ),
     )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)
-    return Exported(text, tuple(lost), units, beside=beside)
+    return Exported(text, tuple(lost), units, beside=all_again(plan))

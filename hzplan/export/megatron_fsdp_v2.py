@@ -21,6 +21,7 @@ from typing import NamedTuple
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.recompute import PRODUCTS
 from hzplan.export.shape import (
+    CONTEXTS,
     GRADIENTS,
     Exported,
     Lost,
@@ -255,19 +256,7 @@ def _cast_inputs(module: nn.Module, arguments: Any, keywords: Any) -> Any:
     return tuple(map(cast, arguments)), {{name: cast(value) for name, value in keywords.items()}}
 
 
-def _contexts(way: str) -> Any:
-    """What is kept of one forward."""
-    products = [0, 0]  # of forward, and of the one in backward
-
-    def policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-        name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
-        keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
-        if name in PRODUCTS:
-            products[context.is_recompute] += 1
-            keeps = way != "operations" or products[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
+{contexts}
 '''
 
 
@@ -318,6 +307,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     sums_in = "bfloat16" if _sums_travel(plan) else "float32"
     text = TEMPLATE.format(
         products=json.dumps(PRODUCTS),
+        contexts=CONTEXTS,
         about=about(path, plan).replace("\\", "/").replace('"', "'"),
         micro_batch=plan.batch.micro_batch,
         accumulation=plan.batch.accumulation,

@@ -22,6 +22,22 @@ ROOT = ""
 """The whole model, as modules are named."""
 
 
+CONTEXTS = '''def _contexts(way: str) -> Any:
+    """What is kept of one forward."""
+    products = [0, 0]  # of forward, and of the one in backward
+
+    def policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
+        keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
+        if name in PRODUCTS:
+            products[context.is_recompute] += 1
+            keeps = way != "operations" or products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)'''
+"""Of exported Python that recomputes in part, by its PRODUCTS and Wrap.recompute."""
+
+
 @dataclass(frozen=True)
 class WrappedModule:
     """A module that the target unshards as one, and the levels of its tensors.
@@ -66,6 +82,9 @@ IN_THE_MODEL = (
 )
 
 
+IN_CODE = "wrap its forward in torch.utils.checkpoint"
+
+
 def all_again(plan: Plan) -> tuple[str, ...]:
     """What a user has to do for a target without recomputation of its own, whose plan recomputes all."""
     return (IN_THE_MODEL,) if plan.source.recompute == "all" and plan.recomputed else ()
@@ -99,6 +118,11 @@ def groups_of(
             Lost(unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan, not in the target")
             for unit in members
             if unit.recompute and not recompute and recomputes
+        ]
+        lost += [
+            Lost(unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan; {IN_CODE}")
+            for unit in members
+            if unit.recompute and not recomputes and not all_again(plan)
         ]
         if levels is not None or module == ROOT:
             found.append(WrappedModule(module, tuple(names), levels or finest, recompute))

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from hzplan import Checkpoints, full_parameters, load_dcp, parallelize
 from hzplan.checkpoint import to_dcp
+from hzplan.checkpoint.dcp_list import LIST
+from hzplan.checkpoint.dcp_source import is_one
 from hzplan.checkpoint.folder import whole_at
-from hzplan.checkpoint.from_dcp import LIST, is_one
 from hzplan.checkpoint.weights import take
 from hzplan.core.hierarchy import Levels
 from hzplan.errors import UserError
