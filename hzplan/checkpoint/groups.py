@@ -55,5 +55,9 @@ def restore_options(index: Checkpoint, optimizer: ShardedOptimizer) -> None:
         return
     for group, saved in zip(optimizer.param_groups, index.groups, strict=False):
         for name, value in saved.options.items():
-            if name in group and name not in (*OF_KERNELS, "params"):
+            if name not in group or name in (*OF_KERNELS, "params"):
+                continue
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(value)
+            else:
                 group[name] = tuple(value) if isinstance(value, list) else value

@@ -127,7 +127,10 @@ class PlannedTrainer(Trainer):
             return
         assert self._sharded is not None, "training has begun"
         if Checkpoints(Path(checkpoint) / FOLDER).load(self.model, self._sharded) is None:
-            raise UserError(f"{checkpoint}: not one of a planned run (it has no folder {FOLDER})")
+            raise UserError(
+                f"{checkpoint}: not one of a planned run (it has no folder {FOLDER}); begin with its "
+                "weights: from_pretrained, and train without resume_from_checkpoint"
+            )
         path = os.path.join(checkpoint, SCHEDULER_NAME)
         if os.path.isfile(path):
             self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))

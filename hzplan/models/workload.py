@@ -161,7 +161,7 @@ def _from_factory(spec: str, seq_len: int | None) -> Workload:
         # By convention the first table is the tokens'.
         vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
     declared = _positive(spec, product, model, "seq_len")
-    length = seq_len or declared or DEFAULT_SEQ_LEN
+    length = seq_len or declared or min(DEFAULT_SEQ_LEN, _positions(model))
     batch = None if product is model else _method(spec, product, "batch")
     loss = None if product is model else _method(spec, product, "loss")
     if batch is not None:
@@ -182,6 +182,12 @@ def _from_factory(spec: str, seq_len: int | None) -> Workload:
         seq_len=length,
         vocab=vocab,
     )
+
+
+def _positions(model: nn.Module) -> int:
+    """How many tokens a sequence of a model of transformers may have; very many for any other."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else sys.maxsize
 
 
 NARROW_SEQ_LEN, NARROW_VOCAB, NARROW_HEADS, NARROW_HEAD, NARROW_EXPERTS = 8, 64, 2, 8, 4

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -174,6 +175,8 @@ def _only_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def check_model(model: nn.Module, plan: Plan) -> None:
     """UserError when the plan was made for another model; names the first tensor that differs."""
+    if isinstance(model, DistributedDataParallel):
+        raise UserError("the model is in DDP already; give the module inside of it, the plan shards it")
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
             raise UserError(

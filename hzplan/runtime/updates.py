@@ -384,6 +384,11 @@ def _kept(
 
 def check_elementwise(optimizer_class: Any) -> None:
     """Refuse an optimizer that mixes elements of a tensor: on slices it would compute something else."""
+    if isinstance(optimizer_class, Optimizer):
+        raise UserError(
+            f"an optimizer of the class {type(optimizer_class).__name__} was given; give the class, and its "
+            "options beside it"
+        )
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     if name not in ELEMENTWISE:
         raise UserError(
