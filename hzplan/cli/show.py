@@ -266,7 +266,7 @@ def _answer(point: Point) -> str:
 def _alternative(profile: Profile, other: Alternative) -> dict[str, object]:
     figures = asdict(other)
     levels = figures.pop("levels")
-    return {"shards": levels and [profile.mesh.shards[level] for level in levels], **figures}
+    return {"shards": levels and list(levels.shards(profile.mesh)), **figures}
 
 
 def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:

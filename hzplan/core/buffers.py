@@ -96,6 +96,15 @@ def assign_slots(schedule: Schedule, tensors: Mapping[str, Sequence[TensorSpec]]
     )
 
 
+MATRIX_SLOTS = 2
+"""Buffers for matrices that are brought together: one group's come while another's go."""
+
+
+def matrix_slots(sizes_bytes: Sequence[int]) -> list[int]:
+    """Bytes of every buffer for matrices, which groups of ``sizes_bytes`` have in turn."""
+    return [max(sizes_bytes[slot::MATRIX_SLOTS], default=0) for slot in range(MATRIX_SLOTS)]
+
+
 def scratch_bytes(received_bytes: int) -> int:
     """Scratch of one tier, bytes, for exchanges in which a rank receives up to ``received_bytes`` from a
     peer.

@@ -16,6 +16,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from hzplan.core.matrices import EXCHANGED, OWNED, REPEATED, MatrixWay
+
 MAX_LEVELS = 8
 """Dimensions of a mesh at most."""
 SPLIT_LEVELS = 4
@@ -30,20 +32,34 @@ class Stage(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """A triple (ℓp, ℓg, ℓo): the sharding levels of a tensor's parameter, gradient and optimizer state."""
+    """A triple (ℓp, ℓg, ℓo): the sharding levels of a tensor's parameter, gradient and optimizer state; and
+    of a matrix under a matrix optimizer how its update gets the whole of it (``core.matrices``)."""
 
     param: int
     grad: int
     optim: int
+    matrix: MatrixWay = ""
 
     @property
     def legal(self) -> bool:
         """Whether the optimizer state is sharded at least as finely as parameter and gradient."""
         return 0 <= self.param <= self.optim and 0 <= self.grad <= self.optim
 
-    def of(self, *, trainable: bool) -> Levels:
-        """The levels of a tensor under this triple: a frozen tensor has only a parameter level."""
-        return self if trainable else Levels(self.param, self.param, self.param)
+    @property
+    def three(self) -> tuple[int, int, int]:
+        """The levels alone."""
+        return self.param, self.grad, self.optim
+
+    def shards(self, mesh: Mesh) -> tuple[int, int, int]:
+        """Into how many slices parameter, gradient and optimizer state are cut."""
+        return mesh.shards[self.param], mesh.shards[self.grad], mesh.shards[self.optim]
+
+    def of(self, *, trainable: bool, matrix: bool = False) -> Levels:
+        """The levels of a tensor under this triple: a frozen tensor has only a parameter level, and the
+        update of a matrix gets the whole of it, in some way; no other's does."""
+        if not trainable:
+            return Levels(self.param, self.param, self.param)
+        return self._replace(matrix=(self.matrix or REPEATED) if matrix else "")
 
 
 @dataclass(frozen=True)
@@ -230,16 +246,24 @@ class Mesh:
             if self.group_size(stage := Stage(start, end)) > 1
         )
 
-    def triples(self) -> tuple[Levels, ...]:
-        """Every legal triple (ℓp, ℓg, ℓo), without levels that have no more shards than the one before."""
+    def triples(self, *, matrices: bool = False) -> tuple[Levels, ...]:
+        """Every legal triple (ℓp, ℓg, ℓo), without levels that have no more shards than the one before.
+
+        ``matrices``: in all ways that a matrix optimizer's update can get the whole of a matrix.
+        """
         distinct = [k for k in range(self.levels + 1) if k == 0 or self.shards[k] != self.shards[k - 1]]
         return tuple(
             levels
             for optim in distinct
             for grad in distinct
             for param in distinct
-            if (levels := Levels(param, grad, optim)).legal
+            for matrix in (self.matrix_ways(optim) if matrices else ("",))
+            if (levels := Levels(param, grad, optim, matrix)).legal
         )
+
+    def matrix_ways(self, optim: int) -> tuple[MatrixWay, ...]:
+        """In what ways an update gets the whole of a matrix whose optimizer state is at a level."""
+        return (EXCHANGED, OWNED, REPEATED) if self.shards[optim] > 1 else (REPEATED,)
 
 
 def _digits(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

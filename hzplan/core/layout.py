@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.matrices import OWNED, Placed, Shape, hosts
 
 ALIGNMENT_BYTES = 256
 """Alignment of every tensor in a bucket, and of every bucket in its unit's buffers, bytes."""
@@ -43,12 +44,14 @@ rounds nothing."""
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A parameter: its name in the model, shape, dtype (torch's name) and whether it is trained."""
+    """A parameter: its name in the model, shape, dtype (torch's name), whether it is trained, and whether a
+    matrix optimizer updates it (``core.matrices``)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = True
+    matrix: bool = False
 
     @property
     def numel(self) -> int:
@@ -121,6 +124,15 @@ class BucketLayout:
         """Bytes of the bucket in its unit's buffer of gradients, up to where the next one may begin."""
         return -(-self.master_nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
+    def matrices(self, bucket: int) -> list[Placed]:
+        """The matrices of the bucket, which is number ``bucket``; a tensor may hold several."""
+        return [
+            Placed(bucket, index, offset + number * shape.numel, shape.rows, shape.columns, self.numel)
+            for index, (tensor, offset) in enumerate(zip(self.tensors, self.offsets, strict=True))
+            for shape in [Shape.of(tensor.shape)]
+            for number in range(shape.many)
+        ]
+
     @property
     def keeps_master(self) -> bool:
         """Whether master weights are kept beside the parameters, rather than being the parameters."""
@@ -142,8 +154,11 @@ def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> Bucket
 
     A trained bucket's gradients are reduced down to the finest level of the mesh, whatever its own levels
     (an all-reduce is a reduce-scatter down the hierarchy and an all-gather back up); a frozen one is only
-    cut at its parameter level.
+    cut at its parameter level. Where tensors are owned, each lies inside of one slice at the level of the
+    optimizer state.
     """
+    if levels.matrix == OWNED:
+        return _owned(tensors, levels, mesh)
     align = ALIGNMENT_BYTES // ITEM_BYTES[tensors[0].dtype]
     offsets, end = [], 0
     for tensor in tensors:
@@ -156,6 +171,21 @@ def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> Bucket
     return BucketLayout(tuple(tensors), levels, tuple(offsets), max(1, -(-end // multiple)) * multiple)
 
 
+def _owned(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketLayout:
+    """Tensors whole in slices, so that the fullest is short; the others are padded to its length."""
+    owners = mesh.shards[levels.optim]
+    align = ALIGNMENT_BYTES // ITEM_BYTES[tensors[0].dtype]
+    within, ends = [], [0] * owners
+    owner_of = hosts([tensor.numel for tensor in tensors], owners)
+    for tensor, owner in zip(tensors, owner_of, strict=True):
+        within.append(-(-ends[owner] // align) * align)
+        ends[owner] = within[-1] + tensor.numel
+    multiple = mesh.world // owners * max(align, LARGE_SLICE_ELEMENTS)
+    length = max(1, -(-max(ends) // multiple)) * multiple
+    offsets = tuple(owner * length + start for owner, start in zip(owner_of, within, strict=True))
+    return BucketLayout(tuple(tensors), levels, offsets, length * owners)
+
+
 def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple[BucketLayout, ...]:
     """Group a unit's tensors into buckets by (levels, dtype, trainable), in order of first appearance.
 
@@ -163,7 +193,7 @@ def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple
     """
     groups: dict[tuple[Levels, str, bool], list[TensorSpec]] = {}
     for tensor, levels in choices:
-        levels = levels.of(trainable=tensor.trainable)
+        levels = levels.of(trainable=tensor.trainable, matrix=bool(levels.matrix))
         groups.setdefault((levels, tensor.dtype, tensor.trainable), []).append(tensor)
     return tuple(lay_out(tensors, key[0], mesh) for key, tensors in groups.items())
 

@@ -8,7 +8,8 @@ Streams, each first in, first out: ``compute``; ``optim``; for every tier ``unsh
 (one stream ``link.<t>`` under a message order, ``core.order``) and ``gather.<t>`` (all-gathers that carry a
 step's results: gradients to replicas, updated parameters); and, where the host's memory is used, ``fetch``
 and ``store``, which copy optimizer states to the device before a unit's update and back after it, and
-``load`` and ``save``, likewise activations before a unit's backward and after its forward.
+``load`` and ``save``, likewise activations before a unit's backward and after its forward; and, under a
+matrix optimizer, ``exchange.<t>``, which brings matrices to who computes their updates, and those back.
 ``Schedule.tasks`` is the one total launch order, the same on every rank: a compute task, then what its end
 launches. It is a topological order of the DAG.
 """
@@ -28,6 +29,8 @@ COMPUTE_STREAM = "compute"
 OPTIM_STREAM = "optim"
 FETCH_STREAM, STORE_STREAM = "fetch", "store"
 LOAD_STREAM, SAVE_STREAM = "load", "save"
+EXCHANGE_STREAM = "exchange"
+"""First word of the names of the streams of a matrix optimizer's messages, ``exchange.<t>``."""
 
 OFFLOAD_SLOTS = 2
 """Buffers on the device for offloaded optimizer states: one is fetched to while another is stored."""
@@ -46,10 +49,12 @@ class Pace(NamedTuple):
     prefetch: int
     gradient_buffers: int
     message_bytes: int = 0
+    matrix_units: int = 0
 
     def __str__(self) -> str:
         messages = f", messages of {self.message_bytes:,} bytes" if self.message_bytes else ""
-        return f"prefetch {self.prefetch}, {self.gradient_buffers} gradient buffers{messages}"
+        matrices = f", matrices of {self.matrix_units} units together" if self.matrix_units else ""
+        return f"prefetch {self.prefetch}, {self.gradient_buffers} gradient buffers{messages}{matrices}"
 
 
 HOST_LINK: tuple[tuple[str, str], ...] = ((FETCH_STREAM, LOAD_STREAM), (STORE_STREAM, SAVE_STREAM))
@@ -97,6 +102,10 @@ class Kind(Enum):
     GRAD_GATHER = "grad_gather"
     FETCH = "fetch"
     UPDATE = "update"
+    ASSEMBLE = "assemble"
+    ORTHOGONALIZE = "orthogonalize"
+    RETURN = "return"
+    APPLY = "apply"
     STORE = "store"
     SAVE = "save"
     LOAD = "load"
@@ -148,6 +157,7 @@ class Schedule:
     prefetch: int
     gradient_buffers: int
     message_bytes: int
+    matrix_units: int
     accumulation: int
     clip: bool
     options_read: int | None
@@ -164,7 +174,7 @@ class Schedule:
     @property
     def pace(self) -> Pace:
         """What was asked of ``build``, and of buffers as many as there is a use for."""
-        return Pace(self.prefetch, self.gradient_buffers, self.message_bytes)
+        return Pace(self.prefetch, self.gradient_buffers, self.message_bytes, self.matrix_units)
 
     @cached_property
     def streams(self) -> dict[str, tuple[Task, ...]]:
@@ -229,6 +239,8 @@ def build(
     gradient_bytes: Mapping[str, int] | None = None,
     saved: Collection[str] = (),
     copy_uses: int = 1,
+    matrices: Collection[str] = (),
+    matrix_units: int = 0,
 ) -> Schedule:
     """Order one step.
 
@@ -240,7 +252,9 @@ def build(
     memory; ``message_bytes``: units that follow each other are reduced in one task for as long as their
     gradients (``gradient_bytes``, by unit) have no more bytes together; ``saved``: the units whose
     activations may lie in the host's memory between forward and backward, and ``copy_uses`` how many
-    uses a copy of them has time for (at least ``prefetch + 1``).
+    uses a copy of them has time for (at least ``prefetch + 1``); ``matrices``: the units with matrices under
+    a matrix optimizer, and ``matrix_units`` how many of them that follow each other have theirs brought
+    together and updated in one task (0: all).
 
     The rules: a unit is unsharded for a use when it is not already whole, at the earliest when compute has
     ended the use ``prefetch + 1`` before; it is kept while its next use is within that window. Gradients are
@@ -249,7 +263,9 @@ def build(
     hierarchy. The first states are fetched in its backward; others when their buffer has been emptied.
     Activations are saved after a unit's forward, before compute begins the use ``copy_uses`` later, and
     loaded when it has ended the use ``copy_uses`` before the backward, so that memory does not depend on how
-    fast copies are.
+    fast copies are. Of a group's matrices the update begins with its units' updates; then they are brought
+    together while the next group's units are updated, computed, sent back, and applied before the group after
+    the next one begins, so that two groups have buffers at a time.
     """
     buffers = prefetch + 1 if gradient_buffers is None else gradient_buffers
     if prefetch < 1 or accumulation < 1 or buffers < 1:
@@ -258,12 +274,12 @@ def build(
         raise ValueError("message_bytes needs gradient_bytes")
     completed_at = _last_backward(uses, requires, trainable)
     reduces = _reduces(completed_at, message_bytes, gradient_bytes or {})
-    pace = Pace(prefetch, min(buffers, max(1, len(reduces))), message_bytes)
+    pace = Pace(prefetch, min(buffers, max(1, len(reduces))), message_bytes, matrix_units)
     return _Builder(
         *(tuple(uses), dict(requires), tuple(trainable), completed_at, reduces),
         *(pace, tiers, accumulation, clip, offload),
         max(copy_uses, pace.prefetch + 1),
-        saved,
+        *(saved, matrices),
     ).build()
 
 
@@ -284,6 +300,7 @@ class _Builder:
         offload: bool,
         copy_uses: int,
         saved: Collection[str],
+        matrices: Collection[str],
     ) -> None:
         self.uses, self.requires, self.trainable = uses, requires, trainable
         self.pace, self.prefetch, self.gradient_buffers = pace, pace.prefetch, pace.gradient_buffers
@@ -312,6 +329,13 @@ class _Builder:
         if clip:
             self.order.sort(key=lambda unit: self.first_uses[unit])
         self.offload_slots = {unit: place % OFFLOAD_SLOTS for place, unit in enumerate(self.order) if offload}
+        listed = [unit for unit in self.order if unit in matrices]
+        size = pace.matrix_units or max(1, len(listed))
+        groups = [tuple(listed[start : start + size]) for start in range(0, len(listed), size)]
+        self.begins = {group[0] for group in groups}
+        self.ends = {group[-1]: group for group in groups}
+        self.assembling: list[tuple[tuple[str, ...], int]] = []  # groups and what they wait for
+        self.returning: list[tuple[tuple[str, ...], int]] = []
         backward = next((i for i, use in enumerate(uses) if use.phase == "backward"), len(uses) - 1)
         self.fetches_at = len(uses) * (accumulation - 1) + backward  # the compute task that begins them
         self.fetched: dict[str, int] = {}
@@ -359,6 +383,7 @@ class _Builder:
             prefetch=self.prefetch,
             gradient_buffers=self.gradient_buffers,
             message_bytes=self.pace.message_bytes,
+            matrix_units=self.pace.matrix_units,
             accumulation=self.accumulation,
             clip=self.clip,
             options_read=self.options_read,
@@ -443,6 +468,8 @@ class _Builder:
     def update(self, unit: str, *, after: Iterable[int], position: int = -1) -> None:
         """Add a unit's optimizer step; with offload also the store of its state, and the fetch of the next
         state into the same offload slot."""
+        if unit in self.begins:
+            self.apply(position)
         held = [self.fetched[unit]] if unit in self.fetched else []
         updated = self.add(Kind.UPDATE, OPTIM_STREAM, after=[*after, *held], units=(unit,), position=position)
         self.updated[unit] = updated
@@ -455,6 +482,43 @@ class _Builder:
                 # Where this unit's state stays on the device, its fetch and store are idle; the next fetch
                 # then still waits for what this one waited for.
                 self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
+        if unit in self.ends:
+            self.assemble(self.ends[unit], after=updated, position=position)
+
+    def assemble(self, units: tuple[str, ...], *, after: int, position: int) -> None:
+        """Bring a group's matrices together, and compute the updates of the group before it."""
+        for tier in reversed(range(self.tiers)):
+            after = self.add(
+                *(Kind.ASSEMBLE, f"{EXCHANGE_STREAM}.{tier}"),
+                after=[after],
+                units=units,
+                tier=tier,
+                position=position,
+            )
+        self.orthogonalize(position)
+        self.assembling.append((units, after))
+
+    def orthogonalize(self, position: int) -> None:
+        """Compute the updates of the matrices that are on their way to their hosts, and send them back."""
+        for units, after in self.assembling:
+            done = self.add(Kind.ORTHOGONALIZE, OPTIM_STREAM, after=[after], units=units, position=position)
+            for tier in range(self.tiers):
+                done = self.add(
+                    *(Kind.RETURN, f"{EXCHANGE_STREAM}.{tier}"),
+                    after=[done],
+                    units=units,
+                    tier=tier,
+                    position=position,
+                )
+            self.returning.append((units, done))
+        self.assembling.clear()
+
+    def apply(self, position: int) -> None:
+        """Apply the updates of the matrices that come back from their hosts."""
+        for units, after in self.returning:
+            done = self.add(Kind.APPLY, OPTIM_STREAM, after=[after], units=units, position=position)
+            self.updated |= dict.fromkeys(units, done)
+        self.returning.clear()
 
     def fetch(self, unit: str, *, after: Iterable[int], position: int) -> None:
         """Add the copy of a unit's optimizer state to the device, where the unit has an offload slot."""
@@ -467,11 +531,16 @@ class _Builder:
         """Add the end of the step: with clipping all updates, then the gathers of updated parameters, both in
         the order of first use. Without clipping each unit was updated when its gradient was reduced."""
         order = sorted(self.order, key=lambda unit: self.first_uses[unit])
+        if not self.clip:
+            self.orthogonalize(self.positions - 1)
+            self.apply(self.positions - 1)
         step = self.add(Kind.STEP, COMPUTE_STREAM, after=self.reduced.values() if self.clip else ())
         if self.clip:
             self.options_read = step
             for unit in order:
                 self.update(unit, after=[step, self.reduced[unit]])
+            self.orthogonalize(-1)
+            self.apply(-1)
         for _, joined in itertools.groupby(order, key=lambda unit: self.first_uses[unit]):
             units = tuple(joined)
             needed = [step, *(self.updated[unit] for unit in units)]  # which launches it, at the earliest

@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import BucketLayout
+from hzplan.core.matrices import EXCHANGED, REPEATED
 from hzplan.core.schedule import Kind
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 _Maybe = tuple[Operation, Stage | None]
 
 
@@ -28,6 +29,9 @@ def collectives_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> t
     ``FINAL_REDUCE``: that, then ℓg to L in place. Where nothing lies between this last reduce-scatter and the
     gather of the same stage, they are one all-reduce, in ``FINAL_REDUCE``: libraries have it, and nobody
     wakes up between. Not where the same task reduces to ℓg before, for it begins with its all-reduces.
+    ``ASSEMBLE``: matrices that are repeated are gathered from ℓo to 0, those that are exchanged go to their
+    hosts in the level-ℓo group; ``RETURN``: their updates come back. That group may span tiers, and its
+    messages are those of the slowest.
     """
     if kind is not Kind.UNSHARD and not bucket.trainable:
         return ()
@@ -36,13 +40,18 @@ def collectives_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> t
 
 @cache
 def _collectives(kind: Kind, tier: int, levels: Levels, mesh: Mesh) -> tuple[Collective, ...]:
-    param, grad, optim = levels
+    param, grad, optim, way = levels
     summed = mesh.stage_in_tier(tier, grad, mesh.levels)
     replicated = mesh.stage_in_tier(tier, optim, mesh.levels)
     is_last = mesh.shards[mesh.tier_bounds[tier][1]] == mesh.world
     arriving = mesh.stage_in_tier(tier, 0, grad)
     back_to_back = is_last and summed == replicated and arriving is None
+    exchanged: _Maybe = ("all_to_all", _spanned(mesh, optim) if tier == _slowest(mesh, optim) else None)
     by_kind: dict[Kind, list[_Maybe]] = {
+        Kind.ASSEMBLE: [exchanged if way == EXCHANGED else ("all_gather", mesh.stage_in_tier(tier, 0, optim))]
+        if way in (EXCHANGED, REPEATED)
+        else [],
+        Kind.RETURN: [exchanged] if way == EXCHANGED else [],
         Kind.UNSHARD: [("all_gather", mesh.stage_in_tier(tier, 0, param))],
         Kind.PARAM_GATHER: [("all_gather", mesh.stage_in_tier(tier, param, optim))],
         Kind.GRAD_GATHER: [("all_gather", None if back_to_back else replicated)],
@@ -53,3 +62,14 @@ def _collectives(kind: Kind, tier: int, levels: Levels, mesh: Mesh) -> tuple[Col
         ],
     }
     return tuple(Collective(name, stage) for name, stage in by_kind.get(kind, []) if stage is not None)
+
+
+def _slowest(mesh: Mesh, level: int) -> int:
+    """The slowest tier that a level's groups of ranks, each with a slice, span."""
+    sizes = [mesh.stage_in_tier(tier, 0, level) is not None for tier in range(len(mesh.tiers))]
+    return max((tier for tier, spans in enumerate(sizes) if spans), default=0)
+
+
+def _spanned(mesh: Mesh, level: int) -> Stage | None:
+    """All of those ranks; None where it is one."""
+    return Stage(0, level) if mesh.shards[level] > 1 else None

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from hzplan.core.buffers import Slots, slot_sizes
+from hzplan.core.buffers import Slots, matrix_slots, slot_sizes
 from hzplan.core.hierarchy import Mesh
-from hzplan.core.schedule import Schedule
+from hzplan.core.schedule import Kind, Schedule
+from hzplan.cost.matrices import buffer_bytes
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import ClusterEntry
 
@@ -73,6 +74,8 @@ def memory(
     scratch = sum(
         max((c.scratch_bytes[tier] for c in units.values()), default=0) for tier in range(schedule.tiers)
     )
+    groups = [task.units for task in schedule.tasks if task.kind is Kind.ORTHOGONALIZE]
+    scratch += sum(matrix_slots([buffer_bytes(units[unit] for unit in group) for group in groups]))
     update = max((cost.update_temporary_bytes for cost in units.values()), default=0)
     lasting = parameters + master + gradients + optimizer + unshard + unreduced + scratch
     without = Memory(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hzplan.core.buffers import scratch_bytes
-from hzplan.core.hierarchy import Mesh, Stage
+from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes
 from hzplan.core.order import in_order
 from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
@@ -20,6 +20,7 @@ from hzplan.cost.curves import interpolate
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.lateness import Late
+from hzplan.cost.matrices import ORTHOGONALIZED_BYTES, MatrixCosts, orthogonalize_ns
 from hzplan.cost.unit import BucketCost, UnitCost, summed
 from hzplan.formats.profile import Profile, RecomputeCost, UseCost
 
@@ -77,10 +78,15 @@ class CostModel:
     def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
         """Nanoseconds of a collective on a stage; ``nbytes``: of its whole, gathered, buffer.
 
-        An all-reduce that was not measured is taken for the two collectives that it replaces.
+        An all-reduce that was not measured is taken for the two collectives that it replaces. An all-to-all
+        of matrices, whose stage may span tiers, is taken for gathers of ``nbytes``, all that a rank sends,
+        on each tier: of what goes in n shares to n ranks, (n − 1)/n goes to others.
         """
         key = operation, stage, nbytes
-        if key not in self._known:
+        if key not in self._known and operation == "all_to_all":
+            stages = [self.mesh.stage_in_tier(t, *stage) for t in range(len(self.mesh.tiers))]
+            self._known[key] = sum(self.collective_ns("all_gather", one, nbytes) for one in stages if one)
+        elif key not in self._known:
             curve = self._curves.get((operation, *stage))
             if curve is None and operation == "all_reduce":
                 parts = ("reduce_scatter", "all_gather")
@@ -171,12 +177,22 @@ class CostModel:
         return {}
 
     @cached_property
+    def matrices(self) -> MatrixCosts | None:
+        """The costs of matrices; None where all updates are element by element."""
+        return None if self.profile.optimizer.matrix is None else MatrixCosts(self.profile.optimizer.matrix)
+
+    @cached_property
+    def triples(self) -> tuple[Levels, ...]:
+        """All levels that tensors may have, in all ways to update matrices where there are such."""
+        return self.mesh.triples(matrices=self.matrices is not None)
+
+    @cached_property
     def like(self) -> dict[str, str]:
         """By unit, the first unit whose tensors have the same shapes, dtypes and trainable flags, and so the
         same cost."""
         first: dict[object, str] = {}
         return {
-            unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable) for t in tensors), unit)
+            unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable, t.matrix) for t in tensors), unit)
             for unit, tensors in self.tensors.items()
         }
 
@@ -405,10 +421,43 @@ class CostModel:
             norm_ns=0 if replicated else self._norm_share_ns(bucket),
             reduce_waits_ns=tuple(map(waited, tiers)),
         )
+        if self.matrices is not None and levels.matrix:
+            cost = self._with_messages(self.matrices.with_updates(cost, bucket, mesh), bucket)
+            cost = replace(cost, optim_bytes=master_bytes * self.matrices.state_per_element)
         return BucketCost(cost, gathers)
 
+    def _with_messages(self, cost: UnitCost, bucket: BucketLayout) -> UnitCost:
+        """A bucket's cost with that of messages of its matrices."""
+        listed = {
+            kind: [[*self.collectives(bucket, kind, tier)] for tier in range(len(self.mesh.tiers))]
+            for kind in (Kind.ASSEMBLE, Kind.RETURN)
+        }
+        waits = {
+            kind: [sum(self.collective_ns(*one, 0) for one, _ in of) for of in by_tier]
+            for kind, by_tier in listed.items()
+        }
+        times = {
+            kind: tuple(
+                max(0, sum(self.collective_ns(*one, nbytes) for one, nbytes in of) - wait)
+                for of, wait in zip(by_tier, waits[kind], strict=True)
+            )
+            for kind, by_tier in listed.items()
+        }
+        return replace(
+            cost,
+            assemble_ns=times[Kind.ASSEMBLE],
+            return_ns=times[Kind.RETURN],
+            matrix_waits_ns=tuple(waits[Kind.ASSEMBLE]),
+        )
+
     def collectives(self, bucket: BucketLayout, kind: Kind, tier: int) -> Iterator[tuple[Collective, int]]:
-        """A bucket's collectives in a task of a kind on a tier, and bytes of their whole buffer."""
+        """A bucket's collectives in a task of a kind on a tier, and bytes of their whole buffer; of matrices
+        that are exchanged, of all that a rank sends."""
+        if kind in (Kind.ASSEMBLE, Kind.RETURN):
+            for one in collectives_of(kind, tier, bucket, self.mesh):
+                level = one.stage.high if one.operation == "all_to_all" else one.stage.low
+                yield one, bucket.numel * ORTHOGONALIZED_BYTES // self.mesh.shards[level]
+            return
         gradient_bytes = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
         nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.PARAM_GATHER) else gradient_bytes
         for one in collectives_of(kind, tier, bucket, self.mesh):
@@ -422,11 +471,12 @@ class CostModel:
         clip: bool,
         gradient_buffers: int | None = None,
         message_bytes: int = 0,
+        matrix_units: int = 0,
         offload: bool = False,
         order: MessageOrder | None = None,
     ) -> Schedule:
         """The schedule of the profile's uses under these settings, cached."""
-        key = prefetch, accumulation, clip, gradient_buffers, message_bytes, offload, order
+        key = prefetch, accumulation, clip, gradient_buffers, message_bytes, matrix_units, offload, order
         if key not in self._schedules and order is not None:
             apart = self.schedule(
                 prefetch=prefetch,
@@ -434,6 +484,7 @@ class CostModel:
                 clip=clip,
                 gradient_buffers=gradient_buffers,
                 message_bytes=message_bytes,
+                matrix_units=matrix_units,
                 offload=offload,
             )
             self._schedules[key] = in_order(apart, order)
@@ -451,6 +502,8 @@ class CostModel:
                 message_bytes=message_bytes,
                 saved=self._savable if offload else (),
                 copy_uses=self.copy_uses,
+                matrices=[unit for unit, tensors in self.tensors.items() if any(t.matrix for t in tensors)],
+                matrix_units=matrix_units,
                 gradient_bytes={unit: gradient_bytes(tensors) for unit, tensors in self.tensors.items()},
             )
         return self._schedules[key]
@@ -516,7 +569,12 @@ class CostModel:
         if task.kind in (Kind.SAVE, Kind.LOAD):
             (unit,) = task.units
             return self.save_ns(unit, micro_batch) if units[unit].recompute == HOST else 0
+        if task.kind is Kind.ORTHOGONALIZE:
+            return orthogonalize_ns(units[unit] for unit in task.units)
         total = sum(units[unit].duration_ns(task.kind, task.tier) for unit in task.units)
+        if task.kind in (Kind.ASSEMBLE, Kind.RETURN):
+            goes = [units[unit] for unit in task.units if units[unit].duration_ns(task.kind, task.tier)]
+            total += max((unit.matrix_waits_ns[task.tier] for unit in goes), default=0)
         if task.kind in REDUCED_TOGETHER:
             once = [units[unit].once_ns(task.kind, task.tier) for unit in task.units]
             total -= sum(once) - max(once)

@@ -12,6 +12,15 @@ from hzplan.core.recompute import Way
 from hzplan.core.schedule import Kind
 
 
+class Hosted(NamedTuple):
+    """A matrix whose update one of ``ranks`` computes: its sides, and nanoseconds."""
+
+    ranks: int
+    rows: int
+    columns: int
+    ns: int
+
+
 @dataclass(frozen=True)
 class UnitCost:
     """One unit under one choice of levels: nanoseconds per task kind and tier, and bytes per rank.
@@ -23,7 +32,11 @@ class UnitCost:
     update; ``copy_ns``: of one copy, in either direction. ``replicated``: whether every rank has all of its
     reduced gradients; ``norm_ns``: its share of what a norm over ranks takes longer than each rank's own,
     where they do not (``CostModel.step_ns``). ``reduce_waits_ns`` and ``gather_waits_ns``: of
-    ``final_reduce_ns`` and ``grad_gather_ns`` what units that are reduced together pay once.
+    ``final_reduce_ns`` and ``grad_gather_ns`` what units that are reduced together pay once. Of matrices that
+    are brought together for their updates: ``assemble_ns`` and ``return_ns`` by tier, without the
+    ``matrix_waits_ns`` that a group of units pays once; ``repeated_ns``: Newton–Schulz of those that every
+    rank computes; ``hosted``: those that one rank each does; ``apply_ns``: the step afterwards;
+    ``matrix_bytes``: of the buffers in which they come together, without what hosts receive.
     """
 
     unshard_ns: tuple[int, ...]
@@ -47,6 +60,13 @@ class UnitCost:
     norm_ns: int = 0
     reduce_waits_ns: tuple[int, ...] = ()
     gather_waits_ns: tuple[int, ...] = ()
+    assemble_ns: tuple[int, ...] = ()
+    return_ns: tuple[int, ...] = ()
+    matrix_waits_ns: tuple[int, ...] = ()
+    repeated_ns: int = 0
+    hosted: tuple[Hosted, ...] = ()
+    apply_ns: int = 0
+    matrix_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -78,6 +98,13 @@ class UnitCost:
             norm_ns=self.norm_ns + other.norm_ns,
             reduce_waits_ns=tuple(map(max, self.reduce_waits_ns, other.reduce_waits_ns)),
             gather_waits_ns=tuple(map(max, self.gather_waits_ns, other.gather_waits_ns)),
+            assemble_ns=summed(self.assemble_ns, other.assemble_ns),
+            return_ns=summed(self.return_ns, other.return_ns),
+            matrix_waits_ns=tuple(map(max, self.matrix_waits_ns, other.matrix_waits_ns)),
+            repeated_ns=self.repeated_ns + other.repeated_ns,
+            hosted=self.hosted + other.hosted,
+            apply_ns=self.apply_ns + other.apply_ns,
+            matrix_bytes=self.matrix_bytes + other.matrix_bytes,
         )
 
     @classmethod
@@ -85,7 +112,14 @@ class UnitCost:
         """A unit without tensors."""
         none = (0,) * tiers
         zero = cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
-        return replace(zero, reduce_waits_ns=none, gather_waits_ns=none)
+        return replace(
+            zero,
+            reduce_waits_ns=none,
+            gather_waits_ns=none,
+            matrix_waits_ns=none,
+            assemble_ns=none,
+            return_ns=none,
+        )
 
     @cached_property
     def _by_kind(self) -> dict[Kind, tuple[int, ...]]:
@@ -96,13 +130,18 @@ class UnitCost:
             Kind.GRAD_GATHER: self.grad_gather_ns,
             Kind.PARAM_GATHER: self.param_gather_ns,
             Kind.UPDATE: (self.update_ns,),  # on no tier: its number is -1
+            Kind.ASSEMBLE: self.assemble_ns,
+            Kind.RETURN: self.return_ns,
+            Kind.ORTHOGONALIZE: (self.repeated_ns + sum(one.ns // one.ranks for one in self.hosted),),
+            Kind.APPLY: (self.apply_ns,),
             Kind.FETCH: (self.copy_ns,),
             Kind.STORE: (self.copy_ns,),
             Kind.STEP: (self.norm_ns,),
         }
 
     def duration_ns(self, kind: Kind, tier: int) -> int:
-        """Nanoseconds of this unit's part of a task."""
+        """Nanoseconds of this unit's part of a task; of matrices that go to hosts at least, each host's
+        share."""
         by_tier = self._by_kind.get(kind)
         return by_tier[tier] if by_tier else 0
 

@@ -216,7 +216,7 @@ def expressed(plan: Plan, levels: Levels) -> Levels:
 
 
 def _wrap(plan: Plan, group: WrappedModule) -> tuple[str, list[Lost]]:
-    param, grad, optim = (plan.mesh.shards[level] for level in group.levels)
+    param, grad, optim = group.levels.shards(plan.mesh)
     options = {"shards": str(optim)}
     lost = []
     where = group.module or "the root"

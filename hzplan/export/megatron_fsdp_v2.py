@@ -272,7 +272,7 @@ class Placed(NamedTuple):
 
 def placed(mesh: Mesh, levels: Levels) -> Placed:
     """A triple over a mesh with as few axes as tell its levels apart."""
-    axes = list(pairwise(sorted({0, *levels, mesh.levels})))[::-1]
+    axes = list(pairwise(sorted({0, levels.param, levels.grad, levels.optim, mesh.levels})))[::-1]
 
     def letters(level: int, other: str) -> str:
         return "".join("S" if high <= level else other for _, high in axes)
@@ -287,8 +287,9 @@ def expressed(mesh: Mesh, levels: Levels) -> Levels:
     share = [1 / count for count in mesh.shards]
 
     def apart(other: Levels) -> tuple[float, float]:
-        distance = sum(abs(share[one] - share[its]) for one, its in zip(levels, other, strict=True))
-        return distance, sum(share[level] for level in other)
+        pairs = zip(levels.three, other.three, strict=True)
+        distance = sum(abs(share[one] - share[its]) for one, its in pairs)
+        return distance, sum(share[level] for level in other.three)
 
     return min(megatron_fsdp_v2(mesh), key=apart)
 

@@ -107,7 +107,8 @@ def groups_of(
     together = [name for name in order if name == ROOT or name in tied]
     found: list[WrappedModule] = []
     lost: list[Lost] = []
-    finest = Levels(*[plan.mesh.levels] * 3)  # of a root without tensors: what fully_shard does by itself
+    level = plan.mesh.levels
+    finest = Levels(level, level, level)  # of a root without tensors: what fully_shard does by itself
     for module, names in [*((name, [name]) for name in alone), (ROOT, together)]:
         members = [units[name] for name in names]
         levels = _heaviest(plan, members, sizes)
@@ -177,8 +178,8 @@ def one_scheme(
 
 def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
     """Distance of two triples: the summed differences of the shares of the model that a rank holds."""
-    counts = plan.mesh.shards
-    return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in zip(mine, theirs, strict=True))
+    counts, pairs = plan.mesh.shards, zip(mine.three, theirs.three, strict=True)
+    return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in pairs)
 
 
 def _heaviest(plan: Plan, units: Iterable[PlanUnit], sizes: Callable[[str], int]) -> Levels | None:
@@ -207,7 +208,7 @@ def _others(plan: Plan, module: str, units: Sequence[PlanUnit], levels: Levels |
 
 def shards(plan: Plan, levels: Levels) -> str:
     """``4/1/4``: of parameter, gradient and optimizer state."""
-    return "/".join(str(plan.mesh.shards[level]) for level in levels)
+    return "/".join(map(str, levels.shards(plan.mesh)))
 
 
 def elements(tensors: Iterable[TensorSpec]) -> Callable[[str], int]:

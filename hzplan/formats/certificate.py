@@ -54,6 +54,7 @@ class PaceProof(Strict):
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
     message_bytes: PositiveInt | None = None
+    matrix_units: PositiveInt | None = None
     in_order: bool
     bound_s: Seconds
     walks: tuple[tuple[int, ...], ...]

@@ -35,9 +35,12 @@ class Shards(Strict):
 
 
 class BucketEntry(Strict):
-    """A bucket: tensors with the same shards, which are communicated together."""
+    """A bucket: tensors with the same shards, which are communicated together. ``matrix``: how a matrix
+    optimizer's update gets the whole of each (``core.matrices``); None where updates are element by
+    element."""
 
     shards: Shards
+    matrix: Literal["repeated", "exchanged", "owned"] | None = None
     tensors: tuple[str, ...] = Field(min_length=1)
 
 
@@ -167,8 +170,9 @@ class Plan(Document):
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
     ``message_bytes``: units that follow each other are reduced together for as long as their gradients have
-    no more bytes; None: each by itself. ``copy_uses``: how many uses a copy of a unit's activations, to the
-    host or back, has time for; None where there are none on the host.
+    no more bytes; None: each by itself. ``matrix_units``: of how many units that follow each other matrices
+    are brought together in one task, under a matrix optimizer; None: of all. ``copy_uses``: how many uses a
+    copy of a unit's activations, to the host or back, has time for; None where there are none on the host.
     ``ctas``: by tier, thread blocks of a collective's kernel at most; None: what the device has room for.
     ``local_norm``: every rank has all reduced gradients and takes their norm by itself, for clipping; else it
     takes that of its slices, which are summed over all ranks.
@@ -187,6 +191,7 @@ class Plan(Document):
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
     message_bytes: PositiveInt | None = None
+    matrix_units: PositiveInt | None = None
     copy_uses: PositiveInt | None = None
     sync_ahead: NonNegativeInt | None = None
     ctas: tuple[PositiveInt, ...] | None = None
@@ -231,13 +236,24 @@ class Plan(Document):
                 )
             for bucket in unit.buckets:
                 try:
-                    legal = self._levels(mesh, bucket.shards).legal
+                    legal = self._levels(mesh, bucket).legal
                 except ValueError as error:
                     raise ValueError(f"units: {unit.name}: {error}") from None
                 if not legal:
                     raise ValueError(
                         f"units: {unit.name}: optim must have at least the shards of param and grad"
                     )
+        brought = {
+            unit.name
+            for unit in self.units
+            for bucket in unit.buckets
+            if bucket.matrix in ("repeated", "exchanged") and bucket.shards.optim > 1
+        }
+        if brought & self.offloaded:
+            raise ValueError(
+                f"units: {min(brought & self.offloaded)} is offloaded, and its matrices are brought together "
+                "from slices, for which their state has to stay on the device"
+            )
         finest = max(max(b.shards.grad, b.shards.optim) for unit in self.units for b in unit.buckets)
         if self.local_norm and not (self.clip and finest == 1):
             raise ValueError("local_norm: only with clip, and where grad and optim have 1 shard everywhere")
@@ -270,8 +286,10 @@ class Plan(Document):
         return self
 
     @staticmethod
-    def _levels(mesh: Mesh, shards: Shards) -> Levels:
-        return Levels(mesh.level_of(shards.param), mesh.level_of(shards.grad), mesh.level_of(shards.optim))
+    def _levels(mesh: Mesh, bucket: BucketEntry) -> Levels:
+        shards, matrix = bucket.shards, bucket.matrix or ""
+        param, grad, optim = (mesh.level_of(one) for one in (shards.param, shards.grad, shards.optim))
+        return Levels(param, grad, optim, matrix)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -304,4 +322,4 @@ class Plan(Document):
 
     def levels(self, bucket: BucketEntry) -> Levels:
         """A bucket's shard counts as levels of the mesh."""
-        return self._levels(self.mesh, bucket.shards)
+        return self._levels(self.mesh, bucket)

@@ -28,21 +28,23 @@ from hzplan.formats.parallel import ModelParallel, check_context, data_ranks
 MAX_TENSOR_BYTES = 2**44
 
 Phase = Literal["forward", "backward"]
-Operation = Literal[stages.Operation, "all_to_all"]
+Operation = stages.Operation
 
 
 class TensorEntry(Strict):
-    """A parameter tensor; ``name`` as in the model's state_dict."""
+    """A parameter tensor; ``name`` as in the model's state_dict. ``matrix``: whether a matrix optimizer
+    updates it as one, or as a stack of them; None: element by element."""
 
     name: str
     shape: tuple[NonNegativeInt, ...]
     dtype: Dtype
     trainable: bool
+    matrix: Literal[True] | None = None
 
     @property
     def spec(self) -> TensorSpec:
         """The tensor as ``core.layout`` takes it."""
-        return TensorSpec(self.name, self.shape, self.dtype, self.trainable)
+        return TensorSpec(self.name, self.shape, self.dtype, self.trainable, bool(self.matrix))
 
 
 class UnitEntry(Strict):
@@ -175,11 +177,32 @@ class OptimizerPoint(Strict):
     spread: Fraction
 
 
+class MatrixPoint(Strict):
+    """Seconds to orthogonalise one matrix of this shape by Newton–Schulz, all ranks at once."""
+
+    rows: PositiveInt
+    columns: PositiveInt
+    seconds: Measured
+    spread: Fraction
+
+
+class MatrixEntry(Strict):
+    """A matrix optimizer's updates of matrices: ``begin`` and ``finish`` are what works element by element,
+    momentum before and the step after; ``products``: what needs the whole, by shape; ``state_per_element``
+    as of ``OptimizerEntry``, which is of all other tensors."""
+
+    state_per_element: Annotated[int, Field(ge=0, le=64)]
+    begin: tuple[OptimizerPoint, ...] = Field(min_length=1)
+    finish: tuple[OptimizerPoint, ...] = Field(min_length=1)
+    products: tuple[MatrixPoint, ...] = Field(min_length=1)
+
+
 class OptimizerEntry(Strict):
     """The optimizer: state tensors per element, temporaries, and the time of a step.
 
     Elements are those of the master weights, which a step also casts where the model computes in less.
     ``norm``: seconds of the sum of squares of so many gradients, for clipping; None where not measured.
+    ``matrix``: of a matrix optimizer, what it costs on matrices.
     """
 
     name: str
@@ -187,6 +210,7 @@ class OptimizerEntry(Strict):
     temporary_per_element: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)]
     points: tuple[OptimizerPoint, ...] = Field(min_length=1)
     norm: tuple[OptimizerPoint, ...] | None = Field(default=None, min_length=1)
+    matrix: MatrixEntry | None = None
 
 
 class CopyPoint(Strict):
@@ -335,7 +359,18 @@ class Profile(Document):
             if [cost.micro_batch for cost in use.costs] != sizes:
                 raise ValueError(f"uses.{index}.costs: micro-batch sizes differ from those of the first use")
         check_context(self.mesh, self.parallel)
-        for name, listed in (("points", self.optimizer.points), ("norm", self.optimizer.norm or ())):
+        matrix = self.optimizer.matrix
+        named = [("points", self.optimizer.points), ("norm", self.optimizer.norm or ())]
+        if matrix is not None:
+            named += [("matrix.begin", matrix.begin), ("matrix.finish", matrix.finish)]
+        for unit in self.units:
+            for tensor in unit.tensors:
+                if tensor.matrix and (matrix is None or not tensor.trainable or len(tensor.shape) < 2):
+                    raise ValueError(
+                        f"units: {tensor.name} is a matrix to the optimizer: it needs two dimensions, to be "
+                        "trained, and optimizer.matrix"
+                    )
+        for name, listed in named:
             elements = [point.elements for point in listed]
             if sorted(set(elements)) != elements:
                 raise ValueError(f"optimizer.{name}: sizes not rising")

@@ -23,6 +23,7 @@ from hzplan.errors import UserError, one_line
 from hzplan.models import moe
 from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.gpt import GPT, PRESETS, cross_entropy
+from hzplan.models.matrices import MatrixRule, check_rule
 from hzplan.models.units import Unit, blocks_like, find_units, master_dtype_of
 
 BUILT_IN = ("gpt:", "moe:", "hf:")
@@ -41,6 +42,7 @@ class Workload:
     [n, seq_len + 1], inputs and, one later, targets. ``loss(model, batch)`` is the mean over its tokens.
     ``seq_len`` is in tokens; ``vocab`` is None where the model does not say how many tokens it knows.
     ``units``: classes or names of the modules to shard as one, as in ``blocks_like``; found where empty.
+    ``matrices``: which parameters a matrix optimizer updates as matrices; None: there is none.
     ``in_shapes()``: a context in which a pass without values takes the branches of one with values.
     """
 
@@ -52,6 +54,7 @@ class Workload:
     vocab: int | None
     in_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
     units: tuple[str, ...] = ()
+    matrices: MatrixRule | None = None
 
     def made(self, device: torch.device, dtype: str) -> nn.Module:
         """The model on a device, in the dtype of the master weights of a plan that computes in ``dtype``.
@@ -70,7 +73,18 @@ class Workload:
         units = find_units(model, blocks_like(model, self.units))
         if not any(parameter.requires_grad for unit in units for _, parameter in unit.parameters):
             raise UserError(f"{self.name}: no parameter is trained, so there is nothing to plan")
+        if self.matrices is not None:
+            check_rule(self.matrices, {name for unit in units for name, _ in unit.parameters})
+            if not any(self.matrices.of(unit) for unit in units):
+                raise UserError(
+                    f"{self.name}: no parameter is a matrix inside of a repeated block, and so none for a "
+                    "matrix optimizer; name some with --matrix"
+                )
         return units
+
+    def matrices_of(self, unit: Unit) -> frozenset[str]:
+        """The names of a unit's parameters that a matrix optimizer updates as matrices."""
+        return frozenset() if self.matrices is None else self.matrices.of(unit)
 
 
 def load(spec: str, *, seq_len: int | None = None) -> Workload:

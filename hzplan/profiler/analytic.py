@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
+from hzplan.core.matrices import STEPS
 from hzplan.core.recompute import HOST
 from hzplan.cost.collectives import collectives, largest_gradient_bytes, lateness
 from hzplan.errors import UserError
@@ -19,6 +21,8 @@ from hzplan.formats.profile import (
     CopyPoint,
     HostEntry,
     InterferenceEntry,
+    MatrixEntry,
+    MatrixPoint,
     ModelledEntry,
     OptimizerEntry,
     OptimizerPoint,
@@ -27,10 +31,10 @@ from hzplan.formats.profile import (
 )
 from hzplan.models.workload import Workload
 from hzplan.profiler.measure import measure_with
-from hzplan.profiler.model.entries import joined_units, largest_elements, model_entry
+from hzplan.profiler.model.entries import joined_units, largest_elements, matrix_shapes, model_entry
 from hzplan.profiler.model.kernels import Kernels, Pricing
-from hzplan.profiler.model.operations import Operated
-from hzplan.profiler.model.optimizer import footprint
+from hzplan.profiler.model.operations import Operated, Product
+from hzplan.profiler.model.optimizer import footprint, for_optimizer
 from hzplan.profiler.model.recompute import RecomputeCosts, recompute_differences, use_entries, without_time
 from hzplan.profiler.model.selective import Recompute, selective
 from hzplan.profiler.model.shapes import Shapes, trace_shapes
@@ -69,6 +73,7 @@ def analyse(
     pricing = Pricing(device, dtype, kernels, attention, recompute)
     check_tiers(cluster, mesh)
     torch_dtype: torch.dtype = getattr(torch, dtype)
+    workload = for_optimizer(workload, optimizer)
     shapes = trace_shapes(workload, torch_dtype, sorted(set(micro_batches)), mesh.world, progress)
     progress("modelled", 1.0)
     return modelled(workload, shapes, cluster, pricing, mesh=mesh, optimizer=optimizer)
@@ -127,7 +132,7 @@ def modelled(
         modelled=ModelledEntry(cluster=cluster.name, device=device.name, kernels=pricing.kernels),
         model=model_entry(workload, shapes.units, dtype),
         cluster=_cluster(cluster, mesh, int(device.memory_bytes.value), peak),
-        optimizer=_optimizer(optimizer, pricing, largest_elements(shapes.units)),
+        optimizer=_optimizer(optimizer, pricing, largest_elements(shapes.units), matrix_shapes(shapes.units)),
         units=joined_units(shapes.units, uses),
         uses=uses,
         collectives=collectives(cluster, mesh, largest_gradient_bytes(shapes.units, dtype), flat=flat),
@@ -237,7 +242,9 @@ def _footprint(name: str, dtype: Dtype) -> tuple[int, float]:
     return footprint(name, getattr(torch, dtype), torch.device("cpu"))
 
 
-def _optimizer(name: str, pricing: Pricing, largest: int) -> OptimizerEntry:
+def _optimizer(
+    name: str, pricing: Pricing, largest: int, matrices: Sequence[tuple[int, int]]
+) -> OptimizerEntry:
     """A fused step: parameter, gradient and state are read, parameter, state and the clipped gradient written
     (without clipping gradients are read once more, to see whether they are finite), and masters cast. A norm
     reads gradients."""
@@ -264,4 +271,40 @@ def _optimizer(name: str, pricing: Pricing, largest: int) -> OptimizerEntry:
         temporary_per_element=temporary,
         points=points(per_element),
         norm=points(item),
+        matrix=_matrix(pricing, points, item, matrices) if matrices else None,
+    )
+
+
+def _matrix(
+    pricing: Pricing,
+    points: Callable[[int], tuple[OptimizerPoint, ...]],
+    item: int,
+    shapes: Sequence[tuple[int, int]],
+) -> MatrixEntry:
+    """Muon's updates of matrices. Before orthogonalising the gradient is scaled, momentum read and written
+    and the sum of both written and cast; afterwards parameters are read and written twice, and cast. An
+    iteration is three products of 16-bit matrices, of which two add what they read."""
+    sixteen = replace(pricing, dtype="bfloat16", _known={})
+    wide = ITEM_BYTES[pricing.dtype] if ITEM_BYTES[pricing.dtype] != item else 0
+
+    def seconds(rows: int, columns: int) -> float:
+        short, long = sorted((rows, columns))
+
+        def product(n: int, k: int, read: int) -> float:
+            nbytes = 2 * (short * k + k * n + short * n * (1 + read))
+            return sixteen.operation(Product(1, short, n, k, nbytes))
+
+        iteration = product(short, long, 0) + product(short, short, 1) + product(long, short, 1)
+        launches = 3 * STEPS * pricing.device.launch_s.value
+        moved = 3 * 2 * short * long / pricing.bytes_per_s  # norm and division
+        return max(STEPS * iteration, launches) + moved
+
+    return MatrixEntry(
+        state_per_element=1,
+        begin=points(8 * item + ITEM_BYTES["bfloat16"]),
+        finish=points(4 * item + ITEM_BYTES["bfloat16"] + (item + wide if wide else 0)),
+        products=tuple(
+            MatrixPoint(rows=rows, columns=columns, seconds=nanoseconds(seconds(rows, columns)), spread=0.0)
+            for rows, columns in shapes
+        ),
     )

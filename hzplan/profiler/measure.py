@@ -29,8 +29,20 @@ from hzplan.formats.profile import (
 from hzplan.models.units import master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.model.build import RunnableModel, build_model
-from hzplan.profiler.model.entries import as_dtype, joined_units, largest_elements, model_entry
-from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
+from hzplan.profiler.model.entries import (
+    as_dtype,
+    joined_units,
+    largest_elements,
+    matrix_shapes,
+    model_entry,
+)
+from hzplan.profiler.model.optimizer import (
+    LAST_ELEMENTS,
+    OPTIMIZERS,
+    for_optimizer,
+    measure_matrices,
+    measure_optimizer,
+)
 from hzplan.profiler.model.passes import record_passes
 from hzplan.profiler.model.reuse import EarlierCosts, with_reused
 from hzplan.profiler.model.time import measure_uses
@@ -120,6 +132,7 @@ def measure(
     ranks = Ranks.here()
     _check_mesh(ranks, mesh, tier_names)
     sizes = _checked(micro_batches, dtype, optimizer)
+    workload = for_optimizer(workload, optimizer)
     parts = Progress(progress, _model_s(sizes) + _links_s(mesh))
     memory = memory_bytes or rank_memory_bytes(ranks)
     message = message if ranks.rank == 0 else lambda text: None
@@ -167,6 +180,7 @@ def measure_with(
     processors or memory, times are those of a rank that has them to itself.
     """
     sizes = _checked(micro_batches, dtype, optimizer)
+    workload = for_optimizer(workload, optimizer)
     ranks = Ranks.here()
     parts = Progress(progress, _model_s(sizes) + MACHINE_S)
     memory = memory_bytes or rank_memory_bytes(ranks)
@@ -256,6 +270,9 @@ def _measure_model(
     steps = reusable.optimizer(optimizer, min(largest, LAST_ELEMENTS)) or measure_optimizer(
         ranks, optimizer, torch_dtype, largest, model.run_smallest, parts.at
     )
+    if shapes := matrix_shapes(model.entries):
+        matrix = measure_matrices(ranks, optimizer, torch_dtype, shapes, model.run_smallest, parts.at)
+        steps = steps.model_copy(update={"matrix": matrix})
     return ModelResult(
         entry=model_entry(workload, model.entries, as_dtype(dtype)),
         units=joined_units(model.entries, uses),

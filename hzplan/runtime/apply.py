@@ -37,6 +37,7 @@ from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.joined import lay_side_by_side
+from hzplan.runtime.muon import by_method
 from hzplan.runtime.offload import host_buffer
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.unit import UnitState
@@ -53,7 +54,7 @@ class Choice:
 
     ``dtype``: the dtype that the model computes in, torch's name; None: its parameters'. ``reduce_dtype``:
     the dtype that gradients travel in; None: the master weights'. ``message_order``: see ``core.order``.
-    ``message_bytes``, ``copy_uses``: see ``core.schedule.build``.
+    ``message_bytes``, ``matrix_units``, ``copy_uses``: see ``core.schedule.build``.
     ``requires``: by unit, the units whose parameters it needs, besides those that the model shows.
     ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
     state lies in the host's memory. ``tier_names``: the cluster's names of its links, for messages.
@@ -70,6 +71,7 @@ class Choice:
     reduce_dtype: str | None = None
     gradient_buffers: int | None = None
     message_bytes: int = 0
+    matrix_units: int = 0
     copy_uses: int = 1
     message_order: MessageOrder | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Choice:
             reduce_dtype=plan.reduce_dtype,
             gradient_buffers=plan.gradient_buffers,
             message_bytes=plan.message_bytes or 0,
+            matrix_units=plan.matrix_units or 0,
             copy_uses=plan.copy_uses or 1,
             message_order=plan.message_order,
             requires={unit.name: unit.requires for unit in plan.units},
@@ -248,6 +251,9 @@ def apply(
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     for group in groups:
         group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
+    named = [pair for unit in units for pair in unit.parameters]
+    matrices = {id(p): name for name, p in named if p.requires_grad and choice.levels[name].matrix}
+    groups = by_method(groups, matrices, {id(p): name for name, p in named}, optimizer_class)
     del waiting  # and what its constructor was given
     device = next(model.parameters()).device
     if queues is None and device.type == "cuda":
@@ -317,7 +323,7 @@ def _updated_together(states: Iterable[UnitState], schedule: Schedule) -> list[s
         state.name
         for state in states
         if not any(
-            bucket.collectives(Kind.PARAM_GATHER, tier)
+            bucket.assembles or bucket.collectives(Kind.PARAM_GATHER, tier)
             for bucket in state.trainable_buckets
             for tier in range(schedule.tiers)
         )
@@ -380,11 +386,17 @@ def schedule_of(units: Iterable[Unit], choice: Choice) -> Schedule:
         gradient_bytes={unit.name: gradient_bytes(unit.tensors) for unit in listed},
         saved=[unit for unit, way in choice.recompute.items() if way == HOST],
         copy_uses=choice.copy_uses,
+        matrices=[unit.name for unit in listed if _has_matrices(unit, choice)],
+        matrix_units=choice.matrix_units,
     )
     try:
         return in_order(schedule, choice.message_order)
     except CircularOrder as error:
         raise UserError(f"the plan's units: ahead: {error}; solve again") from None
+
+
+def _has_matrices(unit: Unit, choice: Choice) -> bool:
+    return any(choice.levels[tensor.name].matrix for tensor in unit.tensors if tensor.trainable)
 
 
 def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], world: World) -> None:

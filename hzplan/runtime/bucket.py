@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
-from hzplan.core.schedule import Kind
+from hzplan.core.matrices import EXCHANGED, REPEATED
+from hzplan.core.schedule import EXCHANGE_STREAM, Kind
 from hzplan.core.stages import Collective, collectives_of
 from hzplan.models.local import cast, local, put
 from hzplan.runtime.backends.base import Buffers, Groups
@@ -21,6 +22,8 @@ GROUP_OF = {
     Kind.FINAL_REDUCE: "reduce",
     Kind.GRAD_GATHER: "gather",
     Kind.PARAM_GATHER: "gather",
+    Kind.ASSEMBLE: EXCHANGE_STREAM,
+    Kind.RETURN: EXCHANGE_STREAM,
 }
 """The stream kind whose communicators a task's collectives take."""
 
@@ -108,6 +111,12 @@ class Bucket:
             low, high = max(start, offset), min(end, offset + flat.numel())
             if low < high:
                 buffer[low - start : high - start].copy_(flat[low - offset : high - offset])
+
+    @property
+    def assembles(self) -> bool:
+        """Whether matrices have to be brought together from slices for their updates."""
+        levels = self.layout.levels
+        return levels.matrix in (REPEATED, EXCHANGED) and self.mesh.shards[levels.optim] > 1
 
     def keep_gradients_in(self, values: Tensor) -> None:
         """Reduced gradients are kept in ``values`` from now on; called before ``assign_buffers``."""

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes, slot_sizes
+from hzplan.core.buffers import MATRIX_SLOTS, MAX_IN_FLIGHT, matrix_slots, scratch_bytes, slot_sizes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
-from hzplan.core.schedule import Kind, Schedule, Task, Use
+from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Schedule, Task, Use
 from hzplan.core.stages import Collective
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
@@ -28,11 +28,18 @@ from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
 from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
 from hzplan.runtime.launcher import Device, Launcher
+from hzplan.runtime.matrices import MatrixExchange
 from hzplan.runtime.messages import Messages
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import SUM, World
+
+UPDATING = (
+    *(Kind.FETCH, Kind.UPDATE, Kind.STORE),
+    *(Kind.ASSEMBLE, Kind.ORTHOGONALIZE, Kind.RETURN, Kind.APPLY),
+)
+"""The kinds of tasks that update parameters."""
 
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 
@@ -65,11 +72,12 @@ class Engine:
         made: dict[tuple[str, Stage], Group] = {}
         self.groups: dict[tuple[str, Stage], Group] = {}
         for kind, stage in sorted(_wanted(units, len(mesh.tiers))):  # in one order on all ranks
-            name = kind if schedule.order is None else LINK_STREAM
+            name = kind if schedule.order is None or kind == EXCHANGE_STREAM else LINK_STREAM
             if (name, stage) not in made:
                 made[name, stage] = world.new_group(mesh, name, stage, device)
             self.groups[kind, stage] = made[name, stage]
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
+        self._exchanges = self._matrix_exchanges(device)
         self._messages = Messages(self.units, self.groups, self._scratch, len(schedule.uses))
         self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)
@@ -92,6 +100,7 @@ class Engine:
         self._is_sharded = any(bucket.sharded for unit in units for bucket in unit.buckets)
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
+        self._updating_tasks = [task for task in schedule.tasks if task.kind in UPDATING]
         self._warned = False  # of a step with fewer micro-batches than planned
         gathers = [task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER]
         # Where the next step gathers what this one updates, until then parameters are partly old.
@@ -169,6 +178,23 @@ class Engine:
             "scratch": sum(scratch.numel() for of_tier in self._scratch for scratch in of_tier),
         }
 
+    def _matrix_exchanges(self, device: torch.device) -> dict[tuple[str, ...], MatrixExchange]:
+        """By group of units what brings their matrices together; groups have the two buffers in turn."""
+        found = {
+            task.units: MatrixExchange(
+                [bucket for name in task.units for bucket in self.units[name].trainable_buckets],
+                *(self.updates, self.groups),
+            )
+            for task in self.schedule.tasks
+            if task.kind is Kind.ORTHOGONALIZE
+        }
+        slots = matrix_slots([one.nbytes for one in found.values()])
+        self._matrix_buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slots]
+        for number, one in enumerate(found.values()):
+            one.bind(self._matrix_buffers[number % MATRIX_SLOTS])
+        self.buffer_bytes["scratch"] += sum(slots)
+        return found
+
     @property
     def on_host(self) -> list[Tensor]:
         """The buffers in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
@@ -191,6 +217,8 @@ class Engine:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
             return all(self.updates.is_with_another(unit) for unit in task.units)
+        if task.kind in (Kind.ORTHOGONALIZE, Kind.APPLY):
+            return not self._exchanges[task.units].buckets
         if task.kind in (Kind.FETCH, Kind.STORE):
             return not any(self.units[unit].offload for unit in task.units)
         if task.kind in (Kind.SAVE, Kind.LOAD):
@@ -216,6 +244,13 @@ class Engine:
         if task.kind is Kind.UPDATE:
             for name in task.units:
                 self.updates.update(name)
+            return
+        if task.kind is Kind.APPLY:
+            for name in task.units:
+                self.updates.apply(name)
+            return
+        if task.kind in (Kind.ASSEMBLE, Kind.ORTHOGONALIZE, Kind.RETURN):
+            self._exchanges[task.units].run(task.kind, task.tier, task.index + 1)
             return
         if task.kind in (Kind.FETCH, Kind.STORE):
             for name in task.units:
@@ -567,12 +602,10 @@ class Engine:
 
     def _update_unscheduled(self) -> None:
         self._unshard_only(())  # an evaluation may have left old values unsharded
-        updated = self._updated_in_backward()
+        for task in self._updating_tasks:
+            if not self.executor.ran(task) and not self.idle(task):
+                self.run(task)
         for name in self._trainable:
-            if name not in updated:
-                offload = self.units[name].offload
-                for kind in (Kind.FETCH, Kind.UPDATE, Kind.STORE) if offload else (Kind.UPDATE,):
-                    self.run(Task(-1, kind, "", (name,)))
             self._run_on_tiers(Kind.PARAM_GATHER, name)
         self.executor.skip_step()
 

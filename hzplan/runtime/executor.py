@@ -194,6 +194,8 @@ class Executor:
             return set()
         step = next(task.index for task in self.tasks if task.kind is Kind.STEP)
         found = {index for index in background if self.tasks[index].kind is Kind.UPDATE}
+        if any(self.tasks[index].kind is Kind.ORTHOGONALIZE for index in background):
+            return set()  # others of their stream, which wait for messages, go between
         assert all(self._needs[index] <= self._needs[step] for index in found)
         return found
 

@@ -150,7 +150,7 @@ def state_keys(
 
     Found by a step on two zeros: torch's optimizers make their state in their first one.
     """
-    parameter = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+    parameter = nn.Parameter(torch.zeros(1, 2, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
     optimizer.step()

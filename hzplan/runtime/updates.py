@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from hzplan.errors import UserError
 from hzplan.models.local import split_over
 from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.muon import Muon
 from hzplan.runtime.offload import HostStates, Keys, Offloaded, state_keys
 from hzplan.runtime.unit import UnitState, is_absent
 
@@ -111,6 +112,7 @@ class Updates:
         self.trained = [p for unit in units for bucket in unit.trainable_buckets for p in bucket.parameters]
         self.splits = [*dict.fromkeys(map(split_over, self.trained))]
         everything: list[list[nn.Parameter]] = [[] for _ in groups]
+        shapes: dict[str, dict[nn.Parameter, Sequence[int]]] = {}  # by call: of matrices
         of_call: dict[str, list[list[nn.Parameter]]] = {}
         for unit in units:
             call = self._call_of[unit.name]
@@ -131,6 +133,8 @@ class Updates:
                     self._gradients.setdefault(call, []).append(param.grad)
                     everything[group_of[id(owner)]].append(param)
                     self.pieces.append(Piece(unit.name, bucket, index, low, high, param))
+                    if bucket.layout.levels.matrix:
+                        shapes.setdefault(call, {})[param] = bucket.layout.tensors[index].shape
                 counted = self.counted_gradients.setdefault(unit.name, [])
                 level = 0 if local_norm else bucket.mesh.levels
                 for index, low, high in bucket.layout.pieces(*bucket.bounds(level)):
@@ -149,10 +153,19 @@ class Updates:
             for call, of_unit in of_call.items()
             if any(of_unit)
         }
-        self._buckets_of: dict[str, list[Bucket]] = {}  # by call likewise: those that keep master weights
+        for call, of_matrices in shapes.items():
+            inner = self._inner[call]
+            assert isinstance(inner, Muon)
+            inner.shapes |= of_matrices
+        # By call likewise those that keep master weights, and by unit those of them whose matrices are
+        # applied by themselves:
+        self._buckets_of: dict[str, list[Bucket]] = {}
+        self._applied_of: dict[str, list[Bucket]] = {}
         for unit in units:
             with_masters = [bucket for bucket in unit.trainable_buckets if bucket.layout.keeps_master]
-            self._buckets_of.setdefault(self._call_of[unit.name], []).extend(with_masters)
+            at_once = [bucket for bucket in with_masters if not bucket.assembles]
+            self._buckets_of.setdefault(self._call_of[unit.name], []).extend(at_once)
+            self._applied_of[unit.name] = [bucket for bucket in with_masters if bucket.assembles]
         self._pieces_of: dict[str, list[Piece]] = {call: [] for call in self._inner}
         for piece in self.pieces:
             self._pieces_of[self._call_of[piece.unit]].append(piece)
@@ -171,11 +184,12 @@ class Updates:
             )
         )
         self.state_keys = frozenset.intersection(*(_kept(optimizer_class, o, arguments) for o in options))
-        self.param_groups: list[ParamGroup] = (
-            [dict(option, params=params) for option, params in zip(options, everything, strict=True)]
-            if self.pieces
-            else [dict(options[0], params=[empty])]
-        )
+        if not self.pieces:
+            everything[0].append(empty)
+        self._group_of, self._options_before = group_of, _filled(optimizer_class, options, arguments)
+        self.param_groups: list[ParamGroup] = [
+            dict(of, params=params) for of, params in zip(self._options_before, everything, strict=True)
+        ]
         self._options: list[ParamGroup] = []  # taken over for the updates of this step
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self.clip_scale = self._update_scale = self._one
@@ -318,6 +332,28 @@ class Updates:
         for bucket in self._buckets_of.get(unit, ()):
             bucket.copy_master_to_model(self._host.master(bucket))
 
+    def apply(self, unit: str) -> None:
+        """Finish the update of a unit's matrices that come back from their hosts. Runs on the optim
+        stream."""
+        if isinstance(inner := self._inner.get(self._call_of[unit]), Muon):
+            inner.finish()
+        for bucket in self._applied_of[unit]:
+            bucket.copy_master_to_model()
+
+    def pieces_in(self, bucket: Bucket) -> list[Piece]:
+        """This rank's pieces of a bucket's tensors."""
+        return [piece for piece in self.pieces if piece.bucket is bucket]
+
+    def exchange(self, piece: Piece, places: list[tuple[int, Tensor]]) -> None:
+        """From where on elements of a matrix's piece go for the whole to be computed, and come back from."""
+        inner = self._inner[self._call_of[piece.unit]]
+        assert isinstance(inner, Muon)
+        inner.places[piece.param] = places
+
+    def options_of(self, parameter: nn.Parameter) -> ParamGroup:
+        """The options of a parameter's group that the updates launched last go by."""
+        return (self._options or self._options_before)[self._group_of[id(parameter)]]
+
     def is_with_another(self, unit: str) -> bool:
         """Whether a unit is updated in another one's call."""
         return self._call_of[unit] != unit
@@ -375,11 +411,19 @@ def _kept(
     optimizer_class: Callable[..., Optimizer], options: ParamGroup, arguments: ParamGroup
 ) -> frozenset[str]:
     """The keys of an optimizer's state under options, found by a step on a zero."""
-    parameter = nn.Parameter(torch.zeros(1))
+    parameter = nn.Parameter(torch.zeros(1, 1))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_class([dict(options, params=[parameter])], **arguments)
     optimizer.step()
     return frozenset(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
+
+
+def _filled(
+    optimizer_class: Callable[..., Optimizer], options: Sequence[ParamGroup], arguments: ParamGroup
+) -> list[ParamGroup]:
+    """Parameter groups' options with those that they leave to the class."""
+    empty = [dict(option, params=[nn.Parameter(torch.zeros(0, 0))]) for option in options]
+    return [{**group} for group in optimizer_class(empty, **arguments).param_groups]
 
 
 def check_elementwise(optimizer_class: Any) -> None:
@@ -390,7 +434,7 @@ def check_elementwise(optimizer_class: Any) -> None:
             "options beside it"
         )
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    if name not in ELEMENTWISE:
+    if name not in ELEMENTWISE and optimizer_class is not Muon:
         raise UserError(
             f"optimizer {name} is not known to work element by element and cannot be sharded; "
             f"use one of {', '.join(ELEMENTWISE)}"

@@ -104,6 +104,7 @@ def _pace_proof(search: Search, enough_ms: float, *, in_order: bool) -> PaceProo
         prefetch=pace.prefetch,
         gradient_buffers=pace.gradient_buffers,
         message_bytes=pace.message_bytes or None,
+        matrix_units=pace.matrix_units or None,
         in_order=in_order,
         bound_s=0.0,
         walks=tuple(walk for walk in walks if walk is not None),
@@ -220,7 +221,8 @@ def _by_pace(
 
 
 def _named(proof: PaceProof) -> SizeAndPace:
-    return proof.micro_batch, Pace(proof.prefetch, proof.gradient_buffers, proof.message_bytes or 0)
+    of = proof.prefetch, proof.gradient_buffers, proof.message_bytes or 0, proof.matrix_units or 0
+    return proof.micro_batch, Pace(*of)
 
 
 class _Sum:

@@ -56,6 +56,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "prefetch": (one.prefetch, other.prefetch),
         "gradient buffers": (one.gradient_buffers, other.gradient_buffers),
         "message bytes": (one.message_bytes or 0, other.message_bytes or 0),
+        "matrix units": (one.matrix_units or 0, other.matrix_units or 0),
         "message order": (_order_text(one.message_order), _order_text(other.message_order)),
         "clip": (one.clip, other.clip),
         "dtype": (one.model.dtype, other.model.dtype),

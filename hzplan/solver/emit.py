@@ -84,6 +84,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         prefetch=chosen.schedule.prefetch,
         gradient_buffers=chosen.schedule.gradient_buffers,
         message_bytes=chosen.schedule.message_bytes or None,
+        matrix_units=chosen.schedule.matrix_units or None,
         copy_uses=chosen.schedule.copy_uses if HOST in chosen.modes.recompute.values() else None,
         sync_ahead=chosen.schedule.order.sync if chosen.schedule.order else None,
         ctas=profile.ctas,
@@ -131,6 +132,7 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
                 buckets=tuple(
                     BucketEntry(
                         shards=_shards(profile.mesh, bucket.levels),
+                        matrix=bucket.levels.matrix or None,
                         tensors=tuple(tensor.name for tensor in bucket.tensors),
                     )
                     for bucket in buckets
@@ -141,7 +143,8 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
 
 
 def _shards(mesh: Mesh, levels: Levels) -> Shards:
-    return Shards(**{name: mesh.shards[level] for name, level in levels._asdict().items()})
+    param, grad, optim = levels.shards(mesh)
+    return Shards(param=param, grad=grad, optim=optim)
 
 
 def _seconds(nanoseconds: float) -> float:

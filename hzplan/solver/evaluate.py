@@ -233,6 +233,11 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
                 raise UserError(
                     f"{path}: tensor {tensor.name} of the profile is not in the plan; solve again"
                 )
+            if bool(levels_of[tensor.name].matrix) != tensor.matrix:
+                raise UserError(
+                    f"{path}: field matrix of {tensor.name}'s bucket: to the profile's optimizer it is "
+                    f"{'a' if tensor.matrix else 'no'} matrix; solve again"
+                )
         if tensors:
             levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
     if plan.batch.micro_batch not in profile.micro_batches:
@@ -255,6 +260,7 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             clip=plan.clip,
             gradient_buffers=plan.gradient_buffers,
             message_bytes=plan.message_bytes or 0,
+            matrix_units=plan.matrix_units or 0,
             offload=plan.source.host_memory_bytes is not None,
             order=plan.message_order,
         )
@@ -296,7 +302,7 @@ def _pairs(mine: Strict, theirs: Strict) -> Iterator[tuple[str, tuple[object, ob
 def uniform(profile: Profile, levels: Levels) -> dict[str, tuple[Levels, ...]]:
     """The same triple for every trained tensor; frozen ones take its parameter level."""
     return {
-        unit: tuple(levels.of(trainable=tensor.trainable) for tensor in tensors)
+        unit: tuple(levels.of(trainable=t.trainable, matrix=t.matrix) for t in tensors)
         for unit, tensors in tensors_of(profile).items()
         if tensors
     }

@@ -28,6 +28,10 @@ DOING: Mapping[Kind, str] = {
     Kind.GRAD_GATHER: "gathering gradients to replicas",
     Kind.PARAM_GATHER: "gathering updated parameters",
     Kind.UPDATE: "optimizer",
+    Kind.ASSEMBLE: "bringing matrices together",
+    Kind.ORTHOGONALIZE: "orthogonalising matrices",
+    Kind.RETURN: "returning updates of matrices",
+    Kind.APPLY: "applying updates of matrices",
     Kind.FETCH: "fetching optimizer state from the host",
     Kind.STORE: "storing optimizer state on the host",
     Kind.SAVE: "saving activations on the host",
@@ -117,9 +121,10 @@ def alternatives(found: Evaluation, unit: str, budget_bytes: int, host_bytes: in
         if one.modes != found.modes or levels != found.levels[unit]:
             tried.append((triple, what, one, one.fits(budget_bytes, host_bytes)))
 
-    for triple in found.model.mesh.triples():
-        shards = readable.shards(*(found.model.mesh.shards[level] for level in triple))
-        attempt(triple, shards, tuple(triple.of(trainable=t.trainable) for t in tensors[unit]), found.modes)
+    for triple in found.model.triples:
+        what = " ".join(filter(None, (readable.shards(*triple.shards(found.model.mesh)), triple.matrix)))
+        of = tuple(triple.of(trainable=t.trainable, matrix=t.matrix) for t in tensors[unit])
+        attempt(triple, what, of, found.modes)
     recompute, offload = found.modes
     for way in (None, *found.model.ways.get(unit, ())):
         attempt(None, readable.way(way), found.levels[unit], Modes(recompute.with_([unit], way), offload))

@@ -15,6 +15,7 @@ from itertools import chain, combinations, product
 from typing import NamedTuple
 
 from hzplan.core.hierarchy import Levels
+from hzplan.core.layout import TensorSpec
 from hzplan.core.recompute import Way
 from hzplan.cost.lateness import Late
 from hzplan.cost.simulate import events
@@ -44,14 +45,14 @@ class Choosable(NamedTuple):
 class Surroundings:
     """The neighbourhood of the local search: what may be changed in a plan.
 
-    ``alike``: groups of units with the same tensors; ``trained``: by unit, which of its tensors are trained;
+    ``alike``: groups of units with the same tensors; ``tensors``: by unit, its tensors;
     ``known``: by the first unit of a group, the patterns that found plans have; ``triples``: all legal ones;
     ``recomputable``, ``offloadable``: groups of like units whose recomputation, in some ways, or offload is
     free to choose.
     """
 
     alike: Sequence[Sequence[str]]
-    trained: Mapping[str, Sequence[bool]]
+    tensors: Mapping[str, Sequence[TensorSpec]]
     known: Mapping[str, Sequence[Pattern]]
     triples: Sequence[Levels]
     recomputable: Sequence[Choosable] = ()
@@ -264,7 +265,7 @@ def _other_levels(levels: LevelsByUnit, around: Surroundings) -> Iterator[Levels
     for units in around.alike:
         for unit in units:
             for triple in around.triples:
-                plain = _changed(levels[unit], {*range(len(levels[unit]))}, triple, around.trained[units[0]])
+                plain = _changed(levels[unit], {*range(len(levels[unit]))}, triple, around.tensors[units[0]])
                 yield {**levels, unit: plain}
 
 
@@ -278,7 +279,7 @@ def _retripled(
     for pattern in dict.fromkeys(levels[unit] for unit in units):
         holders = [unit for unit in units if levels[unit] == pattern]
         for part, triple in product(parts(pattern), around.triples):
-            changed = _changed(pattern, part, triple, around.trained[units[0]])
+            changed = _changed(pattern, part, triple, around.tensors[units[0]])
             if len(set(changed)) <= MAX_BUCKETS:
                 yield {**levels, **dict.fromkeys(holders, changed)}
 
@@ -296,8 +297,9 @@ def _tensors(pattern: Pattern) -> list[set[int]]:
     return [{index} for index in range(len(pattern))]
 
 
-def _changed(pattern: Pattern, part: set[int], triple: Levels, trained: Sequence[bool]) -> Pattern:
+def _changed(pattern: Pattern, part: set[int], triple: Levels, tensors: Sequence[TensorSpec]) -> Pattern:
     """Another triple for some of the tensors; a frozen one has a parameter level only."""
     return tuple(
-        triple.of(trainable=trained[index]) if index in part else old for index, old in enumerate(pattern)
+        triple.of(trainable=tensor.trainable, matrix=tensor.matrix) if index in part else old
+        for index, (old, tensor) in enumerate(zip(pattern, tensors, strict=True))
     )

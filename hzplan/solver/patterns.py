@@ -54,10 +54,12 @@ class DurationKey(NamedTuple):
 
 def duration_keys(tiers: int) -> list[DurationKey]:
     """What of a unit's durations depends on the pattern, as ``durations_ns`` has it."""
-    kinds = (Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
+    kinds = [Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER]
+    kinds += [Kind.ASSEMBLE, Kind.RETURN]
     found = [DurationKey(kind, tier) for kind in kinds for tier in range(tiers)]
     found += [DurationKey(kind, tier, once=True) for kind in REDUCED_TOGETHER for tier in range(tiers)]
     found += [DurationKey(kind) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
+    found += [DurationKey(kind) for kind in (Kind.ORTHOGONALIZE, Kind.APPLY)]
     return [*found, *RECOMPUTE_KEYS.values()]
 
 
@@ -126,9 +128,11 @@ def enumerate_patterns(
     sets = list(allowed) if allowed is not None else [frozenset(triples)] * len(tensors)
     one = max_buckets == 1
     atoms = [[*range(len(tensors))]] if one else _atoms(tensors, sets, len(triples), max_patterns)
+    plain = list(dict.fromkeys(triple._replace(matrix="") for triple in triples))
+    choices = [triples if tensors[atom[0]].matrix else plain for atom in atoms]
     levels = [
         pattern
-        for pattern in dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(len(atoms), triples))
+        for pattern in dict.fromkeys(_by_tensor(tensors, atoms, a) for a in _assignments(choices))
         if allowed is None or all(triple in may for triple, may in zip(pattern, allowed, strict=True))
     ]
     if not levels:
@@ -138,7 +142,7 @@ def enumerate_patterns(
         )
     known: dict[tuple[tuple[int, ...], Levels], list[BucketCost]] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
-    if offload:
+    if offload and not any(tensor.matrix for tensor in tensors):
         offloaded = [model.offloaded(cost) for cost in costs]
         levels += [pattern for pattern, cost in zip(levels, offloaded, strict=True) if cost.host_bytes]
         costs += [cost for cost in offloaded if cost.host_bytes]
@@ -250,7 +254,8 @@ def _by_tensor(
     levels = [assigned[0]] * len(tensors)
     for atom, triple in zip(atoms, assigned, strict=True):
         for index in atom:
-            levels[index] = triple.of(trainable=tensors[index].trainable)
+            tensor = tensors[index]
+            levels[index] = triple.of(trainable=tensor.trainable, matrix=tensor.matrix)
     return tuple(levels)
 
 
@@ -260,8 +265,9 @@ def _atoms(
     """Atoms as lists of tensor indices: the smallest are joined until at most ``limit`` patterns exist."""
     atoms = [[index] for index in range(len(tensors))]
 
-    def kind(atom: list[int]) -> tuple[str, bool, frozenset[Levels]]:
-        return tensors[atom[0]].dtype, tensors[atom[0]].trainable, allowed[atom[0]]
+    def kind(atom: list[int]) -> tuple[str, bool, bool, frozenset[Levels]]:
+        first = tensors[atom[0]]
+        return first.dtype, first.trainable, first.matrix, allowed[atom[0]]
 
     def nbytes(atom: list[int]) -> int:
         return sum(tensors[index].nbytes for index in atom)
@@ -282,12 +288,14 @@ def _count(atoms: int, triples: int) -> int:
     return sum(comb(triples, k) * onto[k] for k in range(1, min(MAX_BUCKETS, atoms, triples) + 1))
 
 
-def _assignments(atoms: int, triples: Sequence[Levels]) -> Iterator[tuple[Levels, ...]]:
+def _assignments(choices: Sequence[Sequence[Levels]]) -> Iterator[tuple[Levels, ...]]:
+    """One of each atom's triples for it, at most ``MAX_BUCKETS`` different ones."""
+
     def extend(chosen: tuple[Levels, ...], used: frozenset[Levels]) -> Iterator[tuple[Levels, ...]]:
-        if len(chosen) == atoms:
+        if len(chosen) == len(choices):
             yield chosen
             return
-        for triple in triples:
+        for triple in choices[len(chosen)]:
             with_it = used | {triple}
             if len(with_it) <= MAX_BUCKETS:
                 yield from extend((*chosen, triple), with_it)

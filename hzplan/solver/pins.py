@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import TensorSpec
+from hzplan.core.matrices import MATRIX_WAYS, MatrixWay
 from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
 from hzplan.solver.target import Grammar, keeps
@@ -17,16 +19,21 @@ ANY = "*"
 @dataclass(frozen=True)
 class Pin:
     """Shard counts (parameter, gradient, optimizer state; None: free) for the tensors that ``pattern``, a
-    name with wildcards, matches."""
+    name with wildcards, matches, and how a matrix optimizer gets the whole of those that are matrices to it
+    (None: free)."""
 
     pattern: str
     shards: tuple[int | None, int | None, int | None]
+    matrix: MatrixWay | None = None
 
     @classmethod
     def parse(cls, text: str, mesh: Mesh) -> Pin:
-        """Read ``'layers.*.weight=1,8,64'``, in which a number may be ``*``; UserError of one line."""
+        """Read ``'layers.*.weight=1,8,64'``, in which a number may be ``*``, and after which the way of a
+        matrix may come, as in ``1,8,64,exchanged``; UserError of one line."""
         pattern, _, given = text.rpartition("=")
         parts = [part.strip() for part in given.split(",")]
+        matrix = next((way for way in MATRIX_WAYS if way == parts[-1]), None)
+        parts = parts[:-1] if matrix else parts
         if not pattern or len(parts) != 3 or not all(part == ANY or part.isdecimal() for part in parts):
             raise UserError(
                 f"--pin {text!r}: write TENSOR=PARAM,GRAD,OPTIM in shards, as in "
@@ -39,11 +46,13 @@ class Pin:
                 raise UserError(
                     f"--pin {text!r}: mesh {mesh} has no level with {number} shards; it has {counts}"
                 )
-        return cls(pattern, (shards[0], shards[1], shards[2]))
+        return cls(pattern, (shards[0], shards[1], shards[2]), matrix)
 
     def allows(self, triple: Levels, mesh: Mesh, *, trainable: bool) -> bool:
         """Whether a tensor's levels are as pinned; a frozen one has a parameter only."""
-        pairs = list(zip(self.shards, triple, strict=True))
+        if self.matrix and triple.matrix not in ("", self.matrix):
+            return False
+        pairs = list(zip(self.shards, triple.three, strict=True))
         return all(
             wanted is None or wanted == mesh.shards[level]
             for wanted, level in (pairs if trainable else pairs[:1])
@@ -57,15 +66,15 @@ class Pins:
     def __init__(self, texts: Sequence[str], profile: Profile, grammar: Grammar | None = None) -> None:
         self.mesh, self.grammar = profile.mesh, grammar
         self.pins = [Pin.parse(text, self.mesh) for text in texts]
-        names = {tensor.name: tensor.spec.trainable for unit in profile.units for tensor in unit.tensors}
+        names = {tensor.name: tensor.spec for unit in profile.units for tensor in unit.tensors}
         for text, pin in zip(texts, self.pins, strict=True):
             if not any(fnmatchcase(name, pin.pattern) for name in names):
                 one = next(iter(names))
                 raise UserError(f"--pin {text!r}: no tensor is called {pin.pattern!r}; one is called {one!r}")
-        triples = self.mesh.triples()
+        triples = self.mesh.triples(matrices=profile.optimizer.matrix is not None)
         self._trained = {u.name: [t.spec.trainable for t in u.tensors] for u in profile.units if u.tensors}
-        for name, trainable in names.items():
-            if self.of(name) and not self.allowed(name, triples, trainable=trainable):
+        for name, tensor in names.items():
+            if self.of(name) and not self.allowed(tensor, triples):
                 said = ", ".join(f"{pin.pattern}={pin.shards}" for pin in self.of(name))
                 said += " and the target" if grammar is not None else ""
                 raise UserError(
@@ -77,13 +86,14 @@ class Pins:
         """The pins of a tensor."""
         return [pin for pin in self.pins if fnmatchcase(name, pin.pattern)]
 
-    def allowed(self, name: str, triples: Iterable[Levels], *, trainable: bool) -> frozenset[Levels]:
+    def allowed(self, tensor: TensorSpec, triples: Iterable[Levels]) -> frozenset[Levels]:
         """The triples that the pins of a tensor allow."""
-        pins = self.of(name)
-        may = None if self.grammar is None else self.grammar.allowed(trainable=trainable)
+        pins, trainable = self.of(tensor.name), tensor.trainable
+        may = triples if self.grammar is None else self.grammar.allowed(trainable=trainable)
+        own = {triple if tensor.matrix else triple._replace(matrix="") for triple in may}
         return frozenset(
             triple
-            for triple in (triples if may is None else may)
+            for triple in own
             if all(pin.allows(triple, self.mesh, trainable=trainable) for pin in pins)
         )
 
@@ -92,7 +102,7 @@ class Pins:
         if not keeps(self.grammar, self._trained, levels):
             return False
         return not self.pins or all(
-            triple in self.allowed(tensor.name, [triple], trainable=tensor.spec.trainable)
+            triple in self.allowed(tensor.spec, [triple])
             for unit in profile.units
             for tensor, triple in zip(unit.tensors, levels.get(unit.name, ()), strict=True)
         )

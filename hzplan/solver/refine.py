@@ -132,12 +132,12 @@ def _surroundings(
     free = {unit: pools[name] for unit, name in binaries.items() if len(pools[name].levels) > 1}
     around = Surroundings(
         groups,
-        {unit: [tensor.trainable for tensor in tensors] for unit, tensors in tensors_of(profile).items()},
+        tensors_of(profile),
         {
             units[0]: list(dict.fromkeys(one.levels[unit] for one in found.all for unit in units))
             for units in groups
         },
-        searches[0].question.model.mesh.triples() if grammar is None else grammar.triples,
+        searches[0].question.model.triples if grammar is None else grammar.triples,
         [Choosable(tuple(units), free[units[0]].ways) for units in _alike(free)],
         [units for units in groups if pools[units[0]].host.any()],
     )

@@ -207,6 +207,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
     of_what = [f"state of {len(plan.offloaded)} units"] * bool(plan.offloaded)
     of_what += [f"activations of {on_host}"] * bool(on_host)
     moved = ", ".join([*of_what, f"{size(found.memory.host)} a rank"]) if of_what else "none"
+    pace = plan.prefetch, plan.gradient_buffers, plan.message_bytes or 0
     return [
         ("model", f"{plan.model.name}, {count(plan.model.parameters)} parameters, {plan.model.dtype}"),
         ("cluster", f"{_tiers(plan, profile)} ({tiers}), {plan.cluster.backend}"),
@@ -219,7 +220,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
             f"{batch.global_batch} sequences of {plan.model.seq_len}: "
             f"{plan.data_ranks} ranks × {batch.micro_batch} × {batch.accumulation} forward passes",
         ),
-        ("pace", str(Pace(plan.prefetch, plan.gradient_buffers, plan.message_bytes or 0))),
+        ("pace", str(Pace(*pace, plan.matrix_units or 0))),
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", plan.reduce_dtype),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),

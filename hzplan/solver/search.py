@@ -38,6 +38,8 @@ from hzplan.solver.target import Grammar, grammar_of
 from hzplan.solver.tree import Limits, Split, Tree, halves
 
 PREFETCH_DEPTHS = (1, 2, 3)
+MATRIX_GROUPS = (2, 4, 8, 16)
+"""How many groups of units with matrices are tried: more overlap, and share work less evenly."""
 MESSAGES = (3, 6)
 """About how many messages of gradients a step has where units are reduced together."""
 LEAST_WAITS = 0.01
@@ -109,7 +111,15 @@ def paces(model: CostModel, depths: Iterable[int], grammar: Grammar | None = Non
         if (count := _reduces(model, nbytes)) < most
     ]
     found = list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
+    found += [pace._replace(matrix_units=units) for pace in found[:1] for units in matrix_groups(model)]
     return found if grammar is None else grammar.paces(found, most)
+
+
+def matrix_groups(model: CostModel) -> list[int]:
+    """Of how many units matrices are brought together at once, beside all: about ``MATRIX_GROUPS`` groups."""
+    units = sum(any(tensor.matrix for tensor in tensors) for tensors in model.tensors.values())
+    found = dict.fromkeys(-(-units // groups) for groups in MATRIX_GROUPS if groups <= units)
+    return [size for size in found if size < units]
 
 
 def _reduces(model: CostModel, message_bytes: int = 0) -> int:

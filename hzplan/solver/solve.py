@@ -259,7 +259,7 @@ def solve_each(
     again: tuple[Recompute, ...] = ("none", "all") if request.recompute == "choose" else (request.recompute,)
     questions, began = [*itertools.product(grammar.triples, again)], time.perf_counter()
     for number, (triple, recompute) in enumerate(questions):
-        pin = f"*={','.join(str(profile.mesh.shards[level]) for level in triple)}"
+        pin = f"*={','.join(map(str, triple.shards(profile.mesh)))}"
         left = request.time_limit_s - (time.perf_counter() - began)
         limit = max(left, 0.1 * request.time_limit_s) / (len(questions) - number)
         pinned = replace(request, pins=(*request.pins, pin), time_limit_s=limit, recompute=recompute)
@@ -353,7 +353,7 @@ def _add_plain(
     pins, known = pins_of(profile, request), set(schemes(settings.model.mesh).values())
     tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all).predicted.period_ns
-    for triple in settings.model.mesh.triples():
+    for triple in settings.model.triples:
         if fastest <= enough_ns:
             return
         if (
@@ -469,13 +469,14 @@ def searches_of(profile: Profile, request: Request, *, on_host: bool = True) -> 
     pools: dict[str, ColumnPool] = {}
     alike: dict[object, ColumnPool] = {}
     grammar, pins = grammar_for(profile, request), pins_of(profile, request)
-    triples = list(model.mesh.triples()) if grammar is None else list(grammar.triples)
+    triples = list(model.triples) if grammar is None else list(grammar.triples)
     some = model.schedule(prefetch=1, accumulation=1, clip=request.clip, offload=request.host_bytes > 0)
     for unit, tensors in tensors_of(profile).items():
         if tensors:
             offload = unit in some.offload_slots
-            allowed = tuple(pins.allowed(t.name, triples, trainable=t.trainable) for t in tensors)
-            key = tuple((t.shape, t.dtype, t.trainable, may) for t, may in zip(tensors, allowed, strict=True))
+            allowed = tuple(pins.allowed(t, triples) for t in tensors)
+            kinds = [(t.shape, t.dtype, t.trainable, t.matrix) for t in tensors]
+            key = tuple(zip(kinds, allowed, strict=True))
             if (key, offload) not in alike:
                 alike[key, offload] = enumerate_patterns(
                     *(tensors, model, triples, allowed if request.pins or grammar is not None else None),

@@ -100,7 +100,7 @@ def build_model(
         batch = tree_map_only(Tensor, lambda t: t.to(ranks.device), workload.batch(size, generator))
         loss = partial(workload.loss, model, batch)
         steps[size] = partial(shared.forward, loss, lambda: calls.current_unit) if shared else loss
-    entries = tuple(unit_entry(unit) for unit in units)
+    entries = tuple(unit_entry(unit, workload.matrices_of(unit)) for unit in units)
     return RunnableModel(workload.name, units, entries, calls, steps, shapes, too_large)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import get_args
 
 from hzplan.core.layout import Dtype
+from hzplan.core.matrices import Shape, newton_schulz_flops
 from hzplan.core.schedule import Use
 from hzplan.errors import UserError
 from hzplan.formats.profile import ModelEntry, TensorEntry, UnitEntry, UseEntry, signature
@@ -41,8 +42,14 @@ def largest_elements(units: Sequence[UnitEntry]) -> int:
     return max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
 
 
-def unit_entry(unit: Unit) -> UnitEntry:
-    """A unit as found in the model."""
+def matrix_shapes(units: Iterable[UnitEntry]) -> list[tuple[int, int]]:
+    """The different shapes of matrices to a matrix optimizer, those with the least work first."""
+    shapes = (Shape.of(tensor.shape) for unit in units for tensor in unit.tensors if tensor.matrix)
+    return sorted({(one.rows, one.columns) for one in shapes}, key=lambda sides: newton_schulz_flops(*sides))
+
+
+def unit_entry(unit: Unit, matrices: Collection[str] = ()) -> UnitEntry:
+    """A unit as found in the model; ``matrices``: the names of those to a matrix optimizer."""
     return UnitEntry(
         name=unit.name,
         module=type(unit.module).__name__,
@@ -52,6 +59,7 @@ def unit_entry(unit: Unit) -> UnitEntry:
                 shape=tensor.shape,
                 dtype=as_dtype(tensor.dtype),
                 trainable=tensor.trainable,
+                matrix=True if tensor.name in matrices else None,
             )
             for tensor in unit.tensors
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.errors import UserError
-from hzplan.formats.profile import OptimizerEntry, OptimizerPoint
+from hzplan.formats.profile import MatrixEntry, MatrixPoint, OptimizerEntry, OptimizerPoint
+from hzplan.models.matrices import MatrixRule
 from hzplan.models.units import master_dtype_of
+from hzplan.models.workload import Workload
 from hzplan.profiler.model.memory import memory_trace
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
 from hzplan.runtime.clipping import clipping, norms, square_sum
+from hzplan.runtime.muon import Muon, orthogonalized
 
 OPTIMIZERS: Mapping[str, partial[Any]] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
     "adam": partial(torch.optim.Adam, fused=True),
     "sgd": partial(torch.optim.SGD, fused=True),
+    "muon": partial(Muon, adjust_lr_fn="match_rms_adamw", adamw={"fused": True}),
 }
-"""torch's optimizers that are measured, with the arguments that make them fast, by names in profiles."""
+"""The optimizers that are measured, with the arguments that make them fast, by names in profiles. Muon's
+learning rate is AdamW's, so that one is enough."""
 
 FIRST_ELEMENTS = 1 << 10
 LAST_ELEMENTS = 16 << 20
@@ -44,6 +49,113 @@ def optimizer_named(name: str) -> partial[Any]:
     if name not in OPTIMIZERS:
         raise UserError(f"field optimizer: {name!r} is not known; this version has {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
+
+
+def for_optimizer(workload: Workload, name: str) -> Workload:
+    """The workload, with the rule of what is a matrix where the optimizer is one for matrices."""
+    if OPTIMIZERS[name].func is not Muon:
+        return replace(workload, matrices=None)
+    return workload if workload.matrices is not None else replace(workload, matrices=MatrixRule())
+
+
+def measure_matrices(
+    ranks: Ranks,
+    name: str,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, int]],
+    compute: Callable[[], None],
+    progress: Callable[[float], None],
+) -> MatrixEntry:
+    """An optimizer's updates of matrices in parts, on all ranks at once: what is element by element on one
+    flat tensor of up to the largest matrix, and Newton–Schulz by shape.
+
+    Of shapes whose work would take longer than ``BUDGET_S`` only the first is measured; the others follow
+    from their work.
+    """
+    group = Muon([nn.Parameter(torch.zeros(1, 1))], **OPTIMIZERS[name].keywords).param_groups[0]
+    largest = max(rows * columns for rows, columns in shapes)
+    wanted = sizes(FIRST_ELEMENTS, min(largest, LAST_ELEMENTS), FACTOR, 1)
+    slices = [_Slice(group, elements, dtype, ranks.device) for elements in wanted]
+    matrices = [torch.randn(shape, device=ranks.device).to(_dtype_of(group)) for shape in shapes]
+    kept = _affordable(ranks, [partial(orthogonalized, one, group) for one in matrices])
+    calls = [*(one.begin for one in slices), *(one.finish for one in slices), *kept]
+
+    def once() -> list[float]:
+        compute()
+        slices[0].begin()
+        return [_seconds(ranks, call) for call in calls]
+
+    [result] = rounds(
+        ranks, [once], at_least=MIN_REPEATS, at_most=MAX_REPEATS, budget_s=BUDGET_S, progress=progress
+    )
+    samples = [*zip(*(seconds for by_rank in result for seconds in by_rank), strict=True)]
+    return MatrixEntry(
+        state_per_element=1,
+        begin=_points(wanted, samples[: len(wanted)]),
+        finish=_points(wanted, samples[len(wanted) : 2 * len(wanted)]),
+        products=tuple(
+            MatrixPoint(
+                rows=rows,
+                columns=columns,
+                seconds=nanoseconds(statistics.median(seconds)),
+                spread=spread(seconds),
+            )
+            for (rows, columns), seconds in zip(shapes, samples[2 * len(wanted) :], strict=False)
+        ),
+    )
+
+
+def _affordable(ranks: Ranks, calls: Sequence[Callable[[], Any]]) -> list[Callable[[], None]]:
+    """The first calls, as many as one after the other take ``BUDGET_S`` at most, and one at least; every rank
+    keeps as many."""
+    kept, took = 0, 0.0
+    for call in calls:
+        took += max(ranks.gather(_seconds(ranks, call)))
+        if kept and took > BUDGET_S:
+            break
+        kept += 1
+    return [partial(_drop, call) for call in calls[:kept]]
+
+
+def _drop(call: Callable[[], Any]) -> None:
+    call()
+
+
+def _dtype_of(group: Mapping[str, Any]) -> torch.dtype:
+    found: torch.dtype = getattr(torch, group["ns_dtype"])
+    return found
+
+
+class _Slice:
+    """A slice of a matrix whose whole is computed elsewhere: the two halves of its step."""
+
+    def __init__(
+        self, group: Mapping[str, Any], elements: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        master_dtype = master_dtype_of(dtype)
+        master = nn.Parameter(torch.ones(elements, dtype=master_dtype, device=device))
+        master.grad = torch.full_like(master, 1e-3)
+        options = {key: value for key, value in group.items() if key != "params"}
+        self._muon, self._master = Muon([{**options, "params": [master]}]), master
+        self._muon.places[master] = [(0, torch.empty(elements, dtype=_dtype_of(group), device=device))]
+        self._muon.shapes[master] = (1, elements)
+        self._published = master.detach().to(dtype) if dtype != master_dtype else None
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Momentum, after the gradient is scaled as under clipping."""
+        assert self._master.grad is not None
+        torch._foreach_mul_([self._master.grad], 1.0)
+        self._muon.step()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The step, and the cast of masters."""
+        self._muon.begun.add(self._master)
+        self._muon.finish()
+        if self._published is not None:
+            self._published.copy_(self._master)
 
 
 def measure_optimizer(
@@ -136,12 +248,18 @@ class _Stepper:
         return self.master.grad
 
 
+def _elementwise(name: str) -> Callable[..., Optimizer]:
+    """The optimizer of what works element by element, which under Muon AdamW does."""
+    made = OPTIMIZERS[name]
+    return partial(torch.optim.AdamW, **made.keywords["adamw"]) if made.func is Muon else made
+
+
 def _stepper(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Stepper:
     master_dtype = master_dtype_of(dtype)
     master = nn.Parameter(torch.ones(elements, dtype=master_dtype, device=device))
     master.grad = torch.full_like(master, 1e-3)
     published = master.detach().to(dtype) if dtype != master_dtype else None
-    stepper = _Stepper(OPTIMIZERS[name]([master], lr=1e-4), master, published)
+    stepper = _Stepper(_elementwise(name)([master], lr=1e-4), master, published)
     stepper.step()
     return stepper
 

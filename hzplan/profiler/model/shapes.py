@@ -83,7 +83,7 @@ def trace_shapes(
     assert passes is not None, "without folding there is a result"
     looked_up = {unit.name for unit in units if _looks_up(unit.module)}
     return Shapes(
-        units=tuple(unit_entry(unit) for unit in units),
+        units=tuple(unit_entry(unit, workload.matrices_of(unit)) for unit in units),
         uses=passes.uses,
         reads=tuple(use.phase == "forward" or use.unit not in looked_up for use in passes.uses),
         costs=passes.costs,

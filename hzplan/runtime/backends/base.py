@@ -78,6 +78,13 @@ class Reductions(ABC):
         held before plus the sum; ``tag``: see ``Gathers``."""
 
 
+class Split(NamedTuple):
+    """A flat buffer, and how many of its elements, one after the other, are of each rank of a group."""
+
+    values: Tensor
+    sizes: Sequence[int]
+
+
 class Rounded(NamedTuple):
     """An all-gather's ``whole`` and ``part`` in the communication dtype, and what brings values there (before
     they are sent) and back (when they have arrived)."""
@@ -117,6 +124,10 @@ class Group(ABC):
     def reduce_scatter(self, buffers: Sequence[Buffers], scratch: Tensor) -> Reductions:
         """Prepare reduce-scatters of one stage. ``scratch``, of any dtype: memory to receive into, where the
         group needs it."""
+
+    @abstractmethod
+    def all_to_all(self, sent: Split, received: Split) -> Collectives:
+        """Prepare an exchange in which every rank sends every other one elements of its own."""
 
     def all_reduce(self, buffers: Sequence[Buffers], scratch: Tensor) -> Collectives:
         """Prepare all-reduces of one stage; each ``part`` is this rank's slice of its ``whole``. Here: a

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, convert
+from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, Split, convert
 from hzplan.runtime.backends.convert import Conversion, back, front
 from hzplan.runtime.faults import Transfer, Work, wait
 
@@ -56,6 +56,10 @@ class ExchangeGroup(Group):
         """See Group. ``scratch``: n elements, or at least 2: two portions, see ``PairwiseReduction``."""
         members = [PairwiseReduction(self, one, scratch.view(one.whole.dtype)) for one in buffers]
         return _Reductions(members, [one.adds for one in buffers])
+
+    def all_to_all(self, sent: Split, received: Split) -> Collectives:
+        """See Group."""
+        return _AllToAll(self, sent, received)
 
     def post_send(self, message: Message, tag: int) -> Transfer:
         """Send a view."""
@@ -128,6 +132,30 @@ class _AllReduces(Collectives):
 
     def end(self) -> None:
         """See Collectives."""
+        wait(self._under_way)
+
+
+class _AllToAll(Collectives):
+    """A message from every rank to every other one that has something for it: in step k to the k-th after it,
+    so that no two send to the same."""
+
+    def __init__(self, group: ExchangeGroup, sent: Split, received: Split) -> None:
+        leaves, arrives = sent.values.split([*sent.sizes]), received.values.split([*received.sizes])
+        place, size = group.place, group.size
+        self._group = group
+        self._own = arrives[place], leaves[place]
+        peers = [((place - step) % size, (place + step) % size) for step in range(1, size)]
+        self._receives = [([arrives[peer]], peer) for peer, _ in peers if arrives[peer].numel()]
+        self._sends = [([leaves[peer]], peer) for _, peer in peers if leaves[peer].numel()]
+
+    def begin(self, tag: int = 0) -> None:
+        tag *= MOST_BUFFERS
+        self._under_way = [self._group.post_receive(message, tag) for message in self._receives]
+        self._under_way += [self._group.post_send(message, tag) for message in self._sends]
+        target, source = self._own
+        target.copy_(source)
+
+    def end(self) -> None:
         wait(self._under_way)
 
 

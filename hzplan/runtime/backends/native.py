@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, convert
+from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, Split, convert
 from hzplan.runtime.backends.convert import Conversion, front
 from hzplan.runtime.faults import Transfer, Work, wait
 
@@ -39,9 +39,17 @@ class NativeGroup(Group):
     def issue_all_reduces(self, wholes: Sequence[Tensor]) -> Work | None:
         """Start sums of each tensor in its place. None: see ``issue_all_gathers``."""
 
+    @abstractmethod
+    def issue_all_to_all(self, sent: Split, received: Split) -> Work | None:
+        """Start an exchange. None: see ``issue_all_gathers``."""
+
     def all_gather(self, buffers: Sequence[Buffers]) -> Collectives:
         """See Group."""
         return _Gathers(self, buffers)
+
+    def all_to_all(self, sent: Split, received: Split) -> Collectives:
+        """See Group."""
+        return _AllToAll(self, sent, received)
 
     def reduce_scatter(self, buffers: Sequence[Buffers], scratch: Tensor) -> Reductions:
         """See Group. Without scratch."""
@@ -70,6 +78,20 @@ class _Gathers(Collectives):
         if self._under_way.work is not None:  # else they are in order on the current stream
             wait([self._under_way])
         convert(self._widen)
+
+
+class _AllToAll(Collectives):
+    def __init__(self, group: NativeGroup, sent: Split, received: Split) -> None:
+        self._group, self._sent, self._received = group, sent, received
+
+    def begin(self, tag: int = 0) -> None:
+        """See Collectives."""
+        self._under_way = Transfer(self._group.issue_all_to_all(self._sent, self._received))
+
+    def end(self) -> None:
+        """See Collectives."""
+        if self._under_way.work is not None:
+            wait([self._under_way])
 
 
 class _Reductions(Reductions):

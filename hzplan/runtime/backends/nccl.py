@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Group
+from hzplan.runtime.backends.base import Group, Split
 from hzplan.runtime.backends.native import NativeGroup, Pair
 from hzplan.runtime.faults import Work
 
@@ -77,6 +77,13 @@ class NcclGroup(NativeGroup):
         with self._together(wholes):
             for whole in wholes:
                 _all_reduce(whole, group=self.handle)
+        return None
+
+    def issue_all_to_all(self, sent: Split, received: Split) -> Work | None:
+        """See NativeGroup. NOT RUN ON A GPU YET."""
+        dist.all_to_all_single(
+            *(received.values, sent.values, [*received.sizes], [*sent.sizes]), group=self.handle
+        )
         return None
 
     def _together(self, several: Sequence[object]) -> Any:

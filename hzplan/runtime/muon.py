@@ -1,0 +1,218 @@
+"""Muon for matrices, with AdamW for the rest: an optimizer of its own, and in halves for sharded matrices.
+
+The mathematics is torch.optim.Muon's (2.13): momentum m ← βm + (1 − β)g, with Nesterov u = (1 − β)g + βm; the
+orthogonalised u by five quintic Newton–Schulz iterations (Jordan et al., 2024, kellerjordan.github.io/posts/
+muon); weights w ← (1 − ηλ)w − η·c·o, c from the shape. Momentum and the step work element by element,
+orthogonalising needs the whole matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from hzplan.core.matrices import STEPS
+from hzplan.errors import UserError
+
+Method = Literal["muon", "adamw"]
+METHODS: tuple[Method, ...] = ("muon", "adamw")
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(Optimizer):
+    """Muon for groups whose ``method`` is "muon" (the default), AdamW for those where it is "adamw".
+
+    ``lr`` … ``adjust_lr_fn`` are torch.optim.Muon's, for the first; ``adamw``: torch.optim.AdamW's, for the
+    others, whose learning rate is ``lr`` where it has none. A tensor of more than two dimensions is a stack
+    of matrices, as of experts.
+    ``ns_dtype``: torch's name of the dtype that Newton–Schulz computes in, and that a matrix travels in.
+    UserError for a group of another method, and for parameters of fewer than two dimensions under Muon.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = STEPS,
+        adjust_lr_fn: str | None = None,
+        ns_dtype: str = "bfloat16",
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise UserError(f"adjust_lr_fn is {adjust_lr_fn!r}; it is original, match_rms_adamw or None")
+        defaults = {
+            "method": "muon",
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+        }
+        groups = [_of_method(group, adamw or {}, lr) for group in _as_groups(params)]
+        self.places: dict[nn.Parameter, list[tuple[int, Tensor]]] = {}
+        """By slice of a matrix where the first half of its update goes, and where it comes back from: from an
+        element on, as many as there are."""
+        self.shapes: dict[nn.Parameter, Sequence[int]] = {}
+        """Of a matrix that is kept flat, or a slice of it, the matrix's shape."""
+        self.begun: set[nn.Parameter] = set()
+        """The slices whose step is half done."""
+        super().__init__(groups, defaults)
+        others = [group for group in self.param_groups if group["method"] == "adamw"]
+        # The same groups and the same state: whoever changes one of them changes AdamW's.
+        self._adamw = AdamW(others) if others else None
+        if self._adamw is not None:
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; of slices (``places``) its first half."""
+        found = None
+        if closure is not None:
+            with torch.enable_grad():
+                found = closure()
+        if self._adamw is not None:
+            self._adamw.step()
+        for group in self.param_groups:
+            for parameter in group["params"] if group["method"] == "muon" else ():
+                if parameter.grad is not None:
+                    self._begin(parameter, group)
+        return found
+
+    def _begin(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        if (places := self.places.get(parameter)) is not None:
+            for start, place in places:
+                place.copy_(update[start : start + place.numel()])
+            self.begun.add(parameter)
+            return
+        shape = self.shapes.get(parameter, parameter.shape)
+        if len(shape) < 2 and parameter.numel():
+            raise UserError("Muon is for matrices, and a parameter has one dimension; give it to AdamW")
+        found = orthogonalized(update.view(shape), group)
+        finish(parameter, found.reshape(parameter.shape), group, shape)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The second half of the step of all slices whose first half there was: their updates are back."""
+        for group in self.param_groups:
+            for parameter in self.begun.intersection(group["params"]):
+                for start, place in self.places[parameter]:
+                    finish(parameter[start : start + place.numel()], place, group, self.shapes[parameter])
+        self.begun.clear()
+
+
+def by_method(
+    groups: Sequence[Mapping[str, Any]],
+    matrices: Mapping[int, str],
+    names: Mapping[int, str],
+    optimizer_class: Callable[..., Optimizer],
+) -> list[dict[str, Any]]:
+    """A user's parameter groups, each of one method: those that name none cut in two, as the plan says.
+
+    ``matrices``, ``names``: by ``id`` the name of parameters that the plan updates as matrices, and of all.
+    UserError where plan and optimizer, or plan and group, differ.
+    """
+    if optimizer_class is not Muon:
+        if matrices:
+            raise UserError(
+                f"the plan updates {min(matrices.values())} and others as matrices; give hzplan.Muon, or "
+                "solve with a profile of another optimizer"
+            )
+        return [dict(group) for group in groups]
+    if not matrices:
+        raise UserError(
+            "the plan updates no tensor as a matrix, and Muon does; profile with --optimizer muon, and solve "
+            "again"
+        )
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        ways: dict[Method, list[nn.Parameter]] = {
+            "muon": [p for p in group["params"] if id(p) in matrices],
+            "adamw": [p for p in group["params"] if id(p) not in matrices],
+        }
+        given = group.get("method")
+        for method, of in ways.items():
+            if of and given is not None and method != given:
+                raise UserError(
+                    f"parameter {names.get(id(of[0]), 'of a group')} is in a group of the method {given}, "
+                    f"but the plan has it under {method}; move it, or profile again with --matrix or "
+                    "--no-matrix"
+                )
+            if of:
+                found.append({**group, "method": method, "params": of})
+    return found
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    listed = list(params)
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+
+
+def _of_method(group: Mapping[str, Any], adamw: Mapping[str, Any], lr: float | Tensor) -> dict[str, Any]:
+    """A group with AdamW's options where that is its method."""
+    method = group.get("method", "muon")
+    if method not in METHODS:
+        raise UserError(f"a parameter group has the method {method!r}; known are {', '.join(METHODS)}")
+    if method == "muon":
+        return dict(group)
+    defaults = AdamW([nn.Parameter(torch.zeros(0))]).defaults
+    return {**defaults, "lr": lr, **adamw, **group}
+
+
+@torch.no_grad()
+def orthogonalized(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """About the orthogonal matrix nearest to ``update`` [..., rows, columns], in the group's ``ns_dtype``:
+    U·S·Vᵀ with singular values S between 0.5 and 1.5 (see the module)."""
+    if update.ndim > 2:
+        return torch.stack([orthogonalized(one, group) for one in update])
+    a, b, c = group["ns_coefficients"]
+    found = update.to(getattr(torch, group["ns_dtype"]), copy=True)
+    tall = found.size(0) > found.size(1)
+    if tall:
+        found = found.T
+    found.div_(found.norm().clamp(min=group["eps"]))
+    for _ in range(group["ns_steps"]):
+        gram = found @ found.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, polynomial, found, beta=a)
+    return found.T if tall else found
+
+
+def finish(parameter: Tensor, update: Tensor, group: Mapping[str, Any], shape: Sequence[int]) -> None:
+    """Decay and step of a parameter, or a slice of one of ``shape``, by an orthogonalised update."""
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    rate = group["lr"] * scale(group["adjust_lr_fn"], shape)
+    if isinstance(rate, Tensor):
+        parameter.add_(update * -rate)
+    else:
+        parameter.add_(update, alpha=-rate)
+
+
+def scale(adjust: str | None, shape: Sequence[int]) -> float:
+    """The factor on a matrix's learning rate: √max(1, rows/columns), or that which gives its update AdamW's
+    usual size, 0.2·√max(rows, columns) (Moonlight, arXiv 2502.16982, §2.2)."""
+    rows, columns = shape[-2:]
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
