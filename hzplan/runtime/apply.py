@@ -315,15 +315,18 @@ def _updated_together(states: Iterable[UnitState], schedule: Schedule) -> list[s
     """The units that one call of the optimizer updates, in the order of updates: those that nobody gathers
     afterwards, where all are updated at the end of a step.
 
-    Compute waits for the first of them before it reads any other.
+    Compute waits for the first of them before it reads any other: where updates are on a stream of their own,
+    as with matrices that are brought together, a prefetch may not.
     """
-    if not schedule.clip or schedule.offload_slots:
+    listed = list(states)
+    assembles = any(bucket.assembles for state in listed for bucket in state.trainable_buckets)
+    if not schedule.clip or schedule.offload_slots or assembles:
         return []
     alone = {
         state.name
-        for state in states
+        for state in listed
         if not any(
-            bucket.assembles or bucket.collectives(Kind.PARAM_GATHER, tier)
+            bucket.collectives(Kind.PARAM_GATHER, tier)
             for bucket in state.trainable_buckets
             for tier in range(schedule.tiers)
         )
