@@ -103,6 +103,23 @@ def random_profile(
     )
 
 
+def with_matrices(profile: Profile, rng: random.Random) -> Profile:
+    """A first tensor of one or two units, of those that are trained, as a matrix to Muon."""
+    content = profile.model_dump(mode="json")
+    able = [unit for unit in content["units"] if unit["tensors"][0]["trainable"]]
+    for unit in rng.sample(able, min(len(able), rng.choice((1, 2)))):
+        sides = [rng.randint(8, 70), rng.randint(8, 70)]
+        unit["tensors"][0] |= {"shape": sides, "matrix": True}
+    points = [{"elements": 5000, "seconds": rng.uniform(1, 60) * 1e-6, "spread": 0.0}]
+    content["optimizer"]["matrix"] = {
+        "state_per_element": 1,
+        "begin": points,
+        "finish": points,
+        "products": [{"rows": 40, "columns": 40, "seconds": rng.choice((1e-6, 5e-5, 5e-4)), "spread": 0.0}],
+    }
+    return Profile.model_validate(content)
+
+
 def _host(rng: random.Random) -> dict[str, Any] | None:
     """In half of all."""
     if rng.random() < 0.5:
@@ -282,16 +299,22 @@ def _options(
 ) -> list[UnitCost]:
     """``pins``: by a tensor's whole name."""
     found = {}
-    shards = model.mesh.shards
-    for triples in itertools.product(model.mesh.triples(), repeat=len(specs)):
+    several = [
+        [triple for triple in model.triples if spec.matrix or triple.matrix in ("", "repeated")]
+        for spec in specs
+    ]
+    for triples in itertools.product(*several):
         levels = tuple(
-            triple if spec.trainable else Levels(triple.param, triple.param, triple.param)
+            triple._replace(matrix=triple.matrix if spec.matrix else "")
+            if spec.trainable
+            else Levels(triple.param, triple.param, triple.param)
             for triple, spec in zip(triples, specs, strict=True)
         )
-        cut = {t.name: tuple(shards[k] for k in triple) for t, triple in zip(specs, levels, strict=True)}
+        cut = {t.name: triple.shards(model.mesh) for t, triple in zip(specs, levels, strict=True)}
         if all(_as_pinned(of, pins.get(name, "*,*,*")) for name, of in cut.items()):
             found[levels] = model.unit(bucketise(zip(specs, levels, strict=True), model.mesh))
-    moved = [model.offloaded(cost) for cost in found.values()] if offload else []
+    may_move = offload and not any(spec.matrix for spec in specs)
+    moved = [model.offloaded(cost) for cost in found.values()] if may_move else []
     return [*found.values(), *(cost for cost in moved if cost.host_bytes)]
 
 

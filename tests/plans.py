@@ -10,6 +10,7 @@ from torch import nn
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
+from hzplan.core.matrices import MatrixWay
 from hzplan.core.recompute import HOST, Recomputed
 from hzplan.core.schedule import Use
 from hzplan.formats.plan import (
@@ -27,7 +28,8 @@ from hzplan.formats.plan import (
 )
 from hzplan.formats.profile import signature
 from hzplan.models.hooks import attach
-from hzplan.models.units import find_units
+from hzplan.models.matrices import MatrixRule
+from hzplan.models.units import Unit, find_units
 from hzplan.models.workload import Workload, load
 
 
@@ -65,8 +67,11 @@ def make_plan(
     reduce_dtype: Dtype | None = None,
     recompute: Collection[str] | Recomputed = (),
     offload: Collection[str] = (),
+    matrix: MatrixWay = "",
+    matrix_units: int | None = None,
 ) -> Plan:
     """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3);
+    ``matrix``: how Muon's updates get hidden matrices, and ``matrix_units`` of how many units at once;
     ``recompute``: units that compute their forward again; ``offload``: units whose optimizer state lies in
     the host's memory."""
     workload = load(workload) if isinstance(workload, str) else workload
@@ -77,7 +82,18 @@ def make_plan(
 
     def shards(unit: str) -> Shards:
         chosen = levels(unit) if callable(levels) else levels or Levels(*[shape.levels] * 3)
-        return Shards(**{name: shape.shards[level] for name, level in chosen._asdict().items()})
+        param, grad, optim = chosen.shards(shape)
+        return Shards(param=param, grad=grad, optim=optim)
+
+    def buckets(unit: Unit) -> tuple[BucketEntry, ...]:
+        matrices = MatrixRule().of(unit) if matrix else frozenset()
+        names = [tensor.name for tensor in unit.tensors]
+        parts = [[n for n in names if n not in matrices], [n for n in names if n in matrices]]
+        return tuple(
+            BucketEntry(shards=shards(unit.name), matrix=way or None, tensors=tuple(of))
+            for of, way in zip(parts, ("", matrix), strict=True)
+            if of
+        )
 
     tensors = [tensor.computed_in(dtype) for unit in units for tensor in unit.tensors]
     names = tuple(f"tier {tier}" for tier in range(len(shape.tiers)))
@@ -100,6 +116,7 @@ def make_plan(
         ),
         prefetch=prefetch,
         gradient_buffers=prefetch + 1,
+        matrix_units=matrix_units,
         copy_uses=prefetch + 1 if HOST in ways.values() else None,
         source=Source(
             profile="profile.json",
@@ -123,11 +140,7 @@ def make_plan(
                 requires=unit.requires,
                 recompute=recompute_entry(ways.get(unit.name)),
                 offload=True if unit.name in offload else None,
-                buckets=(
-                    (BucketEntry(shards=shards(unit.name), tensors=tuple(t.name for t in unit.tensors)),)
-                    if unit.tensors
-                    else ()
-                ),
+                buckets=buckets(unit),
             )
             for unit in units
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ def in_threads(
     initial: nn.Module,
     rank: Callable[[int, nn.Module, ShardedOptimizer], T],
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
+    **arguments: Any,
 ) -> list[T]:
     """What ``rank(number, model, optimizer)`` returns for every rank, each with a copy of ``initial``."""
     post = Post(plan.mesh.world)
@@ -34,7 +35,7 @@ def in_threads(
             Choice.of(plan),
             optimizer_class,
             world=ThreadWorld(post, number),
-            lr=0.1,
+            **{"lr": 0.1, **arguments},
         )
         found[number] = rank(number, model, optimizer)
         optimizer.engine.close()

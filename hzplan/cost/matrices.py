@@ -90,6 +90,12 @@ def buffer_bytes(units: Iterable[UnitCost]) -> int:
     return received + sum(unit.matrix_bytes for unit in listed)
 
 
+def least_buffer_bytes(unit: UnitCost) -> int:
+    """Bytes of such a buffer that are sure to be a unit's: of what hosts receive each one's share."""
+    received = sum(one.rows * one.columns / one.ranks for one in unit.hosted)
+    return unit.matrix_bytes + int(received) * ORTHOGONALIZED_BYTES
+
+
 @lru_cache(maxsize=4096)
 def _loads(hosted: tuple[Hosted, ...]) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Nanoseconds and elements by host, for each number of ranks that share; ``core.matrices.hosts`` says who

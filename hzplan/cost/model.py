@@ -78,14 +78,19 @@ class CostModel:
     def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
         """Nanoseconds of a collective on a stage; ``nbytes``: of its whole, gathered, buffer.
 
-        An all-reduce that was not measured is taken for the two collectives that it replaces. An all-to-all
-        of matrices, whose stage may span tiers, is taken for gathers of ``nbytes``, all that a rank sends,
-        on each tier: of what goes in n shares to n ranks, (n − 1)/n goes to others.
+        An all-reduce that was not measured is taken for the two collectives that it replaces; an all-to-all
+        of ``nbytes``, all that a rank sends, for a gather that ends with as many, in which as many arrive.
+        Over a stage that spans tiers it is one on each: of what goes in n shares to n ranks, (n − 1)/n
+        leaves.
         """
         key = operation, stage, nbytes
         if key not in self._known and operation == "all_to_all":
-            stages = [self.mesh.stage_in_tier(t, *stage) for t in range(len(self.mesh.tiers))]
-            self._known[key] = sum(self.collective_ns("all_gather", one, nbytes) for one in stages if one)
+            self._known[key] = sum(
+                round(interpolate(curve, nbytes) * 1e9)
+                for tier in range(len(self.mesh.tiers))
+                if (one := self.mesh.stage_in_tier(tier, *stage)) is not None
+                for curve in [self._curves.get((operation, *one)) or self._curves["all_gather", *one]]
+            )
         elif key not in self._known:
             curve = self._curves.get((operation, *stage))
             if curve is None and operation == "all_reduce":

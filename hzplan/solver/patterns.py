@@ -25,6 +25,7 @@ from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.recompute import WAYS, Way
 from hzplan.core.schedule import Kind
+from hzplan.cost.matrices import least_buffer_bytes
 from hzplan.cost.model import REDUCED_TOGETHER, CostModel
 from hzplan.cost.unit import BucketCost, UnitCost
 from hzplan.errors import UserError
@@ -73,8 +74,9 @@ class ColumnPool:
     """The columns of one unit: its patterns, none dominated by another.
 
     ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
-    bytes ``resident``, ``unshard``, ``gradient_buffer``, ``temporary``, ``host`` [patterns] and ``scratch``
-    [patterns, tiers]. ``host`` is above 0 where the optimizer state lies in the host's memory.
+    bytes ``resident``, ``unshard``, ``gradient_buffer``, ``temporary``, ``host``, ``matrix`` [patterns] and
+    ``scratch`` [patterns, tiers]. ``host`` is above 0 where the optimizer state lies in the host's memory;
+    ``matrix``: of a group's buffer what is sure to be this unit's.
     ``ways`` [patterns]: of a recompute choice (``recompute_pool``) its ways, else None.
     """
 
@@ -86,6 +88,7 @@ class ColumnPool:
     scratch: NDArray[np.int64]
     temporary: NDArray[np.int64]
     host: NDArray[np.int64]
+    matrix: NDArray[np.int64]
     ways: tuple[Way | None, ...]
 
     @cached_property
@@ -104,8 +107,8 @@ class ColumnPool:
         """Indices of the patterns that are not dominated in bytes; enough where time is ignored."""
         numbers = np.array([0 if way is None else 1 + WAYS.index(way) for way in self.ways])
         recompute = (numbers, -numbers)  # each needs less memory than the others at some events
-        parts = (self.resident, self.unshard, self.gradient_buffer, self.temporary, self.host, *recompute)
-        sizes = np.column_stack([*parts, self.scratch])
+        parts = (self.resident, self.unshard, self.gradient_buffer, self.temporary, self.host, self.matrix)
+        sizes = np.column_stack([*parts, *recompute, self.scratch])
         return _undominated(sizes[:, :0], sizes)
 
 
@@ -165,7 +168,8 @@ def enumerate_patterns(
         gradient_buffer=sizes[:, 2],
         temporary=sizes[:, 3],
         host=sizes[:, 4],
-        scratch=sizes[:, 5:],
+        matrix=sizes[:, 5],
+        scratch=sizes[:, 6:],
         ways=(None,) * len(kept),
     )
 
@@ -198,6 +202,7 @@ def recompute_pool(tiers: int, ways: Sequence[Way | None]) -> ColumnPool:
         gradient_buffer=none,
         temporary=none,
         host=none,
+        matrix=none,
         scratch=np.zeros((len(ways), tiers), dtype=np.int64),
         ways=tuple(ways),
     )
@@ -205,7 +210,7 @@ def recompute_pool(tiers: int, ways: Sequence[Way | None]) -> ColumnPool:
 
 def _sizes(cost: UnitCost) -> list[int]:
     fixed = [cost.resident_bytes, cost.unshard_bytes, cost.gradient_buffer_bytes, cost.update_temporary_bytes]
-    return [*fixed, cost.host_bytes, *cost.scratch_bytes]
+    return [*fixed, cost.host_bytes, least_buffer_bytes(cost), *cost.scratch_bytes]
 
 
 def _undominated(durations: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[int]:

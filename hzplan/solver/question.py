@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hzplan.core.buffers import Slots
+from hzplan.core.buffers import MATRIX_SLOTS, Slots
 from hzplan.core.recompute import HOST, only
-from hzplan.core.schedule import Schedule
+from hzplan.core.schedule import Kind, Schedule
 from hzplan.cost.model import CostModel
 from hzplan.solver.paths import MS, Network
 from hzplan.solver.patterns import ColumnPool
@@ -139,13 +139,29 @@ class Question:
         """The part of the host's memory that a rank may take, MiB."""
         return self.host_bytes * MIB
 
+    @property
+    def _matrix_slots(self) -> list[Buffer]:
+        """The buffers in which matrices come together: a group of units is an event that asks for its own."""
+        groups = [task.units for task in self.schedule.tasks if task.kind is Kind.ORTHOGONALIZE]
+        found = []
+        for slot in range(min(MATRIX_SLOTS, len(groups))):
+            own = groups[slot::MATRIX_SLOTS]
+            added = {
+                unit: np.outer(self.pools[unit].matrix * MIB, [unit in group for group in own])
+                for unit in {unit for group in own for unit in group}
+                if self.pools[unit].matrix.any()
+            }
+            if added:
+                found.append(Buffer(f"matrix_slot_{slot}", {}, Events(np.zeros(len(own)), added)))
+        return found
+
     @cached_property
     def memory_use(self) -> MemoryUse:
         """The memory of all patterns, resident and in shared buffers.
 
-        Shared buffers: every unshard, gradient and offload slot, scratch of each tier, activations, and the
-        optimizer's temporaries; with clipping the last two share one buffer, because they are not alive at
-        the same time. A slot with one user counts as resident memory of that unit.
+        Shared buffers: every unshard, gradient, offload and matrix slot, scratch of each tier, activations,
+        and the optimizer's temporaries; with clipping the last two share one buffer, because they are not
+        alive at the same time. A slot with one user counts as resident memory of that unit.
         """
         pools, slots = self.pools, self.slots
         resident = {unit: pool.resident * MIB for unit, pool in pools.items()}
@@ -171,6 +187,7 @@ class Question:
             share(f"host_slot_{slot}", users)
         for tier in range(self.short.tiers):
             share(f"exchange_{tier}", {u: pool.scratch[:, tier] for u, pool in pools.items()})
+        shared += self._matrix_slots
         updates = {unit: pool.temporary for unit, pool in pools.items() if pool.temporary.any()}
         if not self.short.clip:
             share("update", updates)

@@ -281,8 +281,8 @@ def test_level_of_is_the_coarsest_level_with_so_many_shards(mesh: Mesh) -> None:
 def test_triples_are_legal_and_complete(mesh: Mesh) -> None:
     triples = mesh.triples()
     assert len(set(triples)) == len(triples)
-    assert all(t.legal and max(t) <= mesh.levels for t in triples)
-    as_shards = [tuple(mesh.shards[level] for level in t) for t in triples]
+    assert all(t.legal and max(t.three) <= mesh.levels for t in triples)
+    as_shards = [t.shards(mesh) for t in triples]
     assert len(set(as_shards)) == len(as_shards)  # no two say the same
     counts = sorted(set(mesh.shards))
     assert set(as_shards) == {

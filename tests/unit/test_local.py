@@ -29,10 +29,9 @@ def test_ends_where_no_tensor_alone_does_better(seed: int, monkeypatch: pytest.M
         return one.memory.peak <= budget
 
     tensors = {unit: specs for unit, specs in tensors_of(profile).items() if specs}
-    trained = {unit: [tensor.trainable for tensor in specs] for unit, specs in tensors.items()}
     known = {unit: [start.levels[unit]] for unit in tensors}
     recomputable = [Choosable((unit,), (None, *ways)) for unit, ways in model.ways.items()]
-    around = Surroundings([[unit] for unit in tensors], trained, known, model.mesh.triples(), recomputable)
+    around = Surroundings([[unit] for unit in tensors], tensors, known, model.mesh.triples(), recomputable)
     found = improve(start, replays, around, fits)
     assert fits(found)
     assert found.predicted.period_ns <= start.predicted.period_ns
@@ -71,7 +70,6 @@ def test_is_over_when_enough_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         return evaluate(model, levels, schedule, 1)
 
     units = [[unit] for unit, specs in tensors_of(profile).items() if specs]
-    trained = {unit: [t.trainable for t in specs] for unit, specs in tensors_of(profile).items()}
-    around = Surroundings(units, trained, {unit: [] for [unit] in units}, model.mesh.triples())
+    around = Surroundings(units, tensors_of(profile), {unit: [] for [unit] in units}, model.mesh.triples())
     improve(start, [replay], around, lambda one: True)
     assert len(tried) <= 1
