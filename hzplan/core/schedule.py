@@ -483,20 +483,23 @@ class _Builder:
                 # then still waits for what this one waited for.
                 self.fetch(self.order[following], after=[self.stored[unit], *held], position=position)
         if unit in self.ends:
-            self.assemble(self.ends[unit], after=updated, position=position)
+            self.assemble(self.ends[unit], position)
 
-    def assemble(self, units: tuple[str, ...], *, after: int, position: int) -> None:
+    def assemble(self, units: tuple[str, ...], position: int) -> None:
         """Bring a group's matrices together, and compute the updates of the group before it."""
+        after = [self.updated[unit] for unit in units]
         for tier in reversed(range(self.tiers)):
-            after = self.add(
-                *(Kind.ASSEMBLE, f"{EXCHANGE_STREAM}.{tier}"),
-                after=[after],
-                units=units,
-                tier=tier,
-                position=position,
-            )
+            after = [
+                self.add(
+                    *(Kind.ASSEMBLE, f"{EXCHANGE_STREAM}.{tier}"),
+                    after=after,
+                    units=units,
+                    tier=tier,
+                    position=position,
+                )
+            ]
         self.orthogonalize(position)
-        self.assembling.append((units, after))
+        self.assembling.append((units, after[0]))
 
     def orthogonalize(self, position: int) -> None:
         """Compute the updates of the matrices that are on their way to their hosts, and send them back."""

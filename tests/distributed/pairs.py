@@ -25,10 +25,12 @@ from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.entries import whole
 from hzplan.core.hierarchy import Mesh
+from hzplan.core.matrices import MATRIX_WAYS
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import Checkpoint
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload, load
+from hzplan.runtime.muon import Muon
 from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.distributed.ranks import on_ranks
 from tests.plans import make_plan
@@ -52,6 +54,7 @@ def random_plan(rng: random.Random, meshes: tuple[str, ...], dtype: str, optimiz
         dtype=dtype,  # type: ignore[arg-type]
         micro_batch=1,
         offload=[unit for unit in ("embed", "layers.0", "layers.1", "norm", "head") if host.random() < 0.4],
+        matrix=host.choice(MATRIX_WAYS) if optimizer == "muon" else "",
     )
 
 
@@ -59,7 +62,7 @@ def pair(seed: int, most: int) -> tuple[Plan, Plan]:
     """Two plans of at most so many ranks; their dtypes may differ, master weights do not."""
     rng = random.Random(f"pair {seed}")
     meshes = tuple(mesh for mesh in MESHES if Mesh.parse(mesh).world <= most)
-    optimizer = rng.choice(("adamw", "sgd-momentum", "adam"))
+    optimizer = rng.choice(("adamw", "sgd-momentum", "adam", "muon"))
     plans = [random_plan(rng, meshes, rng.choice(("float32", "bfloat16")), optimizer) for _ in range(2)]
     return plans[0], plans[1]
 
@@ -83,6 +86,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "muon": (Muon, {}),
 }
 
 
