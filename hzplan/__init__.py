@@ -3,7 +3,8 @@
 ``hzplan.auto`` measures, plans and shards in the job that trains; ``hzplan.parallelize`` shards a model as a
 plan says; ``hzplan.Plan.load`` reads a plan; ``hzplan.deferred_init`` makes a model that is larger than a
 rank; ``hzplan.Checkpoints`` saves and loads what is trained, and ``hzplan.load_dcp`` takes over what FSDP2
-has trained. Everything else is the command line's (``hzplan --help``).
+has trained. ``hzplan.Muon`` is the matrix optimizer that plans know. Everything else is the command line's
+(``hzplan --help``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hzplan.models.deferred import deferred_init as deferred_init
     from hzplan.runtime.apply import full_parameters as full_parameters
     from hzplan.runtime.apply import parallelize as parallelize
+    from hzplan.runtime.muon import Muon as Muon
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,7 @@ _HOMES = {
     "load_dcp": "hzplan.checkpoint.from_dcp",
     "full_parameters": "hzplan.runtime.apply",
     "parallelize": "hzplan.runtime.apply",
+    "Muon": "hzplan.runtime.muon",
 }
 
 

@@ -74,6 +74,11 @@ class _Prepared(NamedTuple):
 
 def _prepare(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer) -> _Prepared:
     source, updates = open_source(path), optimizer.updates
+    if updates.class_name == "Muon":
+        raise UserError(
+            f"{path}: optimizer state of Muon is not read from such folders; begin with its weights (hzplan "
+            "run --weights), or go on from a checkpoint of hzplan's own"
+        )
     names = Names(source, model)
     weights = names.weights()
     trained = [name for name in names.firsts if model.get_parameter(name).requires_grad]

@@ -49,6 +49,7 @@ def command(
     from hzplan.formats.base import write_text
     from hzplan.formats.plan import Plan
     from hzplan.formats.source import profile_of
+    from hzplan.solver.target import no_matrices
 
     if to not in TARGETS:
         raise UserError(f"--to {to}: one of {', '.join(TARGETS)}")
@@ -58,6 +59,8 @@ def command(
         check_writable(output, keep=[plan])
     chosen = Plan.load(plan)
     check_alone(plan, chosen, "export")
+    if any(bucket.matrix for unit in chosen.units for bucket in unit.buckets):
+        raise UserError(f"{plan}: {no_matrices(to, chosen.optimizer)}")
     try:
         profile = profile_of(plan, chosen)
     except UserError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,22 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="What the model computes in: fp32, or bf16 with fp32 master weights.")
     ] = "fp32",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
+    optimizer: Annotated[
+        str,
+        typer.Option(help="adamw, adam, sgd, or muon: Muon for hidden matrices, AdamW for all others."),
+    ] = "adamw",
+    matrix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With muon: parameters, by name with wildcards, that are matrices beside those of two "
+            "dimensions inside of repeated blocks; may be repeated.",
+        ),
+    ] = None,
+    no_matrix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="With muon: parameters that are not; may be repeated."),
+    ] = None,
     mesh: Annotated[
         str | None, typer.Option(help="Ranks per tier, fastest first, as in 8|16; by default found out.")
     ] = None,
@@ -126,6 +141,7 @@ def command(
         *(model, seq_len, _micro_batches(micro_batch), _dtype(dtype), optimizer, mesh, output),
         units=tuple(unit or ()),
         known=tuple(known or ()),
+        matrices=_matrices(optimizer, matrix or (), no_matrix or ()),
         how_modelled=_how_modelled(kernels, attention, recompute, analytic=analytic),
     )
     if known and analytic:
@@ -226,6 +242,7 @@ class _ModelProfiling:
     units: tuple[str, ...] = ()
     known: tuple[Path, ...] = ()
     how_modelled: tuple[tuple[str, str], ...] = ()
+    matrices: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def check(self, world: int) -> None:
         """UserError for a mesh of another world."""
@@ -234,6 +251,7 @@ class _ModelProfiling:
     def ready(self, *, writes: bool = True) -> Workload:
         """The model; UserError when it cannot be had or measured, or the profile not be written."""
         from hzplan.cli.paths import check_writable
+        from hzplan.models.matrices import MatrixRule
         from hzplan.models.workload import load
         from hzplan.profiler.model.optimizer import OPTIMIZERS
 
@@ -242,7 +260,8 @@ class _ModelProfiling:
         self.read_known()
         if self.optimizer not in OPTIMIZERS:
             raise UserError(f"--optimizer {self.optimizer} is not known; use {', '.join(OPTIMIZERS)}")
-        return replace(load(self.model, seq_len=self.seq_len), units=self.units)
+        rule = None if self.matrices is None else MatrixRule(*self.matrices)
+        return replace(load(self.model, seq_len=self.seq_len), units=self.units, matrices=rule)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -371,6 +390,17 @@ def _how_modelled(
             raise UserError(f"--{name} {value} is not known; use {', '.join(known)}")
     found = [("kernels", kernels), ("recompute", recompute)]
     return (*found, *([("attention", attention)] if attention is not None else []))
+
+
+def _matrices(
+    optimizer: str, more: Sequence[str], without: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """What --matrix and --no-matrix say; UserError without an optimizer that has matrices."""
+    if not more and not without:
+        return None
+    if optimizer != "muon":
+        raise UserError(f"--matrix and --no-matrix are for --optimizer muon, not {optimizer}")
+    return tuple(more), tuple(without)
 
 
 def _micro_batches(text: str) -> tuple[int, ...]:

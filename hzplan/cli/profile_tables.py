@@ -11,6 +11,8 @@ from rich.table import Table
 
 from hzplan.cli import console
 from hzplan.core.hierarchy import Mesh
+from hzplan.core.matrices import Shape
+from hzplan.cost.model import CostModel
 from hzplan.formats.links import Links
 from hzplan.formats.profile import Profile, UnitEntry, UseCost
 
@@ -32,11 +34,36 @@ def show(profile: Profile, path: Path, *, as_json: bool) -> None:
         return
     out = console.stdout()
     out.print(_units(profile, micro_batch))
+    if profile.optimizer.matrix is not None:
+        out.print(_matrices(profile), soft_wrap=True, markup=False)
     if profile.collectives:
         out.print(_links(profile))
     _name_slow(profile)
     _mark_scattered(profile)
     out.print(f"Wrote {path}. Next:\n  {following}", soft_wrap=True, markup=False)
+
+
+def _matrices(profile: Profile) -> str:
+    """Which parameters the optimizer updates as matrices, and what orthogonalising all of them takes."""
+    tensors = [tensor for unit in profile.units for tensor in unit.tensors if tensor.trainable]
+    own = [tensor for tensor in tensors if tensor.matrix]
+    kinds: dict[str, int] = {}
+    for tensor in own:
+        shape = "×".join(map(str, tensor.shape))
+        kinds[shape] = kinds.get(shape, 0) + 1
+    listed = ", ".join(f"{many} of {shape}" for shape, many in [*kinds.items()][:4])
+    more = f" and {len(kinds) - 4} more shapes" if len(kinds) > 4 else ""
+    costs = CostModel(profile).matrices
+    assert costs is not None
+    alone = sum(
+        shape.many * costs.orthogonalize_ns(shape.rows, shape.columns)
+        for shape in (Shape.of(tensor.shape) for tensor in own)
+    )
+    return (
+        f"{profile.optimizer.name}: {len(own)} parameters are matrices, {listed}{more}; orthogonalising all "
+        f"on one rank takes {console.duration(alone / 1e9)}. {len(tensors) - len(own)} others: AdamW. "
+        "--matrix and --no-matrix change which.\n"
+    )
 
 
 def show_links(links: Links, path: Path, *, as_json: bool) -> None:

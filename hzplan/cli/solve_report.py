@@ -404,6 +404,8 @@ def _shards(unit: PlanUnit) -> str:
     parts = []
     for bucket in sorted(unit.buckets, key=lambda bucket: -len(bucket.tensors)):
         shards = readable.shards(bucket.shards.param, bucket.shards.grad, bucket.shards.optim)
+        if bucket.matrix is not None:
+            shards += f", matrices {bucket.matrix}"
         if len(unit.buckets) == 1:
             return shards
         prefix = f"{unit.name}."

@@ -16,6 +16,7 @@ from hzplan.core.layout import Dtype
 from hzplan.core.recompute import Way
 from hzplan.core.schedule import Pace
 from hzplan.core.units import beside_each_other
+from hzplan.errors import UserError
 from hzplan.formats.plan import Target
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Evaluation
@@ -83,6 +84,8 @@ def grammar_of(
     micro-batches, of the largest size; ``reduce_dtype``: what gradients travel in; None: as they are kept."""
     if target is None:
         return None
+    if profile.optimizer.matrix is not None:
+        raise UserError(f"--for {target}: {no_matrices(target, profile.optimizer.name)}")
     mesh, requires = profile.mesh, {unit.name: unit.requires for unit in profile.units}
     root = frozenset(beside_each_other(requires) | {""})
     if target == "fsdp2":
@@ -94,6 +97,23 @@ def grammar_of(
         return Grammar(tuple(found), False, SELECTIVE, GRADIENT_BUFFERS, root, GRADIENT_BUFFERS)
     triples = _deepspeed(mesh) if target == "deepspeed" else _megatron_fsdp(mesh)
     return Grammar(tuple(dict.fromkeys(triples)), True, ("full",), 1, frozenset())
+
+
+_OWN_DIVISION: Mapping[str, str] = {
+    "fsdp2": "torch.optim.Muon takes whole matrices, and FSDP2's parameters are in shards",
+    "deepspeed": "DeepSpeed's Muon computes a matrix on every rank that has a part of it",
+    "megatron-fsdp": "Megatron's layer-wise optimizer chooses owners by itself",
+    "megatron-fsdp-v2": "Megatron's layer-wise optimizer chooses owners by itself",
+}
+
+
+def no_matrices(target: str, optimizer: str) -> str:
+    """Why a plan of a matrix optimizer is for no other runtime, and what to do."""
+    reason = _OWN_DIVISION[target.removesuffix("-mics")]
+    return (
+        f"{target} cannot be told who updates which matrix under {optimizer}: {reason}; train with hzplan "
+        "run or hzplan.parallelize, or profile with --optimizer adamw"
+    )
 
 
 def _fsdp2(mesh: Mesh, *, accumulates: bool) -> Iterable[Levels]:
