@@ -65,7 +65,8 @@ def command(
             metavar="PEERS",
             help="Measure the plan beside others, in turns of a few steps: ddp, zero1, fsdp2, fsdp2-keep, "
             "hsdp, tp-dp, deepspeed1, deepspeed3, megatron-fsdp, one-stream, no-threads, or other plans' "
-            "files, with commas between. ddp@3: in 3 buckets (zero1, tp-dp); fsdp2@2: 2 blocks gathered "
+            "files, with commas between; under Muon also owners, owners-size, owners-work (DDP whose ranks "
+            "update matrices whole). ddp@3: in 3 buckets (zero1, tp-dp); fsdp2@2: 2 blocks gathered "
             "ahead (fsdp2-keep, hsdp).",
         ),
     ] = None,

@@ -13,7 +13,10 @@ from hzplan.formats.plan import Plan
 if TYPE_CHECKING:
     from hzplan.peers.contender import Contender, Setting
 
-PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3", "megatron-fsdp")
+PEERS = (
+    *("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3", "megatron-fsdp"),
+    *("owners", "owners-size", "owners-work"),
+)
 """Other systems that ``hzplan run --against`` knows."""
 
 SETTINGS: Mapping[str, str] = {
@@ -85,6 +88,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
     from hzplan.peers.fsdp2 import FSDP2, HSDP
     from hzplan.peers.hzplan import Hzplan
     from hzplan.peers.megatron_fsdp import MegatronFSDP
+    from hzplan.peers.owners import OWNERS, OwnersMuon
     from hzplan.peers.tensor_parallel import TensorParallel
     from hzplan.runtime.executor import Streams
 
@@ -98,6 +102,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         "deepspeed1": partial(DeepSpeed, setting, 1),
         "deepspeed3": partial(DeepSpeed, setting, 3),
         "megatron-fsdp": partial(MegatronFSDP, setting),
+        **{name: partial(OwnersMuon, setting, name=name) for name in OWNERS},
         "one-stream": partial(Hzplan, setting, name="one-stream", streams=Streams.ONE),
         "no-threads": partial(Hzplan, setting, name="no-threads", streams=Streams.NONE),
     }

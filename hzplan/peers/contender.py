@@ -19,8 +19,11 @@ from torch.optim import Optimizer
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
 from hzplan.peers import processors
+from hzplan.peers.gathered_muon import GatheredMuon
+from hzplan.peers.gathered_muon import groups as matrix_groups
 from hzplan.profiler.model.optimizer import optimizer_named
 from hzplan.profiler.session.ranks import Ranks
+from hzplan.runtime.muon import Muon
 from hzplan.training.batches import Batches
 from hzplan.training.measure import alive_bytes, peak_memory_bytes
 from hzplan.training.step import forward_backward
@@ -162,7 +165,10 @@ class Trainer:
     def make_optimizer(self) -> None:
         """Make ``optimizer``, the plan's, for all of ``model``."""
         made, arguments = self.setting.optimizer_class()
-        self.optimizer = made(self.model.parameters(), **arguments)
+        if made is Muon:
+            self.optimizer = GatheredMuon(matrix_groups(self.model, self.setting.plan), **arguments)
+        else:
+            self.optimizer = made(self.model.parameters(), **arguments)
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         """What a micro-batch runs in; ``last``: whether gradients must be complete after it."""

@@ -12,6 +12,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hzplan.peers.contender import Setting, Trainer
+from hzplan.peers.gathered_muon import groups
+from hzplan.runtime.muon import Muon
 
 BUCKETS = 6
 """A model smaller than a few of DDP's default buckets is cut into this many, or it would overlap nothing."""
@@ -60,7 +62,10 @@ class Zero1(DDP):
     def make_optimizer(self) -> None:
         made, arguments = self.setting.optimizer_class()
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), optimizer_class=made, parameters_as_bucket_view=True, **arguments
+            groups(self.model, self.setting.plan) if made is Muon else self.model.parameters(),
+            optimizer_class=made,
+            parameters_as_bucket_view=True,
+            **arguments,
         )
 
 

@@ -109,8 +109,12 @@ class Muon(Optimizer):
         shape = self.shapes.get(parameter, parameter.shape)
         if len(shape) < 2 and parameter.numel():
             raise UserError("Muon is for matrices, and a parameter has one dimension; give it to AdamW")
-        found = orthogonalized(update.view(shape), group)
+        found = self.orthogonal(update.view(shape), group)
         finish(parameter, found.reshape(parameter.shape), group, shape)
+
+    def orthogonal(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """``orthogonalized``; what a subclass may do otherwise."""
+        return orthogonalized(update, group)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -12,9 +12,11 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.order import within
@@ -28,6 +30,7 @@ from hzplan.models.workload import BUILT_IN, Workload, load, narrow
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.executor import Streams
+from hzplan.runtime.muon import Muon
 from hzplan.training.batches import Batches, SyntheticBatches
 from hzplan.training.step import forward_backward
 
@@ -190,8 +193,12 @@ def _alone(
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Every rank's loss of every step, and the weights after the last, in one process."""
     model, world = copy.deepcopy(initial), choice.mesh.world
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in named if choice.levels[name].matrix]
+    others = [p for name, p in named if not choice.levels[name].matrix]
+    made, arguments = _optimizer(choice)
+    params = [{"params": matrices}, {"params": others, "method": "adamw"}] if matrices else others
+    optimizer = made(params, **arguments)
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(steps):
         for rank in range(world):
@@ -206,6 +213,13 @@ def _alone(
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _optimizer(choice: Choice) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """AdamW, and of matrices Muon, all of it in float64."""
+    if any(levels.matrix for levels in choice.levels.values()):
+        return Muon, {"lr": LEARNING_RATE, "ns_dtype": DTYPE}
+    return torch.optim.AdamW, {"lr": LEARNING_RATE}
 
 
 def _together(
@@ -223,10 +237,10 @@ def _together(
             made, optimizer = apply(
                 model,
                 choice,
-                torch.optim.AdamW,
+                _optimizer(choice)[0],
                 streams=Streams.NONE,
                 world=ThreadWorld(post, rank),
-                lr=LEARNING_RATE,
+                **_optimizer(choice)[1],
             )
             for step in range(steps):
                 loss = forward_backward(
