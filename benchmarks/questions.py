@@ -157,13 +157,13 @@ def _narrowed(question: Question, solved: Solved, rng: random.Random) -> tuple[s
         return kind, replace(question, request=replace(request, recompute=kind.split()[1]))  # type: ignore[arg-type]
     if kind == "memory":
         return kind, replace(question, request=replace(request, memory_bytes=int(request.memory_bytes * 0.9)))
-    shards = profile.mesh.shards
     if kind == "pin all":
         levels = schemes(profile.mesh)[rng.choice(fitting).name]
-        pin = "*=" + ",".join(str(shards[level]) for level in levels)
+        pin = "*=" + ",".join(map(str, levels.shards(profile.mesh)))
     else:
         tensor = rng.choice([t for unit in profile.units for t in unit.tensors if t.trainable])
-        pin = f"{tensor.name}=" + ",".join(str(shards[level]) for level in rng.choice(profile.mesh.triples()))
+        some = rng.choice(profile.mesh.triples()).shards(profile.mesh)
+        pin = f"{tensor.name}=" + ",".join(map(str, some))
     return pin, replace(question, request=replace(request, pins=(pin,)))
 
 

@@ -178,7 +178,7 @@ def _front(model: CostModel) -> list[Evaluation]:
 def _about(found: Evaluation) -> str:
     """``(8, 8, 128) 61 ms``: shards of parameter, gradient and optimizer state, and the step."""
     triple = next(levels[0] for levels in found.levels.values() if levels)
-    shards = ", ".join(str(MESH.shards[level]) for level in triple)
+    shards = ", ".join(map(str, triple.shards(MESH)))
     return f"({shards}) {1e3 * found.step_s:.0f} ms"
 
 

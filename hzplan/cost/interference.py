@@ -39,13 +39,15 @@ class Interference:
     each takes its share of what the others leave, as all share processors. ``communication_slowdown``: the
     duration of a tier's tasks while compute runs, over their duration alone. ``contention``: the duration of
     several tasks of a tier at once, over their duration one after the other. ``wakeup_ns``: from the end of
-    one stream's task to the begin of another stream's that waited for it.
+    one stream's task to the begin of another stream's that waited for it. ``beside_updates``: the duration of
+    compute and of updates while both run, over their duration alone; 1 also where updates are short.
     """
 
     compute_loss: tuple[float, ...]
     communication_slowdown: tuple[float, ...]
     contention: tuple[float, ...]
     wakeup_ns: float = 0.0
+    beside_updates: float = 1.0
 
     @classmethod
     def none(cls, tiers: int, wakeup_ns: float = 0.0) -> Interference:

@@ -67,13 +67,29 @@ class CostModel:
         wakeup_ns = (self.profile.cluster.wakeup_seconds or 0.0) * 1e9
         entries = self.profile.interference
         if not entries:
-            return Interference.none(len(self.mesh.tiers), wakeup_ns)
+            none = Interference.none(len(self.mesh.tiers), wakeup_ns)
+            return replace(none, beside_updates=self._beside_updates)
         return Interference(
             tuple(min(entry.compute_loss, MAX_COMPUTE_LOSS) for entry in entries),
             tuple(entry.communication_slowdown for entry in entries),
             tuple(entry.contention for entry in entries),
-            wakeup_ns,
+            *(wakeup_ns, self._beside_updates),
         )
+
+    @property
+    def _beside_updates(self) -> float:
+        """How many times as long compute and updates of matrices take while both run.
+
+        A device's products keep all of it busy, so two at a time take twice as long. So do those of ranks
+        that have a processor each, or less; who has several, has one to spare.
+        """
+        if self.matrices is None:
+            return 1.0
+        if self.profile.cluster.device != "cpu":
+            return 2.0
+        made = self.profile.provenance
+        share = (made.ranks_per_host or 1) / made.cpus
+        return max(1.0, 2.0 * share) / max(1.0, share)
 
     def collective_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
         """Nanoseconds of a collective on a stage; ``nbytes``: of its whole, gathered, buffer.

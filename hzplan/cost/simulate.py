@@ -366,12 +366,16 @@ class _SharedReplay:
         cost, other = self.cost, self.schedule.tiers
         on_tier = [kinds.count(tier) for tier in range(other)]
         computing = sum([1.0 / self.ranks] * kinds.count(other + 1))  # the share of ranks that compute
+        # Updates of matrices are products, which share what computes them with those of the model.
+        heavy, updating = cost.beside_updates - 1.0, min(1, kinds.count(other))
         losses = zip(cost.compute_loss, on_tier, strict=True)
-        speed = prod(1.0 - lost for lost, beside in losses if beside)
+        speed = prod(1.0 - lost for lost, some in losses if some)
         shared = (n * c if n > 1 else 1.0 for n, c in zip(on_tier, cost.contention, strict=True))
-        beside_compute = (1.0 + (slower - 1.0) * computing for slower in cost.communication_slowdown)
+        beside = max(computing, updating) if heavy else computing
+        beside_compute = (1.0 + (slower - 1.0) * beside for slower in cost.communication_slowdown)
+        update = (1.0 + heavy * computing) / (speed if heavy else 1.0)
         copies = (float(max(1, kinds.count(other + 2 + way))) for way in range(len(HOST_LINK)))
-        factors = [*map(mul, shared, beside_compute), 1.0, 1.0 / speed, *copies]
+        factors = [*map(mul, shared, beside_compute), update, (1.0 + heavy * updating) / speed, *copies]
         self.slowdowns[kinds] = [factors[kind] for kind in kinds]
         return self.slowdowns[kinds]
 

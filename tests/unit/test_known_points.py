@@ -25,7 +25,7 @@ def _mostly(profile: Profile, request: Request) -> tuple[int, ...]:
     count: Counter[tuple[int, ...]] = Counter()
     for unit, tensors in tensors_of(profile).items():
         for tensor, triple in zip(tensors, outcome.best.levels.get(unit, ()), strict=True):
-            count[tuple(profile.mesh.shards[level] for level in triple)] += tensor.nbytes
+            count[triple.shards(profile.mesh)] += tensor.nbytes
     (shards, nbytes), *_ = count.most_common()
     assert nbytes > 0.8 * sum(count.values())
     return shards

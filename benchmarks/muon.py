@@ -1,0 +1,162 @@
+"""Muon's plans beside what one would run without: gathered and repeated, owners in turn, by size, by work."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.measure import ROOT, NoResult
+from benchmarks.regimes import Regime
+from hzplan.cost.model import CostModel
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import Profile
+
+REGIMES = (
+    Regime("deep", "2x2", "2gbit", 0, 1, "fp32"),
+    Regime("deep", "1x4", "500mbit", 0, 1, "bf16"),
+    Regime("llama", "2x2", "1gbit", 0, 1, "fp32"),
+    Regime("llama", "4", "none", 0, 1, "bf16"),
+    Regime("wide", "1x4", "2gbit", 0, 2, "fp32"),
+    Regime("tall", "2x2", "500mbit", 0, 1, "fp32"),
+)
+"""Shapes, clusters and links of the other benchmark, by hand, before the first was measured; without a
+budget, which replicas would not fit."""
+
+ABOUT = (
+    "Made by `python -m benchmarks.muon --docs docs/muon.md`: emulated clusters on one machine of 2 cores, "
+    "every row profiled, solved and run by the README's commands, all contenders in turns of a few steps. A "
+    "ratio is a peer's step over the plan's, paired by round, with its 95% interval. *Repeated*: the best of "
+    "DDP, FSDP2, and FSDP2 that keeps parameters, every rank orthogonalising every matrix; *owners*: the "
+    "best of ZeRO-1 (ZeroRedundancyOptimizer), and DDP whose ranks own matrices in turn, by size or by work, "
+    "and broadcast them. *Share*: of a step that orthogonalising all matrices on one rank would take."
+)
+
+REPEATED = ("ddp", "fsdp2@1", "fsdp2-keep@1")
+OWNERS = ("zero1", "owners", "owners-size", "owners-work")
+MICRO_BATCH = 2
+STEPS = 60
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Results, JSON; regimes that are there are not measured.")],
+    docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
+) -> None:
+    """Measure every regime with the commands that a user has, about four minutes each on two quiet cores.
+
+    Example: python -m benchmarks.muon --output build/muon.json --docs docs/muon.md
+    """
+    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
+    for number, regime in enumerate(REGIMES, 1):
+        if regime.name not in found:
+            print(f"[{number}/{len(REGIMES)}] {regime.name}", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found[regime.name] = _measure(regime, Path(folder))
+                except NoResult as error:
+                    found[regime.name] = {"failed": str(error)}
+            output.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"    {_row(found[regime.name])}", flush=True)
+    if docs is not None:
+        docs.write_text(_page(found))
+
+
+def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
+    model, profile, plan = f"benchmarks.models:{regime.model}", folder / "profile.json", folder / "plan.json"
+    box = ["emulate", "--tiers", regime.tiers, "--rates", regime.rates, "--"]
+    sizes = ["--micro-batch", str(MICRO_BATCH), "--dtype", regime.dtype, "--mesh", regime.mesh]
+    _hzplan([*box, "hzplan", "profile", model, *sizes, "--optimizer", "muon", "-o", str(profile)])
+    batch = regime.world * MICRO_BATCH * regime.accumulation
+    _hzplan(["solve", str(profile), "-o", str(plan), "--global-batch", str(batch)])
+    peers = ",".join([*REPEATED, *OWNERS])
+    how = ["--steps", str(STEPS), "--lr", "1e-4", "--json", "--against", peers]
+    said = _hzplan([*box, "hzplan", "run", str(plan), model, *how])
+    chosen, measured = Plan.load(plan), Profile.load(profile)
+    costs = CostModel(measured).matrices
+    assert costs is not None
+    matrices = [t.spec for unit in measured.units for t in unit.tensors if t.matrix]
+    alone = sum(costs.orthogonalize_ns(*tensor.shape) for tensor in matrices) / 1e9
+    return {
+        "comparison": json.loads(said)["contenders"],
+        "predicted_s": chosen.predicted.step_s,
+        "gap": chosen.proof.gap,
+        "orthogonalize_s": alone,
+        "ways": sorted({b.matrix for unit in chosen.units for b in unit.buckets if b.matrix}),
+    }
+
+
+def _hzplan(command: Sequence[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "hzplan", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise NoResult((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _ratios(result: dict[str, Any], names: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    found = {one["name"]: one["ratio"] for one in result["comparison"] if one["name"] in names}
+    return {name: (of["value"], of["low"], of["high"]) for name, of in found.items()}
+
+
+def _step_s(result: dict[str, Any]) -> float:
+    ours = next(one for one in result["comparison"] if one["name"] == "hzplan")
+    return float(ours["step_s"]["median"])
+
+
+def _row(result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return f"failed: {result['failed']}"
+    parts = [f"{_step_s(result) * 1e3:.0f} ms, predicted {result['predicted_s'] * 1e3:.0f}"]
+    for what, names in (("repeated", REPEATED), ("owners", OWNERS)):
+        best, (ratio, low, high) = min(_ratios(result, names).items(), key=lambda one: one[1])
+        parts.append(f"{what}: {best} {ratio:.2f} ({low:.2f}–{high:.2f})")
+    return "; ".join(parts)
+
+
+def _page(found: dict[str, Any]) -> str:
+    rows, errors, owners = [], [], []
+    for name, result in found.items():
+        if "failed" in result:
+            rows.append(f"| {name} | {result['failed']} | | | | | |")
+            continue
+        ours_s = _step_s(result)
+        cells = []
+        for names in (REPEATED, OWNERS):
+            best, (ratio, low, high) = min(_ratios(result, names).items(), key=lambda one: one[1])
+            cells.append(f"{best}: {ratio:.2f} ({low:.2f}–{high:.2f})")
+        owners.append(min(one[0] for one in _ratios(result, OWNERS).values()))
+        errors.append(abs(result["predicted_s"] / ours_s - 1))
+        rows.append(
+            f"| {name} | {ours_s * 1e3:.0f} ms | {result['predicted_s'] * 1e3:.0f} ms | "
+            f"{result['orthogonalize_s'] / ours_s:.0%} | {', '.join(result['ways'])} | {cells[0]} | "
+            f"{cells[1]} |"
+        )
+    return "\n".join(
+        [
+            "# Muon: plans beside owners, and beside gathering and repeating",
+            "",
+            ABOUT,
+            "",
+            "| regime | step | predicted | share | ways chosen | best repeated | best owners |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+            f"Median over the best owners: {statistics.median(owners):.2f}. Prediction: mean |error| "
+            f"{statistics.mean(errors):.1%}, at most {max(errors):.1%}."
+            if owners
+            else "Nothing was measured.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
