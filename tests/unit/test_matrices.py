@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
+import pulp
 import pytest
 
 from hzplan.core.hierarchy import Levels, Mesh
@@ -45,6 +47,49 @@ def test_equal_layers_are_shared_evenly() -> None:
         assert makespan(work, ranks) <= 1.05 * max(*work, -(-sum(work) // ranks))
     # 64 of 18 on 64 ranks: one each, or else two on one; then every 14 goes with an 18.
     assert makespan(layer * 32, 64) == 32
+
+
+def configurations(sizes: list[int], counts: list[int], most: float) -> list[tuple[int, ...]]:
+    """How many of each size one rank may have within ``most``."""
+    if not sizes:
+        return [()]
+    able = min(counts[0], int(most / sizes[0] + 1e-9))
+    return [
+        (number, *rest)
+        for number in range(able + 1)
+        for rest in configurations(sizes[1:], counts[1:], most - number * sizes[0])
+    ]
+
+
+def ranks_needed(work: list[int], most: float) -> float:
+    """The configuration LP (Gilmore and Gomory 1961): ranks, in fractions, that do all within ``most``."""
+    kinds = sorted(Counter(work).items(), reverse=True)
+    sizes, counts = [size for size, _ in kinds], [count for _, count in kinds]
+    some = configurations(sizes, counts, most)
+    problem = pulp.LpProblem("configurations", pulp.LpMinimize)
+    taken = [pulp.LpVariable(f"taken_{index}", 0) for index in range(len(some))]
+    problem += pulp.lpSum(taken)
+    for place, count in enumerate(counts):
+        problem += pulp.lpSum(c[place] * x for c, x in zip(some, taken, strict=True) if c[place]) >= count
+    problem.solve(pulp.HiGHS(msg=False))
+    return float(pulp.value(problem.objective))
+
+
+LAYERS = {
+    "Llama-3-8B": ([(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3, 32),
+    "Llama-3-70B": ([(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 3, 80),
+    "Qwen3-32B": ([(8192, 5120), (5120, 8192)] + [(1024, 5120)] * 2 + [(25600, 5120)] * 3, 64),
+}
+
+
+@pytest.mark.parametrize("ranks", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize("model", LAYERS)
+def test_the_last_host_is_within_2_percent_of_the_configuration_lp(model: str, ranks: int) -> None:
+    layer, layers = LAYERS[model]
+    work = [newton_schulz_flops(*shape) for shape in layer] * layers
+    found = makespan(work, ranks)
+    even = max(*work, sum(work) / ranks)
+    assert found <= 1.02 * even or ranks_needed(work, found / 1.02) > ranks
 
 
 @pytest.mark.parametrize("seed", range(40))
