@@ -46,6 +46,11 @@ def share(profile: Profile, parallel: ModelParallel) -> Profile:
     ``tensor`` divides the leading dimensions of the mesh, ``pipeline`` the trailing ones.
     """
     check_whole(profile)
+    if parallel.tensor > 1 and profile.optimizer.matrix is not None:
+        raise UserError(
+            f"--model-parallel tp={parallel.tensor}: {profile.optimizer.name} needs all of a matrix, and "
+            "tensor parallelism cuts it; profile with --optimizer adamw, or leave tp out"
+        )
     units, uses = _first_stage(profile, parallel.pipeline)
     width = _width(profile)
     exchange = _TensorParallelTime(profile, parallel, width)

@@ -99,6 +99,9 @@ class Batch(Strict):
     accumulation: PositiveInt
 
 
+MATRIX_OPTIMIZERS = ("muon",)
+"""Optimizers that update matrices by all of their elements."""
+
 Recompute = Literal["choose", "none", "all"]
 """Whether the solver chooses which units compute their forward again, or that is given."""
 Target = Literal["fsdp2", "deepspeed", "megatron-fsdp", "megatron-fsdp-v2"]
@@ -243,6 +246,10 @@ class Plan(Document):
                     raise ValueError(
                         f"units: {unit.name}: optim must have at least the shards of param and grad"
                     )
+        matrices = [name for unit in self.units for b in unit.buckets if b.matrix for name in b.tensors]
+        if bool(matrices) != (self.optimizer in MATRIX_OPTIMIZERS):
+            what = f"{matrices[0]} is a matrix to an optimizer" if matrices else "no tensor is a matrix"
+            raise ValueError(f"optimizer: {self.optimizer}, but {what}")
         brought = {
             unit.name
             for unit in self.units

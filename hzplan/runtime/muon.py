@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from hzplan.core.matrices import STEPS
 from hzplan.errors import UserError
+from hzplan.models.local import split_over
 
 Method = Literal["muon", "adamw"]
 METHODS: tuple[Method, ...] = ("muon", "adamw")
@@ -149,6 +150,17 @@ def by_method(
             "the plan updates no tensor as a matrix, and Muon does; profile with --optimizer muon, and solve "
             "again"
         )
+    for parameter in (p for group in groups for p in group["params"] if id(p) in matrices):
+        name = matrices[id(parameter)]
+        if parameter.ndim < 2:
+            raise UserError(
+                f"the plan updates {name} as a matrix, and its shape is {tuple(parameter.shape)}; solve again"
+            )
+        if split_over(parameter):
+            raise UserError(
+                f"parameter {name} is in parts over the ranks of tensor parallelism, and Muon needs all of a "
+                "matrix; profile with --optimizer adamw, or train without tensor parallelism"
+            )
     found: list[dict[str, Any]] = []
     for group in groups:
         ways: dict[Method, list[nn.Parameter]] = {

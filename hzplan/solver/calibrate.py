@@ -19,6 +19,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import (
     CalibratedEntry,
     CollectivePoint,
+    MatrixPoint,
     OptimizerPoint,
     Profile,
     RecomputeCost,
@@ -65,9 +66,17 @@ class Factors:
             for curve in profile.collectives
             for factor in [self.tiers[profile.mesh.tier_of(curve.low)]]
         )
-        update = {"points": tuple(_times(point, self.optimizer) for point in profile.optimizer.points)}
-        if profile.optimizer.norm is not None:
-            update["norm"] = tuple(_times(point, self.optimizer) for point in profile.optimizer.norm)
+        factor, steps = self.optimizer, profile.optimizer
+        update: dict[str, object] = {"points": tuple(_times(point, factor) for point in steps.points)}
+        if steps.norm is not None:
+            update["norm"] = tuple(_times(point, factor) for point in steps.norm)
+        if (matrix := steps.matrix) is not None:
+            parts = {
+                "begin": tuple(_times(point, factor) for point in matrix.begin),
+                "finish": tuple(_times(point, factor) for point in matrix.finish),
+                "products": tuple(_times(point, factor) for point in matrix.products),
+            }
+            update["matrix"] = matrix.model_copy(update=parts)
         return profile.model_copy(
             update={
                 "uses": uses,
@@ -77,7 +86,7 @@ class Factors:
         )
 
 
-Point = TypeVar("Point", UseCost, RecomputeCost, CollectivePoint, OptimizerPoint)
+Point = TypeVar("Point", UseCost, RecomputeCost, CollectivePoint, OptimizerPoint, MatrixPoint)
 
 
 def _times(point: Point, factor: float) -> Point:

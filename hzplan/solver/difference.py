@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hzplan.core.schedule import MessageOrder
 from hzplan.formats.plan import Plan, Shards
@@ -109,9 +110,21 @@ def _tensors(one: Plan, other: Plan) -> Iterator[Difference]:
             yield Difference(unit, tuple(tensors), was, now)
 
 
-def _shards(plan: Plan) -> dict[tuple[str, str], Shards]:
+class Cut(NamedTuple):
+    """How a tensor is cut, and how a matrix optimizer gets the whole of it."""
+
+    shards: Shards
+    matrix: str | None
+
+    def __str__(self) -> str:
+        of = self.shards
+        way = f", {self.matrix}" if self.matrix else ""
+        return f"{of.param}, {of.grad}, {of.optim}{way}"
+
+
+def _shards(plan: Plan) -> dict[tuple[str, str], Cut]:
     return {
-        (unit.name, tensor): bucket.shards
+        (unit.name, tensor): Cut(bucket.shards, bucket.matrix)
         for unit in plan.units
         for bucket in unit.buckets
         for tensor in bucket.tensors
@@ -120,9 +133,7 @@ def _shards(plan: Plan) -> dict[tuple[str, str], Shards]:
 
 def shards_text(value: object) -> str:
     """``8, 8, 128`` of shards; else what it is."""
-    if value is None:
-        return "none"
-    return f"{value.param}, {value.grad}, {value.optim}" if isinstance(value, Shards) else str(value)
+    return "none" if value is None else str(value)
 
 
 def figures(one: Plan, other: Plan) -> dict[str, tuple[float, float]]:
