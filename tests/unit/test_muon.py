@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -258,3 +259,62 @@ def in_one(plan: Plan, workload: Workload, optimizer_class: Any, *, grouped: boo
     model = workload.build()
     params = [{"params": [*model.parameters()], "method": "muon"}] if grouped else None
     apply(model, Choice.of(plan), optimizer_class, params=params, world=ThreadWorld(Post(1), 0))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("way", MATRIX_WAYS)
+def test_steps_that_leave_the_schedule_update_matrices_too(way: MatrixWay, clip: bool) -> None:
+    """A step of fewer micro-batches, one that uses modules twice, and under clipping one that is thrown away
+    and one that is skipped; then those that go on."""
+    workload = load("gpt:nano")
+    torch.manual_seed(0)
+    initial = workload.build().double()
+    plan = make_plan(
+        *(workload,),
+        mesh="4",
+        levels=Levels(0, 0, 1),
+        micro_batch=1,
+        accumulation=2,
+        clip=clip,
+        optimizer="muon",
+        dtype="float64",
+        matrix=way,
+        matrix_units=1,
+    )
+    kinds = ["whole", "fewer", "twice", *(["thrown away", "skipped"] if clip else []), "whole"]
+    data = batches(workload, plan, len(kinds))
+
+    def train(model: nn.Module, optimizer: Any, ranks: range) -> None:
+        for kind, step in zip(kinds, data, strict=True):
+            for index, micro_batch in enumerate(step[:1] if kind in ("fewer", "thrown away") else step):
+                for rank in ranks:
+                    loss = workload.loss(model, micro_batch[rank])
+                    if kind == "twice" and index == 1:
+                        loss = loss + workload.loss(model, micro_batch[rank])
+                    (loss / 2 / len(ranks)).backward()
+            if kind == "thrown away":
+                optimizer.zero_grad()
+                continue
+            if clip and isinstance(optimizer, ShardedOptimizer):
+                optimizer.clip_grad_norm_(1.0)
+            elif clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if kind != "skipped":
+                optimizer.step()
+            elif isinstance(optimizer, ShardedOptimizer):
+                optimizer.skip_step()
+            if not isinstance(optimizer, ShardedOptimizer):
+                optimizer.zero_grad()
+
+    def rank(number: int, model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+        train(model, optimizer, range(number, number + 1))
+        return full_parameters(optimizer)
+
+    expected = copy.deepcopy(initial)
+    train(expected, Muon(groups_of(expected), **OPTIONS), range(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = in_threads(plan, initial, rank, Muon, **OPTIONS)
+    for one in found:
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(one[name], parameter.detach(), rtol=0, atol=1e-12)
