@@ -38,6 +38,7 @@ from hzplan.profiler.model.optimizer import OPTIMIZERS
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import QUICK
 from hzplan.runtime.apply import parallelize
+from hzplan.runtime.muon import Muon
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 NAMES: Mapping[Callable[..., Optimizer], str] = {made.func: name for name, made in OPTIMIZERS.items()}
@@ -98,7 +99,7 @@ def auto(
     ranks = Ranks.here()
     tell = (say or _to_stderr) if ranks.rank == 0 else _to_nobody
     if optimizer_class not in NAMES:
-        known = ", ".join(of.__name__ for of in NAMES)
+        known = ", ".join(f"hzplan.{of.__name__}" if of is Muon else of.__name__ for of in NAMES)
         raise UserError(f"auto: {optimizer_class.__name__} is not measured; use {known}, or hzplan profile")
     workload = _workload(model, sample, loss)
     size = _sequences(sample)
@@ -286,7 +287,7 @@ def _planned(
     from hzplan.solver.solve import Request, Solved, solve
 
     request = Request(
-        question.memory_bytes or budget_bytes(profile.cluster),
+        question.memory_bytes or budget_bytes(profile.cluster, matrices=profile.optimizer.matrix is not None),
         question.global_batch,
         clip=question.clip,
         time_limit_s=question.time_limit_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from torch import nn
@@ -15,8 +15,8 @@ FLOATING = ("float64", "float32", "bfloat16", "float16", "complex128", "complex6
 """Dtypes that parameters and their optimizer's state may have in a checkpoint."""
 
 
-def check_optimizer(path: Path, index: Checkpoint, optimizer: str, keys: Set[str]) -> None:
-    """UserError when another class's state was saved, or without one of the ``keys`` that each parameter with
+def check_optimizer(path: Path, index: Checkpoint, optimizer: str, keys: Mapping[str, Set[str]]) -> None:
+    """UserError when another class's state was saved, or without one of the ``keys`` that a parameter with
     state has under this optimizer's options."""
     if index.optimizer != optimizer:
         raise UserError(
@@ -24,7 +24,13 @@ def check_optimizer(path: Path, index: Checkpoint, optimizer: str, keys: Set[str
             "that, or begin anew from its weights (hzplan weights, then --weights)"
         )
     for parameter, state in index.states.items():
-        if missing := keys - state.keys():
+        if missing := keys.get(parameter, frozenset()) - state.keys():
+            if optimizer == "Muon":
+                raise UserError(
+                    f"{path}: has no {min(missing)} of {parameter}: which parameters are matrices, or options, "
+                    "differ; profile with the --matrix and --no-matrix of the run that saved it, or begin anew "
+                    "from its weights (hzplan weights, then --weights)"
+                )
             raise UserError(
                 f"{path}: has no {min(missing)} of {parameter}, which {optimizer} keeps with these options; "
                 "give those of the run that saved it (amsgrad, momentum, centered), or begin anew from its "

@@ -43,7 +43,7 @@ def restore(
     """
     engine, index = optimizer.engine, found.index
     check_fits(found.path, index, model)
-    check_optimizer(found.path, index, optimizer.updates.class_name, optimizer.updates.state_keys)
+    check_optimizer(found.path, index, optimizer.updates.class_name, optimizer.updates.state_keys_of)
     engine.synchronize()
     generators = random_state(engine.world.rank, engine.device)
     goes_on = index.world == engine.world.size and all(entry.name in index.tensors for entry in generators)

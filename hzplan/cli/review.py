@@ -75,7 +75,9 @@ def command(
     if batch is None:
         raise UserError(f"{setting} does not say how many sequences a step has; add --global-batch")
     request = Request(
-        parse_bytes(memory, "--memory") if memory else budget_bytes(loaded.cluster),
+        parse_bytes(memory, "--memory")
+        if memory
+        else budget_bytes(loaded.cluster, matrices=loaded.optimizer.matrix is not None),
         batch,
         time_limit_s=time_limit,
         clip=read.clip is not False if read is not None else True,

@@ -146,7 +146,9 @@ def command(
         loaded, profile = _derived(loaded, nodes, parallel, profile, output)
     check_writable(output, keep=[read, profile])
     request = Request(
-        parse_bytes(memory, "--memory") if memory else budget_bytes(loaded.cluster),
+        parse_bytes(memory, "--memory")
+        if memory
+        else budget_bytes(loaded.cluster, matrices=loaded.optimizer.matrix is not None),
         global_batch,
         gap=gap,
         time_limit_s=time_limit,

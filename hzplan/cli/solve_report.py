@@ -165,11 +165,13 @@ class SolveReport:
     def _reserve(self) -> str:
         """What the budget leaves free, for what, and who says so."""
         cluster = self.profile.cluster
-        kept = reserve(cluster)
+        matrices = self.profile.optimizer.matrix is not None
+        kept = reserve(cluster, matrices=matrices)
         said = f"the device's {console.size(cluster.memory_bytes)} less {console.size(kept.nbytes)}"
         if not kept.communicators:
             return said
-        own = reserve(cluster, ordered=self.plan.message_order is not None).communicators
+        ordered = self.plan.message_order is not None
+        own = reserve(cluster, ordered=ordered, matrices=matrices).communicators
         fewer = f", of which this plan has {own}" if own < kept.communicators else ""
         how = "measured" if kept.measured else "assumed"
         return (

@@ -141,7 +141,11 @@ def _points(
             (
                 f"nodes={value}",
                 one,
-                replace(request, memory_bytes=budget_bytes(one.cluster)) if reserved else request,
+                replace(
+                    request, memory_bytes=budget_bytes(one.cluster, matrices=one.optimizer.matrix is not None)
+                )
+                if reserved
+                else request,
             )
             for value, one in moved.items()
         ]

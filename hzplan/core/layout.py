@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import itemgetter
 from typing import Literal
 
 from hzplan.core.hierarchy import Levels, Mesh
@@ -182,8 +183,10 @@ def _owned(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketL
         ends[owner] = within[-1] + tensor.numel
     multiple = mesh.world // owners * max(align, LARGE_SLICE_ELEMENTS)
     length = max(1, -(-max(ends) // multiple)) * multiple
-    offsets = tuple(owner * length + start for owner, start in zip(owner_of, within, strict=True))
-    return BucketLayout(tuple(tensors), levels, offsets, length * owners)
+    starts = [owner * length + start for owner, start in zip(owner_of, within, strict=True)]
+    placed = sorted(zip(starts, tensors, strict=True), key=itemgetter(0))
+    offsets, laid = tuple(start for start, _ in placed), tuple(tensor for _, tensor in placed)
+    return BucketLayout(laid, levels, offsets, length * owners)
 
 
 def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple[BucketLayout, ...]:

@@ -66,13 +66,17 @@ class MatrixCosts:
 
 def _temporary_bytes(matrix: Placed, bucket: BucketLayout, elements: int) -> int:
     """Bytes beside lasting ones while a matrix is updated: the update of its slice in the dtype of master
-    weights, or three matrices, of which one is put together from parts, and two products of its short sides.
+    weights, or three matrices, of which one is put together from parts, and two products of its short sides;
+    of a stack that is updated at once the result, too.
     """
     item = ITEM_BYTES[bucket.master_dtype]
-    own = min(bucket.tensors[matrix.tensor].numel, elements)
+    tensor = bucket.tensors[matrix.tensor]
+    own = min(tensor.numel, elements)
     computed = (3 * matrix.numel + 2 * min(matrix.rows, matrix.columns) ** 2) * ORTHOGONALIZED_BYTES
-    whole = bucket.levels.matrix == OWNED or elements == bucket.numel
-    return own * item + computed if whole else max(own * item, computed)
+    if bucket.levels.matrix == OWNED or elements == bucket.numel:
+        stack = tensor.numel * ORTHOGONALIZED_BYTES if tensor.numel > matrix.numel else 0
+        return own * item + computed + stack
+    return max(own * item, computed)
 
 
 def orthogonalize_ns(units: Iterable[UnitCost]) -> int:

@@ -112,28 +112,30 @@ class Reserve:
         return min(self.most, max(self.share, self.context + self.communicators * self.communicator))
 
 
-def reserve(cluster: ClusterEntry, *, ordered: bool = False) -> Reserve:
+def reserve(cluster: ClusterEntry, *, ordered: bool = False, matrices: bool = False) -> Reserve:
     """Bytes of a device's memory that no plan accounts for; nothing but a share where there is no NCCL.
 
     On GPUs the context and as many communicators as a plan can have: the job's, and for each tier those of
-    unshards, of reductions and of gathers, or in a message order (``ordered``) one. They are made in the
-    first step, when buffers are there.
+    unshards, of reductions and of gathers, or in a message order (``ordered``) one; and where there are
+    ``matrices`` to bring together one more for each, and one for what spans tiers. They are made in the first
+    step, when buffers are there.
     """
     share, mesh = int(cluster.memory_bytes * RESERVED_SHARE), Mesh.parse(cluster.mesh)
     most = int(cluster.memory_bytes * MOST_RESERVED_SHARE)
     if cluster.device != "cuda" or mesh.world == 1:
         return Reserve(share, 0, 0, 0, most, measured=False)
     context, communicator = cluster.context_bytes, cluster.communicator_bytes
+    tiers = sum(prod(tier) > 1 for tier in mesh.tiers)
     return Reserve(
         share,
         CONTEXT_BYTES if context is None else context,
-        1 + (1 if ordered else 3) * sum(prod(tier) > 1 for tier in mesh.tiers),
+        1 + (1 if ordered else 3) * tiers + (tiers + (tiers > 1) if matrices else 0),
         COMMUNICATOR_BYTES if communicator is None else communicator,
         most,
         measured=context is not None and communicator is not None,
     )
 
 
-def budget_bytes(cluster: ClusterEntry) -> int:
-    """Bytes of a device's memory for plans where the user names none."""
-    return cluster.memory_bytes - reserve(cluster).nbytes
+def budget_bytes(cluster: ClusterEntry, *, matrices: bool = False) -> int:
+    """Bytes of a device's memory for plans where the user names none. ``matrices``: see ``reserve``."""
+    return cluster.memory_bytes - reserve(cluster, matrices=matrices).nbytes

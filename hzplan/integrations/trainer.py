@@ -70,7 +70,10 @@ class PlannedTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Shard the model; what accelerate is told is ready, it leaves as it is."""
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self.model
+        )
+        options = dict(options)
         decayed = set(self.get_decay_parameter_names(self.model))
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         groups = [

@@ -34,11 +34,11 @@ class MatrixRule:
         for name, parameter in unit.parameters:
             dimensions = parameter.ndim if parameter.requires_grad else 0
             if any(fnmatchcase(name, pattern) for pattern in self.more):
-                if dimensions < 2:
+                if not 2 <= dimensions <= 3:
                     raise UserError(
                         f"--matrix: {name} has the shape {tuple(parameter.shape)}"
                         f"{'' if parameter.requires_grad else ' and is not trained'}; a matrix has two "
-                        "dimensions, and is trained"
+                        "dimensions, a stack of them three, and is trained"
                     )
                 found.add(name)
             elif dimensions in (2, 3) and _is_hidden(name, unit.name, modules.get(name)):

@@ -11,6 +11,7 @@ from torch import Tensor
 from hzplan.core.layout import ALIGNMENT_BYTES
 from hzplan.core.matrices import EXCHANGED, Placed, hosts, newton_schulz_flops, route
 from hzplan.core.schedule import Kind
+from hzplan.errors import UserError
 from hzplan.runtime.backends.base import Buffers, Collectives, Groups, Split
 from hzplan.runtime.bucket import GROUP_OF, Bucket
 from hzplan.runtime.muon import orthogonalized
@@ -42,7 +43,10 @@ class MatrixExchange:
         exchanged: dict[tuple[int, torch.dtype], list[Bucket]] = {}
         self._ways: list[_Way] = []
         for bucket in self.buckets:
-            dtype = _dtype(updates.options_of(bucket.parameters[0]))
+            dtypes = {_dtype(updates.options_of(parameter)) for parameter in bucket.parameters}
+            if len(dtypes) > 1:
+                raise UserError("ns_dtype differs between groups of matrices that travel together; give one")
+            [dtype] = dtypes
             if bucket.layout.levels.matrix == EXCHANGED:
                 exchanged.setdefault((bucket.layout.levels.optim, dtype), []).append(bucket)
             else:
@@ -61,6 +65,17 @@ class MatrixExchange:
         for way in self._ways:
             way.bind(buffer[start : start + way.nbytes], self._updates)
             start += _aligned(way.nbytes)
+
+    def sent_bytes(self, kind: Kind, tier: int) -> int:
+        """Bytes of a task's buffers: of an exchange all that this rank sends, of a gather the coarser
+        slice."""
+        return sum(
+            bucket.layout.numel
+            * _dtype(self._updates.options_of(bucket.parameters[0])).itemsize
+            // bucket.mesh.shards[one.stage.high if one.operation == "all_to_all" else one.stage.low]
+            for bucket in self.buckets
+            for one in bucket.collectives(kind, tier)
+        )
 
     @torch.no_grad()
     def run(self, kind: Kind, tier: int, tag: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from hzplan.models.local import split_over
 Method = Literal["muon", "adamw"]
 METHODS: tuple[Method, ...] = ("muon", "adamw")
 
+NS_DTYPES = ("bfloat16", "float16", "float32", "float64")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -30,10 +32,10 @@ class Muon(Optimizer):
     """Muon for groups whose ``method`` is "muon" (the default), AdamW for those where it is "adamw".
 
     ``lr`` … ``adjust_lr_fn`` are torch.optim.Muon's, for the first; ``adamw``: torch.optim.AdamW's, for the
-    others, whose learning rate is ``lr`` where it has none. A tensor of more than two dimensions is a stack
-    of matrices, as of experts.
+    others, whose learning rate is ``lr`` where it has none; their weight decay is not ``weight_decay``, but
+    what ``adamw`` says. A tensor of more than two dimensions is a stack of matrices, as of experts.
     ``ns_dtype``: torch's name of the dtype that Newton–Schulz computes in, and that a matrix travels in.
-    UserError for a group of another method, and for parameters of fewer than two dimensions under Muon.
+    UserError for options that are not known, and in a step for Muon's parameters of one dimension.
     """
 
     def __init__(
@@ -52,6 +54,12 @@ class Muon(Optimizer):
     ) -> None:
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise UserError(f"adjust_lr_fn is {adjust_lr_fn!r}; it is original, match_rms_adamw or None")
+        if ns_dtype not in NS_DTYPES:
+            raise UserError(f"ns_dtype is {ns_dtype!r}; it is one of {', '.join(NS_DTYPES)}")
+        if not float(lr) >= 0:
+            raise UserError(f"lr is {float(lr)}; a learning rate is at least 0")
+        if unknown := sorted((adamw or {}).keys() - _adamw_defaults().keys()):
+            raise UserError(f"adamw has no option {unknown[0]}; it has {', '.join(_adamw_defaults())}")
         defaults = {
             "method": "muon",
             "lr": lr,
@@ -64,20 +72,44 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
         }
-        groups = [_of_method(group, adamw or {}, lr) for group in _as_groups(params)]
-        self.places: dict[nn.Parameter, list[tuple[int, Tensor]]] = {}
-        """By slice of a matrix where the first half of its update goes, and where it comes back from: from an
-        element on, as many as there are."""
-        self.shapes: dict[nn.Parameter, Sequence[int]] = {}
-        """Of a matrix that is kept flat, or a slice of it, the matrix's shape."""
-        self.begun: set[nn.Parameter] = set()
-        """The slices whose step is half done."""
-        super().__init__(groups, defaults)
-        others = [group for group in self.param_groups if group["method"] == "adamw"]
-        # The same groups and the same state: whoever changes one of them changes AdamW's.
-        self._adamw = AdamW(others) if others else None
-        if self._adamw is not None:
-            self._adamw.state = self.state
+        self._prepare()
+        self.of_adamw = dict(adamw or {})
+        super().__init__(_as_groups(params), defaults)
+
+    def _prepare(self) -> None:
+        made: dict[str, Any] = {"places": {}, "shapes": {}, "begun": set(), "of_adamw": {}, "_adamw": None}
+        for name, value in made.items():
+            self.__dict__.setdefault(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a copy, and of what is loaded, which have torch's own attributes alone."""
+        self._prepare()
+        super().__setstate__(state)
+
+    places: dict[nn.Parameter, list[tuple[int, Tensor]]]
+    """By slice of a matrix where the first half of its update goes, and where it comes back from: from an
+    element on, as many as there are."""
+    shapes: dict[nn.Parameter, Sequence[int]]
+    """Of a matrix that is kept flat, or a slice of it, the matrix's shape."""
+    begun: set[nn.Parameter]
+    """The slices whose step is half done."""
+    of_adamw: dict[str, Any]
+    _adamw: AdamW | None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's optimizers; of a group for AdamW with its options."""
+        super().add_param_group(_of_method(param_group, self.of_adamw, self.defaults["lr"]))
+
+    def _step_others(self) -> None:
+        """torch's AdamW on its groups and their state, which are this optimizer's: whoever changes one of
+        them changes the other's."""
+        groups = [group for group in self.param_groups if group["method"] == "adamw" and group["params"]]
+        if not groups:
+            return
+        if self._adamw is None:
+            self._adamw = AdamW(groups)
+        self._adamw.param_groups, self._adamw.state = groups, self.state
+        self._adamw.step()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -86,8 +118,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
-        if self._adamw is not None:
-            self._adamw.step()
+        self._step_others()
         for group in self.param_groups:
             for parameter in group["params"] if group["method"] == "muon" else ():
                 if parameter.grad is not None:
@@ -95,8 +126,11 @@ class Muon(Optimizer):
         return found
 
     def _begin(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state, gradient = self.state[parameter], parameter.grad
+        shape, gradient = self.shapes.get(parameter, parameter.shape), parameter.grad
         assert gradient is not None
+        if len(shape) < 2 and parameter.numel():
+            raise UserError("Muon is for matrices, and a parameter has one dimension; give it to AdamW")
+        state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         momentum = state["momentum_buffer"]
@@ -107,9 +141,6 @@ class Muon(Optimizer):
                 place.copy_(update[start : start + place.numel()])
             self.begun.add(parameter)
             return
-        shape = self.shapes.get(parameter, parameter.shape)
-        if len(shape) < 2 and parameter.numel():
-            raise UserError("Muon is for matrices, and a parameter has one dimension; give it to AdamW")
         found = self.orthogonal(update.view(shape), group)
         finish(parameter, found.reshape(parameter.shape), group, shape)
 
@@ -163,11 +194,12 @@ def by_method(
             )
     found: list[dict[str, Any]] = []
     for group in groups:
-        ways: dict[Method, list[nn.Parameter]] = {
-            "muon": [p for p in group["params"] if id(p) in matrices],
-            "adamw": [p for p in group["params"] if id(p) not in matrices],
-        }
         given = group.get("method")
+        trained = [p for p in group["params"] if p.requires_grad]
+        ways: dict[Method, list[nn.Parameter]] = {
+            "muon": [p for p in trained if id(p) in matrices],
+            "adamw": [p for p in trained if id(p) not in matrices],
+        }
         for method, of in ways.items():
             if of and given is not None and method != given:
                 raise UserError(
@@ -192,8 +224,12 @@ def _of_method(group: Mapping[str, Any], adamw: Mapping[str, Any], lr: float | T
         raise UserError(f"a parameter group has the method {method!r}; known are {', '.join(METHODS)}")
     if method == "muon":
         return dict(group)
-    defaults = AdamW([nn.Parameter(torch.zeros(0))]).defaults
-    return {**defaults, "lr": lr, **adamw, **group}
+    return {**_adamw_defaults(), "lr": lr, **adamw, **group}
+
+
+@cache
+def _adamw_defaults() -> dict[str, Any]:
+    return AdamW([nn.Parameter(torch.zeros(0))]).defaults
 
 
 @torch.no_grad()
@@ -201,7 +237,10 @@ def orthogonalized(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """About the orthogonal matrix nearest to ``update`` [..., rows, columns], in the group's ``ns_dtype``:
     U·S·Vᵀ with singular values S between 0.5 and 1.5 (see the module)."""
     if update.ndim > 2:
-        return torch.stack([orthogonalized(one, group) for one in update])
+        stack = torch.empty(update.shape, dtype=getattr(torch, group["ns_dtype"]), device=update.device)
+        for one, of in zip(update, stack, strict=True):
+            of.copy_(orthogonalized(one, group))
+        return stack
     a, b, c = group["ns_coefficients"]
     found = update.to(getattr(torch, group["ns_dtype"]), copy=True)
     tall = found.size(0) > found.size(1)
@@ -220,7 +259,7 @@ def finish(parameter: Tensor, update: Tensor, group: Mapping[str, Any], shape: S
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     rate = group["lr"] * scale(group["adjust_lr_fn"], shape)
     if isinstance(rate, Tensor):
-        parameter.add_(update * -rate)
+        parameter.addcmul_(update.to(parameter.dtype), -rate.to(parameter))
     else:
         parameter.add_(update, alpha=-rate)
 

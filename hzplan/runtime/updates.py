@@ -71,8 +71,8 @@ class Updates:
     Without clipping nobody knows them before, and a reduced gradient says so itself (``unit.ABSENT``).
     ``used_here``: ids of the parameters that had a gradient in this step, on this rank.
     ``trained``: all trainable parameters, in one order on every rank. ``group_names``: by group, the names of
-    all its parameters, likewise. ``state_keys``: of the state
-    tensors that the optimizer has for every parameter after its first update.
+    all its parameters, likewise. ``state_keys``: of the state tensors that the optimizer has for every
+    parameter after its first update; ``state_keys_of``: those of a parameter, by its name.
     ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
     """
 
@@ -183,7 +183,11 @@ class Updates:
                 bucket.master.dtype == torch.float32 for unit in units for bucket in unit.trainable_buckets
             )
         )
-        self.state_keys = frozenset.intersection(*(_kept(optimizer_class, o, arguments) for o in options))
+        kept = [_kept(optimizer_class, one, arguments) for one in options]
+        self.state_keys = frozenset.intersection(*kept)
+        self.state_keys_of = {
+            name: keys for names, keys in zip(self.group_names, kept, strict=True) for name in names
+        }
         if not self.pieces:
             everything[0].append(empty)
         self._group_of, self._options_before = group_of, _filled(optimizer_class, options, arguments)
@@ -237,7 +241,8 @@ class Updates:
 
     def device_of_numbers(self, piece: Piece) -> torch.device:
         """The device where torch's optimizers keep state that is one number for a whole tensor."""
-        on_device = any(self.defaults.get(key) for key in ("capturable", "fused"))
+        options = self.options_of(piece.bucket.parameters[piece.index])
+        on_device = any(options.get(key) for key in ("capturable", "fused"))
         return piece.param.device if on_device else torch.device("cpu")
 
     @property
@@ -434,6 +439,8 @@ def check_elementwise(optimizer_class: Any) -> None:
             "options beside it"
         )
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    if optimizer_class is torch.optim.Muon:
+        raise UserError("torch.optim.Muon needs whole matrices; give hzplan.Muon, the same in shards")
     if name not in ELEMENTWISE and optimizer_class is not Muon:
         raise UserError(
             f"optimizer {name} is not known to work element by element and cannot be sharded; "
@@ -452,6 +459,9 @@ def fused_by_default(
 ) -> ParamGroup:
     """Arguments with ``fused=True`` where the optimizer has it and they say nothing of how it is computed:
     what profiles measure, without temporary tensors, and what takes clipping's factor."""
+    if optimizer_class is Muon:  # whose other half is torch's
+        given = dict(arguments.get("adamw") or {})
+        return {**arguments, "adamw": fused_by_default(torch.optim.AdamW, groups, given)}
     said = {"fused", "foreach", "capturable", "differentiable"} & arguments.keys()
     able = not said and "fused" in inspect.signature(optimizer_class).parameters
     able &= not _has_momentum(groups, arguments)

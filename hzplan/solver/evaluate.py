@@ -99,7 +99,7 @@ class Evaluation:
         """The timeline of a rank without compute loss, communication slowdown and stragglers."""
         measured = self.model.interference
         none = Interference.none(self.schedule.tiers, measured.wakeup_ns)
-        cost = replace(none, contention=measured.contention)
+        cost = replace(none, contention=measured.contention, beside_updates=measured.beside_updates)
         return replay_shared(self.schedule, self.durations_ns, cost)
 
     @property

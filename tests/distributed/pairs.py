@@ -44,6 +44,8 @@ def random_plan(rng: random.Random, meshes: tuple[str, ...], dtype: str, optimiz
     mesh = rng.choice(meshes)
     triples = Mesh.parse(mesh).triples()
     host = random.Random(f"{mesh} {rng.random()}")
+    units = ("embed", "layers.0", "layers.1", "norm", "head")
+    away = [unit for unit in units if host.random() < 0.4]
     return make_plan(
         "gpt:nano",
         mesh=mesh,
@@ -53,7 +55,7 @@ def random_plan(rng: random.Random, meshes: tuple[str, ...], dtype: str, optimiz
         optimizer=optimizer,
         dtype=dtype,  # type: ignore[arg-type]
         micro_batch=1,
-        offload=[unit for unit in ("embed", "layers.0", "layers.1", "norm", "head") if host.random() < 0.4],
+        offload=[unit for unit in away if optimizer != "muon" or not unit.startswith("layers")],
         matrix=host.choice(MATRIX_WAYS) if optimizer == "muon" else "",
     )
 

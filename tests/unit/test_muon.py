@@ -106,6 +106,47 @@ def test_one_process_is_torch_s_muon_beside_its_adamw() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_copy_a_loaded_state_and_an_added_group_go_on() -> None:
+    torch.manual_seed(0)
+    matrix, bias, more = (nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (4,), (2,)))
+    one = Muon(
+        [{"params": [matrix]}, {"params": [bias], "method": "adamw"}], lr=0.1, adamw={"betas": (0.8, 0.9)}
+    )
+
+    def step(optimizer: Muon) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+
+    step(one)
+    copied = copy.deepcopy(one)
+    loaded = Muon(
+        [
+            {"params": [nn.Parameter(matrix.detach().clone())]},
+            {"params": [nn.Parameter(bias.detach().clone())], "method": "adamw"},
+        ]
+    )
+    loaded.load_state_dict(copy.deepcopy(one.state_dict()))
+    for optimizer in (one, copied, loaded):
+        optimizer.add_param_group({"params": [nn.Parameter(more.detach().clone())], "method": "adamw"})
+        step(optimizer)
+    first, *others = ([p for group in o.param_groups for p in group["params"]] for o in (one, copied, loaded))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first[:2], other[:2], strict=True))
+    assert not torch.equal(first[2], more)
+
+
+def test_a_tensor_as_learning_rate_is_the_number() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(5, 4)) for _ in range(2))
+    pairs = [(ours, Muon([ours], lr=torch.tensor(0.1))), (theirs, torch.optim.Muon([theirs], lr=0.1))]
+    for parameter, optimizer in pairs:
+        parameter.grad = torch.linspace(-1, 1, 20).view(5, 4)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
     group = Muon([nn.Parameter(torch.zeros(1, 1))], ns_dtype="float64").param_groups[0]
     stack = torch.randn(3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -249,6 +290,10 @@ def test_one_line_for_what_does_not_go_together() -> None:
         in_one(plan, workload, Muon, grouped=True)
     with pytest.raises(UserError, match="method 'sgd'; known are muon, adamw"):
         Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "method": "sgd"}])
+    with pytest.raises(UserError, match="ns_dtype is 'bf16'; it is one of bfloat16"):
+        Muon([nn.Parameter(torch.zeros(2, 2))], ns_dtype="bf16")
+    with pytest.raises(UserError, match="adamw has no option betaz"):
+        Muon([nn.Parameter(torch.zeros(2, 2))], adamw={"betaz": (0.9, 0.99)})
     vector = nn.Parameter(torch.zeros(3))
     vector.grad = torch.ones(3)
     with pytest.raises(UserError, match="one dimension; give it to AdamW"):
