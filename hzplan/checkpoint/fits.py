@@ -27,9 +27,9 @@ def check_optimizer(path: Path, index: Checkpoint, optimizer: str, keys: Mapping
         if missing := keys.get(parameter, frozenset()) - state.keys():
             if optimizer == "Muon":
                 raise UserError(
-                    f"{path}: has no {min(missing)} of {parameter}: which parameters are matrices, or options, "
-                    "differ; profile with the --matrix and --no-matrix of the run that saved it, or begin anew "
-                    "from its weights (hzplan weights, then --weights)"
+                    f"{path}: has no {min(missing)} of {parameter}: which parameters are matrices, or "
+                    "options, differ; profile with the --matrix and --no-matrix of the run that saved it, or "
+                    "begin anew from its weights (hzplan weights, then --weights)"
                 )
             raise UserError(
                 f"{path}: has no {min(missing)} of {parameter}, which {optimizer} keeps with these options; "
