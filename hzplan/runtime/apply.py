@@ -33,6 +33,7 @@ from hzplan.models.recompute import recompute, recomputed_modules
 from hzplan.models.saved import Saved
 from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
 from hzplan.runtime import cuda, launcher
+from hzplan.runtime.backends.groups import STREAMS
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
@@ -158,7 +159,9 @@ def parallelize(
             "and shown, not trained: their order of passes is another"
         )
     check_model(model, plan)
-    world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas)
+    travels = any(b.matrix in ("repeated", "exchanged") for unit in plan.units for b in unit.buckets)
+    streams = (STREAMS if plan.message_order is None else 1) + travels
+    world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas, streams)
     return apply(
         *(model, Choice.of(plan), optimizer_class), params=params, streams=streams, world=world, **arguments
     )

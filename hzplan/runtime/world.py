@@ -58,9 +58,15 @@ class World(Protocol):
 class ProcessWorld:
     """The ranks of torch.distributed's default group, or of one of its groups; alone where there is none."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, ctas: Sequence[int] | None = None) -> None:
-        """``group``: who trains together, in the order of the plan's mesh; ``ctas``: the plan's, by tier."""
-        self._group, self._ctas = group, ctas
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ctas: Sequence[int] | None = None,
+        streams: int | None = None,
+    ) -> None:
+        """``group``: who trains together, in the order of the plan's mesh; ``ctas``: the plan's, by tier;
+        ``streams``: how many of its streams a tier has."""
+        self._group, self._ctas, self._streams = group, ctas, streams
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if self.size > 1 else 0
         self._ranks = dist.get_process_group_ranks(group) if self.size > 1 else [0]
@@ -76,7 +82,7 @@ class ProcessWorld:
 
     def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> ProcessGroup:
         """See World."""
-        made = process_group(mesh, kind, stage, self.rank, self._ranks, device, self._ctas)
+        made = process_group(mesh, kind, stage, self.rank, self._ranks, device, self._ctas, self._streams)
         return on_device(made, device)
 
     def meet(self, what: str) -> None:

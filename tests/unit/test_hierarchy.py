@@ -290,7 +290,7 @@ def test_triples_are_legal_and_complete(mesh: Mesh) -> None:
         for param, grad, optim in itertools.product(counts, repeat=3)
         if param <= optim and grad <= optim
     }
-    assert all(mesh.level_of(mesh.shards[level]) == level for t in triples for level in t)
+    assert all(mesh.level_of(mesh.shards[level]) == level for t in triples for level in t.three)
 
 
 def test_known_schemes_are_legal_and_what_is_not_is_not() -> None:

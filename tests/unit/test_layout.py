@@ -59,7 +59,7 @@ def test_the_padding_is_the_least_that_divides(drawn: tuple[Mesh, BucketLayout])
     multiple = slices * (128 if -(-end // slices) * ITEM_BYTES[layout.dtype] >= 1 << 16 else 8)
     assert layout.numel % multiple == 0
     assert layout.numel - end < multiple
-    for level in layout.levels:
+    for level in layout.levels.three:
         assert layout.numel % mesh.shards[level] == 0
 
 
@@ -166,9 +166,9 @@ def test_buckets_are_the_tensors_that_agree_in_levels_dtype_and_training(
     made = bucketise(choices, mesh)
     wanted: dict[object, list[str]] = {}
     for tensor, levels in choices:
-        state = tuple(levels) if tensor.trainable else (levels.param,) * 3
+        state = levels.three if tensor.trainable else (levels.param,) * 3
         wanted.setdefault((state, tensor.dtype, tensor.trainable), []).append(tensor.name)
-    found = {(tuple(b.levels), b.dtype, b.trainable): [t.name for t in b.tensors] for b in made}
+    found = {(b.levels.three, b.dtype, b.trainable): [t.name for t in b.tensors] for b in made}
     assert found == wanted
     assert list(found) == list(wanted)  # in order of first appearance
     assert all(layout == lay_out(layout.tensors, layout.levels, mesh) for layout in made)

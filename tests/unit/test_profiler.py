@@ -31,7 +31,7 @@ from hzplan.profiler.model import optimizer, passes
 from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.flops import FlopProbe
 from hzplan.profiler.model.memory import HostMemory, Segment
-from hzplan.profiler.model.optimizer import measure_optimizer
+from hzplan.profiler.model.optimizer import measure_matrices, measure_optimizer
 from hzplan.profiler.network.wakeup import measure_wakeup, wakeups
 from hzplan.profiler.session.machine import peak_flops, rank_memory_bytes
 from hzplan.profiler.session.ranks import Ranks
@@ -269,11 +269,21 @@ def test_floating_inputs_of_a_bfloat16_unit_are_cast() -> None:
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
 def test_optimizers(name: str, dtype: torch.dtype) -> None:
     entry = measure_optimizer(ALONE, name, dtype, 5000, lambda: None, lambda _: None)
-    assert entry.state_per_element == {"adamw": 2, "adam": 2, "sgd": 0}[name]
+    assert entry.state_per_element == {"adamw": 2, "adam": 2, "sgd": 0, "muon": 2}[name]
     assert entry.temporary_per_element == 0
     assert [point.elements for point in entry.points] == [1024, 4096, 16384]
     seconds = [point.seconds for point in entry.points]
     assert seconds == sorted(seconds) and seconds[0] > 0
+
+
+def test_matrices_are_measured_by_shape_and_in_halves() -> None:
+    shapes = [(16, 16), (32, 16), (16, 64)]
+    entry = measure_matrices(ALONE, "muon", torch.bfloat16, shapes, lambda: None, lambda _: None)
+    assert entry.state_per_element == 1
+    assert [(point.rows, point.columns) for point in entry.products] == shapes
+    for points in (entry.begin, entry.finish):
+        assert [point.elements for point in points] == [1024]
+    assert all(point.seconds > 0 for point in (*entry.products, *entry.begin, *entry.finish))
 
 
 def test_wakeups_are_from_the_end_of_another_stream() -> None:

@@ -180,7 +180,7 @@ def test_what_is_pinned_stays_and_the_rest_is_best(seed: int) -> None:
     rng, mesh = random.Random(seed), profile.mesh
     pins = []
     for name in rng.sample([t.name for unit in profile.units for t in unit.tensors if t.trainable][:2], 1):
-        shards = [str(mesh.shards[level]) for level in rng.choice(mesh.triples())]
+        shards = [*map(str, rng.choice(mesh.triples()).shards(mesh))]
         shards[rng.randrange(3)] = "*"
         pins.append(f"{name}={','.join(shards)}")
     request = replace(request, pins=tuple(pins), memory_bytes=2**30 if seed % 2 else request.memory_bytes)

@@ -55,13 +55,15 @@ def process_group(
     ranks: Sequence[int],
     device: torch.device,
     ctas: Sequence[int] | None = None,
+    streams: int | None = None,
 ) -> dist.ProcessGroup:
     """The process group of a rank of a mesh in a stage; only its members take part in making it.
 
     ``ranks``: the job's ranks at all places of the mesh; ``device``: where its tensors are; ``ctas``: see
-    ``nccl.max_ctas``. Groups last as long as the job's default group: a second plan in the same process takes
-    them over, and those of an earlier job are freed with it, or else their threads would look after
-    connections that are gone.
+    ``nccl.max_ctas``; ``streams``: of a tier, None: as many as there are without matrices that travel.
+    Groups last as long as the job's default group: a second plan in the same process takes them over, and
+    those of an earlier job are freed with it, or else their threads would look after connections that are
+    gone.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -72,8 +74,8 @@ def process_group(
         given = None
         if backend == "nccl":
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            streams = 1 if kind == LINK_STREAM else STREAMS
-            most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.low), streams, sms)
+            many = streams or (1 if kind == LINK_STREAM else STREAMS)
+            most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.high - 1), many, sms)
             given = options(timeout, most)
         made[kind, members] = group = dist.new_group(
             list(members),
@@ -116,7 +118,7 @@ def _timeout(mesh: Mesh, kind: str, stage: Stage) -> timedelta | None:
     the rank itself must be the first to give up.
     """
     given = job_timeout()
-    tier = mesh.tier_of(stage.low)
+    tier = mesh.tier_of(stage.high - 1)
     place = tier if kind == "reduce" else len(mesh.tiers) - 1 - tier
     return None if given is None else given * (1 + LATER * place)
 
