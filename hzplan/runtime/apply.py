@@ -160,8 +160,8 @@ def parallelize(
         )
     check_model(model, plan)
     travels = any(b.matrix in ("repeated", "exchanged") for unit in plan.units for b in unit.buckets)
-    streams = (STREAMS if plan.message_order is None else 1) + travels
-    world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas, streams)
+    of_tier = (STREAMS if plan.message_order is None else 1) + travels
+    world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas, of_tier)
     return apply(
         *(model, Choice.of(plan), optimizer_class), params=params, streams=streams, world=world, **arguments
     )
