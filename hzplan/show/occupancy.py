@@ -22,7 +22,8 @@ def activations(
     uses = len(schedule.uses)
     beside = 0 if schedule.clip else update_bytes
     computes = schedule.compute
-    updates = [task for task in schedule.tasks if task.kind is Kind.UPDATE] if schedule.clip else []
+    kinds = (Kind.UPDATE, Kind.ORTHOGONALIZE, Kind.APPLY)
+    updates = [task for task in schedule.tasks if task.kind in kinds] if schedule.clip else []
     marks = {timeline.start_ns[task.index] for task in computes}
     for task in updates:
         marks |= {timeline.start_ns[task.index], timeline.end_ns[task.index]}

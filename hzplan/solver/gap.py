@@ -8,6 +8,7 @@ up to the gap. A wait can also hide behind another, so a part may be negative.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hzplan.cost.interference import Interference
@@ -34,6 +35,7 @@ def parts(one: Evaluation, bound_ns: float) -> list[Part]:
     interference = one.model.interference
     none = Interference.none(one.schedule.tiers)
     waking = Interference.none(one.schedule.tiers, interference.wakeup_ns)
+    updating = replace(waking, beside_updates=interference.beside_updates)
 
     def left(cost: Interference) -> float:
         """What the objective does not know when no rank is late."""
@@ -45,6 +47,7 @@ def parts(one: Evaluation, bound_ns: float) -> list[Part]:
     for unknown, cause, lever in (
         (left(none), "messages that share a link", "a faster slow tier, or fewer bytes on it"),
         (left(waking), "wake-ups between streams", "fewer, larger units"),
+        (left(updating), "updates of matrices beside compute", "more ranks that share them"),
         (left(interference), "communication and computation slowing each other", "fewer bytes under way"),
         (one.predicted.period_ns - one.in_order_ns, "late ranks", "the ranks that hzplan profile names"),
     ):
