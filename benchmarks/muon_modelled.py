@@ -1,4 +1,4 @@
-"""``python -m benchmarks.muon_modelled``: Muon's plans beside AdamW's and beside repeating, on modelled H100."""
+"""``python -m benchmarks.muon_modelled``: plans of Muon beside AdamW's, and beside repeating, modelled."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _table(found: dict[str, Any]) -> str:
         [
             TITLE,
             "",
-            "By `python -m benchmarks.muon_modelled`: sequences of 4,096 tokens, bfloat16, nodes of 8 H100 on "
-            "400 Gbit/s; every step is that of the plan chosen within 40 s, and nobody measured one. "
+            "By `python -m benchmarks.muon_modelled`: sequences of 4,096 tokens, bfloat16, nodes of 8 H100 "
+            "on 400 Gbit/s; every step is that of the plan chosen within 40 s, and nobody measured one. "
             "*Repeated*: the best plan whose matrices are all gathered, and computed by every rank.",
             "",
             "| model on GPUs, batch | AdamW | Muon, planned | Muon, repeated | ways chosen |",
