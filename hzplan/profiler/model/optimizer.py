@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from math import ceil, inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ FACTOR = 4
 MIN_REPEATS = 3
 MAX_REPEATS = 10
 BUDGET_S = 2.0
+LASTING_S = 0.01
+"""Seconds of a sample of calls that are shorter."""
 TRACED_ELEMENTS = 1 << 16
 """Elements of the parameter whose step is followed for temporaries; constants are no share of so many."""
 
@@ -77,13 +80,14 @@ def measure_matrices(
     wanted = sizes(FIRST_ELEMENTS, min(largest, LAST_ELEMENTS), FACTOR, 1)
     slices = [_Slice(group, elements, dtype, ranks.device) for elements in wanted]
     matrices = [torch.randn(shape, device=ranks.device).to(_dtype_of(group)) for shape in shapes]
-    kept = _affordable(ranks, [partial(orthogonalized, one, group) for one in matrices])
-    calls = [*(one.begin for one in slices), *(one.finish for one in slices), *kept]
+    products = [partial(orthogonalized, one, group) for one in matrices]
+    halves = [*(one.begin for one in slices), *(one.finish for one in slices)]
+    calls = [*_lasting(ranks, halves), *_lasting(ranks, products, budget_s=BUDGET_S)]
 
     def once() -> list[float]:
         compute()
         slices[0].begin()
-        return [_seconds(ranks, call) for call in calls]
+        return [_seconds(ranks, call.run) / call.times for call in calls]
 
     [result] = rounds(
         ranks, [once], at_least=MIN_REPEATS, at_most=MAX_REPEATS, budget_s=BUDGET_S, progress=progress
@@ -105,20 +109,30 @@ def measure_matrices(
     )
 
 
-def _affordable(ranks: Ranks, calls: Sequence[Callable[[], Any]]) -> list[Callable[[], None]]:
-    """The first calls, as many as one after the other take ``BUDGET_S`` at most, and one at least; every rank
-    keeps as many."""
-    kept, took = 0, 0.0
+class _Lasting(NamedTuple):
+    """A call, as many times in a row as make it last."""
+
+    call: Callable[[], Any]
+    times: int
+
+    def run(self) -> None:
+        for _ in range(self.times):
+            self.call()
+
+
+def _lasting(ranks: Ranks, calls: Sequence[Callable[[], Any]], *, budget_s: float = inf) -> list[_Lasting]:
+    """The first calls, as many as one after the other take ``budget_s`` at most, and one at least, each as
+    often as takes ``LASTING_S``: ranks leave a barrier one after the other, and who is soon done was alone.
+    Every rank keeps the same."""
+    kept, took = list[_Lasting](), 0.0
     for call in calls:
-        took += max(ranks.gather(_seconds(ranks, call)))
-        if kept and took > BUDGET_S:
+        call()
+        each = max(ranks.gather(_seconds(ranks, call)))
+        took += each
+        if kept and took > budget_s:
             break
-        kept += 1
-    return [partial(_drop, call) for call in calls[:kept]]
-
-
-def _drop(call: Callable[[], Any]) -> None:
-    call()
+        kept.append(_Lasting(call, max(1, ceil(LASTING_S / each))))
+    return kept
 
 
 def _dtype_of(group: Mapping[str, Any]) -> torch.dtype:
