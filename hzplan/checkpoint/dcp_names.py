@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from torch import nn
 
@@ -34,13 +34,14 @@ class Names:
         return found
 
     def states(
-        self, trained: Sequence[str], keys: Sequence[str], optimizer: str
+        self, trained: Sequence[str], keys: Mapping[str, Set[str]], optimizer: str
     ) -> dict[str, dict[str, Stored]]:
-        """By trained parameter, the state that the source has for it: none for one that had no gradient yet.
-        UserError where a key is missing."""
+        """By trained parameter, the state that the source has for it, by its ``keys``: none for one that had
+        no gradient yet. UserError where a key is missing."""
         if not trained:
             return {}
-        if not keys:
+        every = sorted({key for name in trained for key in keys[name]})
+        if not every:
             if other := next(
                 (there for there in self.source.tensors if f"state.{trained[0]}." in there), None
             ):
@@ -51,10 +52,10 @@ class Names:
             return {name: {} for name in trained}
         found = {
             key: self._under(
-                {name: [f"{other}.{key}" for other in self.firsts[name]] for name in trained},
+                {name: [f"{o}.{key}" for o in self.firsts[name]] for name in trained if key in keys[name]},
                 ("optimizer.state.", "state.", "optim.state."),
             )[1]
-            for key in keys
+            for key in every
         }
         if not any(found.values()):
             raise UserError(
@@ -64,7 +65,7 @@ class Names:
             )
         states = {name: {key: of[name] for key, of in found.items() if name in of} for name in trained}
         for name, of in states.items():
-            missing = next((key for key in keys if key not in of), None)
+            missing = next((key for key in sorted(keys[name]) if key not in of), None)
             if of and missing is not None:
                 raise UserError(
                     f"{self.source.path}: {name}.{missing} is not in it, and {optimizer} keeps it with these "

@@ -25,16 +25,10 @@ def check_optimizer(path: Path, index: Checkpoint, optimizer: str, keys: Mapping
         )
     for parameter, state in index.states.items():
         if missing := keys.get(parameter, frozenset()) - state.keys():
-            if optimizer == "Muon":
-                raise UserError(
-                    f"{path}: has no {min(missing)} of {parameter}: which parameters are matrices, or "
-                    "options, differ; profile with the --matrix and --no-matrix of the run that saved it, or "
-                    "begin anew from its weights (hzplan weights, then --weights)"
-                )
             raise UserError(
                 f"{path}: has no {min(missing)} of {parameter}, which {optimizer} keeps with these options; "
-                "give those of the run that saved it (amsgrad, momentum, centered), or begin anew from its "
-                "weights (hzplan weights, then --weights)"
+                "give those of the run that saved it (amsgrad, momentum, centered; of Muon the same "
+                "matrices), or begin anew from its weights (hzplan weights, then --weights)"
             )
         for key, tensor in state.items():
             _check_floating(path, f"{key} of {parameter}", tensor.dtype)

@@ -74,15 +74,10 @@ class _Prepared(NamedTuple):
 
 def _prepare(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer) -> _Prepared:
     source, updates = open_source(path), optimizer.updates
-    if updates.class_name == "Muon":
-        raise UserError(
-            f"{path}: optimizer state of Muon is not read from such folders; begin with its weights (hzplan "
-            "run --weights), or go on from a checkpoint of hzplan's own"
-        )
     names = Names(source, model)
     weights = names.weights()
     trained = [name for name in names.firsts if model.get_parameter(name).requires_grad]
-    states = names.states(trained, sorted(updates.state_keys), updates.class_name)
+    states = names.states(trained, updates.state_keys_of, updates.class_name)
     wanted = [
         (weights[e.name.removeprefix(MODEL)], e) for e in _weights(model, optimizer) if e.values.numel()
     ]

@@ -54,6 +54,10 @@ class Levels(NamedTuple):
         """Into how many slices parameter, gradient and optimizer state are cut."""
         return mesh.shards[self.param], mesh.shards[self.grad], mesh.shards[self.optim]
 
+    def assembles(self, mesh: Mesh) -> bool:
+        """Whether a matrix has to be brought together from slices for its update."""
+        return self.matrix in (REPEATED, EXCHANGED) and mesh.shards[self.optim] > 1
+
     def of(self, *, trainable: bool, matrix: bool = False) -> Levels:
         """The levels of a tensor under this triple: a frozen tensor has only a parameter level, and the
         update of a matrix gets the whole of it, in some way; no other's does."""

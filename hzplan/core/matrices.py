@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
-MatrixWay = Literal["", "repeated", "exchanged", "owned"]
+NamedWay = Literal["repeated", "exchanged", "owned"]
+MatrixWay = Literal["", NamedWay]
 """How a tensor's update gets the whole of it; "" where it works element by element."""
 
 REPEATED: MatrixWay = "repeated"
@@ -105,14 +106,6 @@ def _give(work: Sequence[int], found: list[int], loads: list[int], index: int, r
     loads[found[index]] -= work[index]
     loads[rank] += work[index]
     found[index] = rank
-
-
-def makespan(work: Sequence[int], ranks: int) -> int:
-    """The largest sum that a rank computes."""
-    loads = [0] * ranks
-    for one, rank in zip(work, hosts(work, ranks), strict=True):
-        loads[rank] += one
-    return max(loads)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
+from hzplan.core.matrices import NamedWay
 from hzplan.core.order import is_ahead
 from hzplan.core.recompute import HOST, PartialWay, Recomputed, Way
 from hzplan.core.schedule import MessageOrder
@@ -40,7 +41,7 @@ class BucketEntry(Strict):
     element."""
 
     shards: Shards
-    matrix: Literal["repeated", "exchanged", "owned"] | None = None
+    matrix: NamedWay | None = None
     tensors: tuple[str, ...] = Field(min_length=1)
 
 
@@ -254,7 +255,7 @@ class Plan(Document):
             unit.name
             for unit in self.units
             for bucket in unit.buckets
-            if bucket.matrix in ("repeated", "exchanged") and bucket.shards.optim > 1
+            if self._levels(mesh, bucket).assembles(mesh)
         }
         if brought & self.offloaded:
             raise ValueError(

@@ -159,7 +159,7 @@ def parallelize(
             "and shown, not trained: their order of passes is another"
         )
     check_model(model, plan)
-    travels = any(b.matrix in ("repeated", "exchanged") for unit in plan.units for b in unit.buckets)
+    travels = any(plan.levels(b).assembles(plan.mesh) for unit in plan.units for b in unit.buckets)
     of_tier = (STREAMS if plan.message_order is None else 1) + travels
     world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas, of_tier)
     return apply(

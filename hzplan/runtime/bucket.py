@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
-from hzplan.core.matrices import EXCHANGED, REPEATED
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind
 from hzplan.core.stages import Collective, collectives_of
 from hzplan.models.local import cast, local, put
@@ -115,8 +114,7 @@ class Bucket:
     @property
     def assembles(self) -> bool:
         """Whether matrices have to be brought together from slices for their updates."""
-        levels = self.layout.levels
-        return levels.matrix in (REPEATED, EXCHANGED) and self.mesh.shards[levels.optim] > 1
+        return self.layout.levels.assembles(self.mesh)
 
     def keep_gradients_in(self, values: Tensor) -> None:
         """Reduced gradients are kept in ``values`` from now on; called before ``assign_buffers``."""

@@ -71,8 +71,8 @@ class Updates:
     Without clipping nobody knows them before, and a reduced gradient says so itself (``unit.ABSENT``).
     ``used_here``: ids of the parameters that had a gradient in this step, on this rank.
     ``trained``: all trainable parameters, in one order on every rank. ``group_names``: by group, the names of
-    all its parameters, likewise. ``state_keys``: of the state tensors that the optimizer has for every
-    parameter after its first update; ``state_keys_of``: those of a parameter, by its name.
+    all its parameters, likewise. ``state_keys_of``: by a parameter's name the state tensors that the
+    optimizer has for it after its first update.
     ``steps``: steps taken; ``_updating``: the number of the one whose updates are launched.
     """
 
@@ -184,7 +184,6 @@ class Updates:
             )
         )
         kept = [_kept(optimizer_class, one, arguments) for one in options]
-        self.state_keys = frozenset.intersection(*kept)
         self.state_keys_of = {
             name: keys for names, keys in zip(self.group_names, kept, strict=True) for name in names
         }

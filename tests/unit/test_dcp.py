@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from hzplan import Checkpoints, full_parameters, load_dcp, parallelize
+from hzplan import Checkpoints, Muon, full_parameters, load_dcp, parallelize
 from hzplan.checkpoint import to_dcp
 from hzplan.checkpoint.dcp_list import LIST
 from hzplan.checkpoint.dcp_source import is_one
@@ -144,6 +144,25 @@ def test_ours_goes_back_to_the_bit_and_with_its_groups(tmp_path: Path) -> None:
         assert [group["lr"] for group in plain_optimizer.param_groups] == [3e-3, 7e-3]
         assert [group["betas"] for group in plain_optimizer.param_groups] == [(0.8, 0.9), (0.9, 0.999)]
     optimizer.engine.close()
+
+
+def test_state_of_matrices_is_taken_by_parameter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = NANO.build()
+    plan = make_plan("gpt:nano", mesh="2|2", levels=Levels(0, 0, 2), optimizer="muon", matrix="exchanged")
+    own = {name for unit in plan.units for b in unit.buckets if b.matrix for name in b.tensors}
+    named = [*model.named_parameters()]
+    matrices, others = ([p for n, p in named if (n in own) is which] for which in (True, False))
+    optimizer = Muon([{"params": matrices}, {"params": others, "method": "adamw"}])
+    trained(model, optimizer)
+    save(tmp_path / "dcp", model, optimizer)
+    expected = state_by_name(model, optimizer)
+
+    def rank(number: int, ours: nn.Module, sharded: ShardedOptimizer) -> list[str]:
+        assert load_dcp(tmp_path / "dcp", ours, sharded) == STEPS
+        return wrong_pieces(sharded, expected)
+
+    assert in_threads(plan, plain(seed=5)[0], rank, Muon) == [[]] * 4
 
 
 def one_rank(kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:

@@ -11,7 +11,7 @@ import pytest
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import TensorSpec, bucketise
-from hzplan.core.matrices import Placed, hosts, makespan, newton_schulz_flops, route
+from hzplan.core.matrices import Placed, hosts, newton_schulz_flops, route
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Use, build
 
 
@@ -19,6 +19,14 @@ def test_newton_schulz_flops_are_those_of_its_products() -> None:
     # Two products of 3×3 by 3×5 sides, each 2·3·3·5, and one of 3×3 by 3×3, per iteration.
     assert newton_schulz_flops(3, 5, steps=1) == newton_schulz_flops(5, 3, steps=1) == 2 * 90 + 54
     assert newton_schulz_flops(4, 4) == 5 * 6 * 4**3
+
+
+def makespan(work: list[int], ranks: int) -> int:
+    """The largest sum that a host computes."""
+    loads = [0] * ranks
+    for one, rank in zip(work, hosts(work, ranks), strict=True):
+        loads[rank] += one
+    return max(loads)
 
 
 def exhaustive(work: list[int], ranks: int) -> int:
