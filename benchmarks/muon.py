@@ -106,6 +106,11 @@ def _ratios(result: dict[str, Any], names: Sequence[str]) -> dict[str, tuple[flo
     return {name: (of["value"], of["low"], of["high"]) for name, of in found.items()}
 
 
+def _plain(name: str) -> str:
+    """A regime's name without its budget: there is none."""
+    return name.replace("-0%", "")
+
+
 def _step_s(result: dict[str, Any]) -> float:
     ours = next(one for one in result["comparison"] if one["name"] == "hzplan")
     return float(ours["step_s"]["median"])
@@ -123,7 +128,7 @@ def _row(result: dict[str, Any]) -> str:
 
 def _page(found: dict[str, Any]) -> str:
     rows, errors, owners = [], [], []
-    for name, result in found.items():
+    for name, result in ((_plain(name), of) for name, of in found.items()):
         if "failed" in result:
             rows.append(f"| {name} | {result['failed']} | | | | | |")
             continue
@@ -149,8 +154,9 @@ def _page(found: dict[str, Any]) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
-            f"Median over the best owners: {statistics.median(owners):.2f}. Prediction: mean |error| "
-            f"{statistics.mean(errors):.1%}, at most {max(errors):.1%}."
+            f"{len(owners)} of {len(REGIMES)} regimes are measured. Median over the best owners: "
+            f"{statistics.median(owners):.2f}. Prediction: mean |error| {statistics.mean(errors):.1%}, at most "
+            f"{max(errors):.1%}."
             if owners
             else "Nothing was measured.",
             "",

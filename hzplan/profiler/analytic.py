@@ -33,8 +33,9 @@ from hzplan.models.workload import Workload
 from hzplan.profiler.measure import measure_with
 from hzplan.profiler.model.entries import joined_units, largest_elements, matrix_shapes, model_entry
 from hzplan.profiler.model.kernels import Kernels, Pricing
+from hzplan.profiler.model.matrices import for_optimizer
 from hzplan.profiler.model.operations import Operated, Product
-from hzplan.profiler.model.optimizer import footprint, for_optimizer
+from hzplan.profiler.model.optimizer import footprint
 from hzplan.profiler.model.recompute import RecomputeCosts, recompute_differences, use_entries, without_time
 from hzplan.profiler.model.selective import Recompute, selective
 from hzplan.profiler.model.shapes import Shapes, trace_shapes

@@ -36,13 +36,8 @@ from hzplan.profiler.model.entries import (
     matrix_shapes,
     model_entry,
 )
-from hzplan.profiler.model.optimizer import (
-    LAST_ELEMENTS,
-    OPTIMIZERS,
-    for_optimizer,
-    measure_matrices,
-    measure_optimizer,
-)
+from hzplan.profiler.model.matrices import for_optimizer, measure_matrices
+from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
 from hzplan.profiler.model.passes import record_passes
 from hzplan.profiler.model.reuse import EarlierCosts, with_reused
 from hzplan.profiler.model.time import measure_uses

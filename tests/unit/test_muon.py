@@ -43,6 +43,12 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def muon_plan(workload: Workload, way: MatrixWay, **more: Any) -> Plan:
+    """On four ranks of one tier, one sequence each, optimizer state in four shards."""
+    usual = {"mesh": "4", "levels": Levels(0, 0, 1), "micro_batch": 1, "dtype": "float64"}
+    return make_plan(workload, optimizer="muon", matrix=way, **{**usual, **more})
+
+
 def batches(workload: Workload, plan: Plan, steps: int) -> list[list[list[object]]]:
     """By step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(7)
@@ -213,15 +219,7 @@ def test_bfloat16_with_masters_trains_alike_in_every_way(way: MatrixWay) -> None
     initial = workload.build()
 
     def trained(way: MatrixWay, level: int) -> dict[str, Tensor]:
-        plan = make_plan(
-            *(workload,),
-            mesh="4",
-            levels=Levels(0, 0, level),
-            micro_batch=1,
-            optimizer="muon",
-            dtype="bfloat16",
-            matrix=way,
-        )
+        plan = muon_plan(workload, way, levels=Levels(0, 0, level), dtype="bfloat16")
         return sharded(workload, initial, plan, batches(workload, plan, 5), lr=0.02)
 
     one, other = trained("repeated", 0), trained(way, 1)
@@ -236,16 +234,7 @@ def test_who_has_no_gradient_is_left_alone(way: MatrixWay, clip: bool) -> None:
     workload = load("gpt:nano")
     torch.manual_seed(0)
     initial = workload.build().double()
-    plan = make_plan(
-        *(workload,),
-        mesh="4",
-        levels=Levels(0, 0, 1),
-        micro_batch=1,
-        clip=clip,
-        optimizer="muon",
-        dtype="float64",
-        matrix=way,
-    )
+    plan = muon_plan(workload, way, clip=clip)
     data = [micro_batch for [micro_batch] in batches(workload, plan, 3)]
 
     def step(model: nn.Module, number: int, ranks: range) -> None:
@@ -314,18 +303,7 @@ def test_steps_that_leave_the_schedule_update_matrices_too(way: MatrixWay, clip:
     workload = load("gpt:nano")
     torch.manual_seed(0)
     initial = workload.build().double()
-    plan = make_plan(
-        *(workload,),
-        mesh="4",
-        levels=Levels(0, 0, 1),
-        micro_batch=1,
-        accumulation=2,
-        clip=clip,
-        optimizer="muon",
-        dtype="float64",
-        matrix=way,
-        matrix_units=1,
-    )
+    plan = muon_plan(workload, way, accumulation=2, clip=clip, matrix_units=1)
     kinds = ["whole", "fewer", "twice", *(["thrown away", "skipped"] if clip else []), "whole"]
     data = batches(workload, plan, len(kinds))
 

@@ -30,8 +30,9 @@ from hzplan.profiler import default_mesh, measure
 from hzplan.profiler.model import optimizer, passes
 from hzplan.profiler.model.calls import RecordedCalls
 from hzplan.profiler.model.flops import FlopProbe
+from hzplan.profiler.model.matrices import measure_matrices
 from hzplan.profiler.model.memory import HostMemory, Segment
-from hzplan.profiler.model.optimizer import measure_matrices, measure_optimizer
+from hzplan.profiler.model.optimizer import measure_optimizer
 from hzplan.profiler.network.wakeup import measure_wakeup, wakeups
 from hzplan.profiler.session.machine import peak_flops, rank_memory_bytes
 from hzplan.profiler.session.ranks import Ranks
