@@ -155,8 +155,8 @@ def _page(found: dict[str, Any]) -> str:
             *rows,
             "",
             f"{len(owners)} of {len(REGIMES)} regimes are measured. Median over the best owners: "
-            f"{statistics.median(owners):.2f}. Prediction: mean |error| {statistics.mean(errors):.1%}, at most "
-            f"{max(errors):.1%}."
+            f"{statistics.median(owners):.2f}. Prediction: mean |error| {statistics.mean(errors):.1%}, "
+            f"at most {max(errors):.1%}."
             if owners
             else "Nothing was measured.",
             "",

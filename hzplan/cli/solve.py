@@ -68,7 +68,8 @@ def command(
         typer.Option(
             metavar="TENSOR=P,G,O",
             help="Shards of parameter, gradient and optimizer state of tensors by name, wildcards allowed, "
-            "* for any number: 'embed.*=1,1,*'. May be repeated.",
+            "* for any number: 'embed.*=1,1,*'; under Muon also how matrices come together: "
+            "'layers.*=1,1,4,owned' (repeated, exchanged). May be repeated.",
         ),
     ] = None,
     recompute: Annotated[
