@@ -30,13 +30,14 @@ MOST_EVENTS = 20_000_000
 def exhaust(
     searches: Sequence[Search], inside: InOrder | None, found: Candidates, deadline: float
 ) -> int | None:
-    """Add to ``found`` the fastest of all choices with links shared, and of all in the order of the fastest
+    """Add to ``found`` the fastest of all choices with links shared, and of all in the order of a fastest
     plan. Returns how many choices were replayed for it; None where they are too many."""
     best, replayed, simulated = fastest_of(found.all), 0, 0
     while True:
         before = best
         places = [(search, _rows(search)) for search in searches]
-        if inside is not None and inside.covers(best):
+        equal = [one for one in found.all if within(one, best.predicted.period_ns)]
+        if inside is not None and any(map(inside.covers, equal)):  # the plan may become one of these
             for pace in inside.paces:
                 ordered = pace.ordered or pace.any_order.in_order(pace.order)
                 places.append((ordered, [*_rows(pace.any_order), *_rows(ordered)]))
