@@ -13,6 +13,7 @@ from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.core.matrices import MatrixWay
 from hzplan.core.recompute import HOST, Recomputed
 from hzplan.core.schedule import Use
+from hzplan.core.wire import Wire
 from hzplan.formats.plan import (
     Batch,
     BucketEntry,
@@ -24,6 +25,7 @@ from hzplan.formats.plan import (
     Proof,
     Shards,
     Source,
+    WireEntry,
     recompute_entry,
 )
 from hzplan.formats.profile import signature
@@ -69,11 +71,12 @@ def make_plan(
     offload: Collection[str] = (),
     matrix: MatrixWay = "",
     matrix_units: int | None = None,
+    wire: Wire | None = None,
 ) -> Plan:
     """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3);
     ``matrix``: how Muon's updates get hidden matrices, and ``matrix_units`` of how many units at once;
     ``recompute``: units that compute their forward again; ``offload``: units whose optimizer state lies in
-    the host's memory."""
+    the host's memory; ``wire``: what travels narrower."""
     workload = load(workload) if isinstance(workload, str) else workload
     shape = Mesh.parse(mesh)
     model = workload.build()
@@ -109,6 +112,7 @@ def make_plan(
         optimizer=optimizer,
         clip=clip,
         reduce_dtype=reduce_dtype or REDUCE_DTYPES[dtype][0],
+        wire=WireEntry(**wire._asdict()) if wire is not None else None,
         batch=Batch(
             global_batch=shape.world * micro_batch * accumulation,
             micro_batch=micro_batch,

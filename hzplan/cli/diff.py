@@ -54,7 +54,7 @@ def _traffic(path: Path, plan: Plan) -> Mapping[str, int] | None:
 
     try:
         profile = profile_of(path, plan)
-        found = sent_bytes(replay(plan, profile, path), profile, plan.reduce_dtype)
+        found = sent_bytes(replay(plan, profile, path))
     except UserError:
         return None
     return dict(zip(plan.cluster.tier_names, found, strict=True))

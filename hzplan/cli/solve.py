@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from hzplan.core.wire import KEPT, Admitted
 from hzplan.errors import JobFailed, NoPlanFits, UserError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from hzplan.formats.plan import Target
     from hzplan.formats.profile import Profile
     from hzplan.solver.baseline import Baseline
-    from hzplan.solver.solve import Infeasible, Request, Solved
+    from hzplan.solver.solve import Infeasible, Outcome, Request, Solved
 
 
 def command(
@@ -61,7 +62,26 @@ def command(
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
     reduce_dtype: Annotated[
         str | None,
-        typer.Option(help="What gradients travel in, fp32 or bf16 (which NCCL sums in); by default fp32."),
+        typer.Option(
+            help="What gradients travel in, fp32 or bf16, summed in fp32; bf16-sum: summed in bf16 as well, "
+            "by NCCL. By default fp32."
+        ),
+    ] = None,
+    wire: Annotated[
+        str,
+        typer.Option(
+            metavar="exact|safe|FORMATS",
+            help="Formats that may travel where a tier is slow, with rounding: safe (those that trained as "
+            "well as exact ones), or by name, as in param=int8,grad=bf16 (also grad=int8, param=fp8).",
+        ),
+    ] = "exact",
+    wire_exact: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERNS",
+            help="With --wire: names of tensors that travel exactly, instead of embeddings and routers, as "
+            "in '*embed*,head.*'; norms and biases always do.",
+        ),
     ] = None,
     pin: Annotated[
         list[str] | None,
@@ -139,6 +159,10 @@ def command(
     if plot is not None and sweep is None:
         raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
+    sums = reduce_dtype == "bf16-sum"
+    if sums and loaded.cluster.reduce_scatter_by_exchange:
+        raise UserError("--reduce-dtype bf16-sum: here ranks exchange gradients and sum in fp32; use bf16")
+    admitted = _admitted(wire, wire_exact)
     parallel = None if model_parallel is None else ModelParallel.parse(model_parallel)
     read, at_each_point = profile, (sweep or "").startswith("nodes")
     if at_each_point and nodes is not None:
@@ -154,7 +178,10 @@ def command(
         gap=gap,
         time_limit_s=time_limit,
         clip=clip,
-        reduce_dtype=None if reduce_dtype is None else parse_dtype(reduce_dtype, "--reduce-dtype"),
+        reduce_dtype=None
+        if reduce_dtype is None
+        else parse_dtype(reduce_dtype.removesuffix("-sum"), "--reduce-dtype"),
+        narrow_sums=sums or (target is not None and reduce_dtype == "bf16"),  # as all of them do
         pins=tuple(pin or ()),
         recompute=cast(Recompute, recompute),
         tie=None if tie is None else parse_share(tie, "--tie"),
@@ -163,6 +190,8 @@ def command(
     )
     if target is not None and target not in TARGETS:
         raise UserError(f"--for {target}: one of {', '.join(TARGETS)}")
+    if wire != "exact" and (target is not None or sweep is not None):
+        raise UserError("--wire: no other runtime can be told of formats (--for), and a sweep has none")
     if target is not None and (host_memory is not None or sweep is not None):
         raise UserError(
             "--for: an export has nothing in the host's memory, and answers one question at a time"
@@ -181,8 +210,17 @@ def command(
             as_json=as_json,
         )
     else:
-        asked = _Asked(loaded, request, profile, output, reserved=memory is None)
+        asked = _Asked(loaded, request, profile, output, reserved=memory is None, admitted=admitted)
         _solve(asked, baseline, like, as_json=as_json)
+
+
+def _admitted(wire: str, kept: str | None) -> Admitted:
+    """The formats that may be chosen."""
+    patterns = KEPT if kept is None else tuple(part.strip() for part in kept.split(",") if part.strip())
+    try:
+        return Admitted.parse(wire, patterns)
+    except ValueError as error:
+        raise UserError(f"--wire {error}") from None
 
 
 def _derived(
@@ -205,13 +243,14 @@ def _derived(
 @dataclass(frozen=True)
 class _Asked:
     """A question and where its answer goes. ``reserved``: the budget is the device's memory, less the
-    reserve."""
+    reserve; ``admitted``: formats that may travel."""
 
     profile: Profile
     request: Request
     profile_path: Path
     output: Path
     reserved: bool
+    admitted: Admitted
 
 
 def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: bool) -> None:
@@ -219,6 +258,7 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
     from hzplan.formats.plan import Plan
     from hzplan.solver.evaluate import replay
     from hzplan.solver.solve import Failed, Infeasible, SearchState, solve_each
+    from hzplan.solver.wire import solve_in
 
     profile, request = asked.profile, asked.request
     near = None if like is None else replay(Plan.load(like), profile, like)
@@ -228,7 +268,10 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
         def show(state: SearchState) -> None:
             bar.update(str(state), min(1.0, state.seconds / request.time_limit_s))
 
-        answered, outcome = solve_each(profile, request, show, interruptible=True, baseline=own, like=near)
+        def answer(question: Request) -> tuple[Request, Outcome]:
+            return solve_each(profile, question, show, interruptible=True, baseline=own, like=near)
+
+        answered, outcome = solve_in(asked.admitted, profile, request, answer)
     if isinstance(outcome, Infeasible):
         raise NoPlanFits(nothing_fits(profile, request, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
@@ -238,14 +281,14 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
 
 def own_setting(text: str, profile: Profile, request: Request) -> Baseline:
     """The user's own setting: a plan file's, or what is written."""
-    from hzplan.cost.model import CostModel
     from hzplan.formats.plan import Plan
     from hzplan.solver.baseline import Baseline
     from hzplan.solver.evaluate import replay
+    from hzplan.solver.search import cost_model
 
     path = Path(text)
     if not text.endswith(".json"):
-        return Baseline.parse(text, CostModel(profile, request.reduce_dtype))
+        return Baseline.parse(text, cost_model(profile, request))
     plan = Plan.load(path)
     if plan.batch.global_batch != request.global_batch:
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -19,11 +19,12 @@ from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.formats.profile import Profile
 from hzplan.show import readable
-from hzplan.solver.evaluate import Evaluation
+from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.gain import Gain
 from hzplan.solver.gap import described, parts
 from hzplan.solver.patterns import MAX_BUCKETS
 from hzplan.solver.prefer import tie_of
+from hzplan.solver.report import narrower
 from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
 
@@ -116,12 +117,29 @@ class SolveReport:
             + _together(self.plan)
             + _order(self.plan),
         )
+        if (wire := self._wire()) is not None:
+            yield "wire", wire
         yield "how sure", self.expected_error()
         yield "proof", self._proof()
         if from_what := described(parts(self.solved.best, self.solved.in_order_bound_ns)):
             yield "gap from", from_what
         if (beside := self._beside()) is not None:
             yield "beside", beside
+
+    def _wire(self) -> str | None:
+        """What travels narrower than it is, and what that is worth."""
+        best = self.solved.best
+        if best.model.wire is None:
+            return None
+        listed = "; ".join(f"{said} on the {name}" for name, said in narrower(self.plan))
+        exact = evaluate(
+            replace(best.model, wire=None), best.levels, best.schedule, best.micro_batch, modes=best.modes
+        )
+        longer = exact.predicted.period_ns / best.predicted.period_ns - 1
+        return (
+            f"{listed}; with everything exact the same plan would take {longer:.0%} longer. Values are "
+            "rounded: docs/convergence.md has loss curves"
+        )
 
     def _proof(self) -> str:
         """What was searched, and how far above the best of it the plan is at most."""

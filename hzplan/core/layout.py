@@ -14,6 +14,7 @@ from typing import Literal
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.matrices import OWNED, Placed, Shape, hosts
+from hzplan.core.wire import BLOCK, Wire
 
 ALIGNMENT_BYTES = 256
 """Alignment of every tensor in a bucket, and of every bucket in its unit's buffers, bytes."""
@@ -24,6 +25,8 @@ dtype that travels, and a large one of 256. NCCL and fused optimizers read and w
 otherwise."""
 
 LARGE_SLICE_BYTES = 1 << 16
+LARGE_NARROW_SLICE = 8 * BLOCK
+"""A slice of so many elements is large too where they travel in blocks."""
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 
@@ -45,14 +48,15 @@ rounds nothing."""
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A parameter: its name in the model, shape, dtype (torch's name), whether it is trained, and whether a
-    matrix optimizer updates it (``core.matrices``)."""
+    """A parameter: its name in the model, shape, dtype (torch's name), whether it is trained, whether a
+    matrix optimizer updates it (``core.matrices``), and whether it travels narrow (``core.wire``)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = True
     matrix: bool = False
+    narrow: bool = False
 
     @property
     def numel(self) -> int:
@@ -72,6 +76,13 @@ class TensorSpec:
         return replace(self, dtype=dtype) if self.dtype == MASTER_DTYPE[dtype] else self
 
 
+def marked(tensors: Iterable[TensorSpec], wire: Wire | None) -> tuple[TensorSpec, ...]:
+    """The tensors, with which of them travel narrow."""
+    if wire is None or wire.is_exact:
+        return tuple(tensors)
+    return tuple(replace(t, narrow=wire.narrows(t.name, t.shape)) for t in tensors)
+
+
 def gradient_bytes(tensors: Iterable[TensorSpec]) -> int:
     """Bytes of the gradients of those that are trained, as they are kept."""
     return sum(t.numel * ITEM_BYTES[MASTER_DTYPE[t.dtype]] for t in tensors if t.trainable)
@@ -79,7 +90,7 @@ def gradient_bytes(tensors: Iterable[TensorSpec]) -> int:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Tensors of one unit with the same levels, dtype and trainable flag, laid in one flat buffer.
+    """Tensors of one unit with the same levels, dtype and flags, laid in one flat buffer.
 
     ``offsets`` and ``numel`` count elements; ``numel`` includes alignment and the padding to the shards of
     the finest level that the bucket's communication walks through.
@@ -99,6 +110,11 @@ class BucketLayout:
     def trainable(self) -> bool:
         """Whether the bucket has gradients and optimizer state."""
         return self.tensors[0].trainable
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the bucket travels in the formats of the wire."""
+        return self.tensors[0].narrow
 
     @property
     def nbytes(self) -> int:
@@ -160,22 +176,30 @@ def lay_out(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> Bucket
     """
     if levels.matrix == OWNED:
         return _owned(tensors, levels, mesh)
-    align = ALIGNMENT_BYTES // ITEM_BYTES[tensors[0].dtype]
+    align = _alignment(tensors[0])
     offsets, end = [], 0
     for tensor in tensors:
         start = -(-end // align) * align
         offsets.append(start)
         end = start + tensor.numel
     slices = mesh.world if tensors[0].trainable else mesh.shards[levels.param]
-    is_large = -(-end // slices) * ITEM_BYTES[tensors[0].dtype] >= LARGE_SLICE_BYTES
+    length = -(-end // slices)
+    is_large = length * ITEM_BYTES[tensors[0].dtype] >= LARGE_SLICE_BYTES
+    is_large |= tensors[0].narrow and length >= LARGE_NARROW_SLICE
     multiple = slices * (LARGE_SLICE_ELEMENTS if is_large else SLICE_ELEMENTS)
     return BucketLayout(tuple(tensors), levels, tuple(offsets), max(1, -(-end // multiple)) * multiple)
+
+
+def _alignment(tensor: TensorSpec) -> int:
+    """Elements of a bucket's dtype at whose multiples tensors begin; none shares a block with another."""
+    align = ALIGNMENT_BYTES // ITEM_BYTES[tensor.dtype]
+    return max(align, BLOCK) if tensor.narrow else align
 
 
 def _owned(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketLayout:
     """Tensors whole in slices, so that the fullest is short; the others are padded to its length."""
     owners = mesh.shards[levels.optim]
-    align = ALIGNMENT_BYTES // ITEM_BYTES[tensors[0].dtype]
+    align = _alignment(tensors[0])
     within, ends = [], [0] * owners
     owner_of = hosts([tensor.numel for tensor in tensors], owners)
     for tensor, owner in zip(tensors, owner_of, strict=True):
@@ -190,14 +214,15 @@ def _owned(tensors: Sequence[TensorSpec], levels: Levels, mesh: Mesh) -> BucketL
 
 
 def bucketise(choices: Iterable[tuple[TensorSpec, Levels]], mesh: Mesh) -> tuple[BucketLayout, ...]:
-    """Group a unit's tensors into buckets by (levels, dtype, trainable), in order of first appearance.
+    """Group a unit's tensors into buckets by (levels, dtype, trainable, narrow), in order of first
+    appearance.
 
     A frozen tensor has a parameter level only; its other levels are set to the same value.
     """
-    groups: dict[tuple[Levels, str, bool], list[TensorSpec]] = {}
+    groups: dict[tuple[Levels, str, bool, bool], list[TensorSpec]] = {}
     for tensor, levels in choices:
         levels = levels.of(trainable=tensor.trainable, matrix=bool(levels.matrix))
-        groups.setdefault((levels, tensor.dtype, tensor.trainable), []).append(tensor)
+        groups.setdefault((levels, tensor.dtype, tensor.trainable, tensor.narrow), []).append(tensor)
     return tuple(lay_out(tensors, key[0], mesh) for key, tensors in groups.items())
 
 

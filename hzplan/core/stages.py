@@ -6,9 +6,10 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from hzplan.core.hierarchy import Levels, Mesh, Stage
-from hzplan.core.layout import BucketLayout
+from hzplan.core.layout import ITEM_BYTES, BucketLayout
 from hzplan.core.matrices import EXCHANGED, REPEATED
 from hzplan.core.schedule import Kind
+from hzplan.core.wire import Format, Wire, fits
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 _Maybe = tuple[Operation, Stage | None]
@@ -36,6 +37,28 @@ def collectives_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> t
     if kind is not Kind.UNSHARD and not bucket.trainable:
         return ()
     return _collectives(kind, tier, bucket.levels, mesh)
+
+
+PARAMETERS = (Kind.UNSHARD, Kind.PARAM_GATHER)
+"""The kinds of tasks in which parameters travel; in others gradients do, or matrices."""
+
+
+def format_of(
+    wire: Wire | None, kind: Kind, tier: int, bucket: BucketLayout, stage: Stage, mesh: Mesh
+) -> Format:
+    """What a bucket's values travel in, in a collective of a task.
+
+    Updated parameters go as they are where they are the only copy that is trained: their owner would have
+    them rounded after every step, and others would not have what it has.
+    """
+    if wire is None or not bucket.narrow or kind in (Kind.ASSEMBLE, Kind.RETURN):
+        return "exact"
+    if kind is Kind.PARAM_GATHER and not bucket.keeps_master:
+        return "exact"
+    of_parameters = kind in PARAMETERS
+    form = wire.of("param" if of_parameters else "grad", tier)
+    item = ITEM_BYTES[bucket.dtype if of_parameters else bucket.master_dtype]
+    return form if fits(form, bucket.numel // mesh.shards[stage.high], item) else "exact"
 
 
 @cache

@@ -11,11 +11,12 @@ from functools import cached_property
 
 from hzplan.core.buffers import scratch_bytes
 from hzplan.core.hierarchy import Levels, Mesh, Stage
-from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes
+from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes, marked
 from hzplan.core.order import in_order
 from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
 from hzplan.core.schedule import Interval, Kind, MessageOrder, Schedule, Task, build
-from hzplan.core.stages import Collective, collectives_of
+from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
+from hzplan.core.wire import Format, Wire, packed_bytes
 from hzplan.cost.curves import interpolate
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
@@ -29,9 +30,9 @@ REDUCED_TOGETHER = (Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
 count the mean, which is linear in the choice and never more; exact where all tensors have the same levels."""
 
 
-def tensors_of(profile: Profile) -> dict[str, tuple[TensorSpec, ...]]:
-    """The tensors of every unit."""
-    return {unit.name: tuple(tensor.spec for tensor in unit.tensors) for unit in profile.units}
+def tensors_of(profile: Profile, wire: Wire | None = None) -> dict[str, tuple[TensorSpec, ...]]:
+    """The tensors of every unit, with which of them travel narrow."""
+    return {unit.name: marked((tensor.spec for tensor in unit.tensors), wire) for unit in profile.units}
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,14 @@ class CostModel:
 
     ``reduce_dtype``: the communication dtype of gradients; None: that of the master weights. The cast between
     them is neglected: it is a pass over memory, needs no buffer, and is short beside the message.
+    ``narrow_sums``: libraries add up in it, where they add; else ranks do, in that of the master weights.
+    ``wire``: narrower formats, whose rounding takes its time.
     """
 
     profile: Profile
     reduce_dtype: Dtype | None = None
+    narrow_sums: bool = False
+    wire: Wire | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -190,7 +195,7 @@ class CostModel:
     @cached_property
     def tensors(self) -> dict[str, tuple[TensorSpec, ...]]:
         """The tensors of every unit."""
-        return tensors_of(self.profile)
+        return tensors_of(self.profile, self.wire)
 
     @cached_property
     def unit_costs(self) -> dict[object, UnitCost]:
@@ -213,7 +218,7 @@ class CostModel:
         same cost."""
         first: dict[object, str] = {}
         return {
-            unit: first.setdefault(tuple((t.shape, t.dtype, t.trainable, t.matrix) for t in tensors), unit)
+            unit: first.setdefault(tuple(replace(t, name="") for t in tensors), unit)
             for unit, tensors in self.tensors.items()
         }
 
@@ -345,12 +350,13 @@ class CostModel:
         total = UnitCost.zero(len(self.mesh.tiers))
         twice = list(total.final_reduce_ns)  # what all-reduces wait, counted for each
         sizes: dict[tuple[int, int, Stage], int] = {}
+        times = [[0] * len(self.mesh.tiers) for _ in range(3)]
         for part in parts:
             total += part.cost
             twice = [a + b for a, b in zip(twice, part.cost.reduce_waits_ns, strict=True)]
-            for kind, tier, stage, nbytes in part.gathers:
+            for kind, tier, stage, nbytes, rounding_ns in part.gathers:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
-        times = [[0] * len(self.mesh.tiers) for _ in range(3)]
+                times[kind][tier] += rounding_ns
         waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
         at_once = self.profile.cluster.reduce_scatter_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
@@ -382,7 +388,7 @@ class CostModel:
         mesh, levels = self.mesh, bucket.levels
         tiers = range(len(mesh.tiers))
         gathers = tuple(
-            (number, tier, one.stage, nbytes)
+            (number, tier, one.stage, nbytes, self._rounding_ns(bucket, kind, tier, one))
             for number, kind in enumerate((Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER))
             for tier in tiers
             for one, nbytes in self.collectives(bucket, kind, tier)
@@ -397,7 +403,10 @@ class CostModel:
 
         def reduced(kind: Kind) -> tuple[int, ...]:
             return tuple(
-                sum(self.collective_ns(*one, nbytes) for one, nbytes in self.collectives(bucket, kind, tier))
+                sum(
+                    self._reduction_ns(bucket, one, nbytes) + self._rounding_ns(bucket, kind, tier, one)
+                    for one, nbytes in self.collectives(bucket, kind, tier)
+                )
                 for tier in tiers
             )
 
@@ -405,7 +414,7 @@ class CostModel:
             """Of all-reduces that what a message of no bytes takes."""
             listed = self.collectives(bucket, Kind.FINAL_REDUCE, tier)
             return sum(
-                min(self.collective_ns(*one, nbytes), self.collective_ns(*one, 0))
+                min(self._reduction_ns(bucket, one, nbytes), self.collective_ns(*one, 0))
                 for one, nbytes in listed
                 if one.operation == "all_reduce"
             )
@@ -479,10 +488,56 @@ class CostModel:
                 level = one.stage.high if one.operation == "all_to_all" else one.stage.low
                 yield one, bucket.numel * ORTHOGONALIZED_BYTES // self.mesh.shards[level]
             return
-        gradient_bytes = bucket.numel * ITEM_BYTES[self.reduce_dtype or bucket.master_dtype]
-        nbytes = bucket.nbytes if kind in (Kind.UNSHARD, Kind.PARAM_GATHER) else gradient_bytes
+        dtype = bucket.dtype if kind in PARAMETERS else self.reduce_dtype or bucket.master_dtype
         for one in collectives_of(kind, tier, bucket, self.mesh):
-            yield one, nbytes // self.mesh.shards[one.stage.low]
+            form = format_of(self.wire, kind, tier, bucket, one.stage, self.mesh)
+            elements = bucket.numel // self.mesh.shards[one.stage.low]
+            yield one, packed_bytes(form, elements, ITEM_BYTES[dtype])
+
+    def _reduction_ns(self, bucket: BucketLayout, one: Collective, nbytes: int) -> int:
+        """Nanoseconds of a reduction of gradients, ``nbytes`` of them on the wire.
+
+        A library adds up what it sends. What is narrower than the sum goes to its rank as it is, in an
+        all-to-all, and is added up there; of an all-reduce that is the first half.
+        """
+        by_library = not self.profile.cluster.reduce_scatter_by_exchange
+        whole = bucket.master_nbytes // self.mesh.shards[one.stage.low]
+        if nbytes == whole or (by_library and self.narrow_sums):
+            return self.collective_ns(*one, nbytes)
+        first = "all_to_all" if by_library else "reduce_scatter"
+        gather_ns = (
+            self.collective_ns("all_gather", one.stage, nbytes) if one.operation == "all_reduce" else 0
+        )
+        return self.collective_ns(first, one.stage, nbytes) + gather_ns
+
+    def _rounding_ns(self, bucket: BucketLayout, kind: Kind, tier: int, one: Collective) -> int:
+        """Nanoseconds in which a bucket's values are rounded to a format and read back, in a collective.
+
+        Of n ranks each packs a slice and reads n for a gather; it packs n and reads n for a reduction; for
+        an all-reduce both.
+        """
+        form = format_of(self.wire, kind, tier, bucket, one.stage, self.mesh)
+        if form == "exact":
+            return 0
+        whole, part = (bucket.numel // self.mesh.shards[level] for level in one.stage)
+        pack, unpack = self._rounding(form)
+        gathers, reduces = one.operation != "reduce_scatter", one.operation != "all_gather"
+        packed, read = part * gathers + whole * reduces, whole * (gathers + reduces)
+        return round(interpolate(pack, packed) * 1e9 + interpolate(unpack, read) * 1e9)
+
+    def _rounding(self, form: Format) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """Curves of seconds by values, to a format and back; none where the profile does not know."""
+        if form not in self._rounding_curves:
+            listed = next((one.points for one in self.profile.rounding or () if one.format == form), ())
+            self._rounding_curves[form] = (
+                [(point.elements, point.pack_seconds) for point in listed] or [(1, 0.0)],
+                [(point.elements, point.unpack_seconds) for point in listed] or [(1, 0.0)],
+            )
+        return self._rounding_curves[form]
+
+    @cached_property
+    def _rounding_curves(self) -> dict[Format, tuple[list[tuple[int, float]], list[tuple[int, float]]]]:
+        return {}
 
     def schedule(
         self,

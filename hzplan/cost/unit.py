@@ -153,10 +153,10 @@ class UnitCost:
 
 class BucketCost(NamedTuple):
     """A bucket's cost without gathers, and its gathers as (0 unshard, 1 grad_gather, 2 param_gather; tier;
-    stage; bytes)."""
+    stage; bytes; nanoseconds of rounding)."""
 
     cost: UnitCost
-    gathers: tuple[tuple[int, int, Stage, int], ...]
+    gathers: tuple[tuple[int, int, Stage, int, int], ...]
 
 
 def summed(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from hzplan.formats.base import Document
 from hzplan.formats.profile import (
@@ -13,8 +13,10 @@ from hzplan.formats.profile import (
     HostEntry,
     InterferenceEntry,
     ProvenanceEntry,
+    RoundingEntry,
     StragglerEntry,
     check_cluster,
+    check_rounding,
 )
 
 
@@ -28,10 +30,12 @@ class Links(Document):
     collectives: tuple[CollectiveCurve, ...]
     interference: tuple[InterferenceEntry, ...] = ()
     host: HostEntry | None = None
+    rounding: tuple[RoundingEntry, ...] | None = Field(default=None, min_length=1)
     stragglers: tuple[StragglerEntry, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Links:
         """As a profile's."""
         check_cluster(self.cluster, self.collectives, self.interference, self.host)
+        check_rounding(self.rounding or ())
         return self

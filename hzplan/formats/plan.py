@@ -14,6 +14,7 @@ from hzplan.core.matrices import NamedWay
 from hzplan.core.order import is_ahead
 from hzplan.core.recompute import HOST, PartialWay, Recomputed, Way
 from hzplan.core.schedule import MessageOrder
+from hzplan.core.wire import ADMITTED, Format, Wire
 from hzplan.formats.base import (
     Document,
     Fraction,
@@ -72,6 +73,20 @@ class PlanUnit(Strict):
     offload: Annotated[bool, AfterValidator(_true)] | None = None
     ahead: tuple[NonNegativeInt, ...] | None = None
     buckets: tuple[BucketEntry, ...]
+
+
+class WireEntry(Strict):
+    """What parameters and gradients travel in, by tier, fastest first (``core.wire``). ``kept``: patterns of
+    the names of tensors that travel exactly, as all do that have fewer than two dimensions."""
+
+    param: tuple[Format, ...]
+    grad: tuple[Format, ...]
+    kept: tuple[str, ...]
+
+    @property
+    def formats(self) -> Wire:
+        """As ``core.wire`` takes it."""
+        return Wire(self.param, self.grad, self.kept)
 
 
 class PlanModel(Strict):
@@ -169,7 +184,9 @@ class Predicted(Strict):
 class Plan(Document):
     """The plan that ``hzplan solve`` writes and ``hzplan run`` executes.
 
-    ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights.
+    ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights, and
+    added up in it; ``narrow_sums``: added up in ``reduce_dtype``, where a library does. ``wire``: narrower
+    formats, with rounding of their own; None: there are none.
     ``sync_ahead``: where messages are sent in an order (``ahead`` of the units), how many uses before a
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
@@ -191,6 +208,8 @@ class Plan(Document):
     clip: bool
     local_norm: Literal[True] | None = None
     reduce_dtype: Dtype
+    narrow_sums: Literal[True] | None = None
+    wire: WireEntry | None = None
     batch: Batch
     prefetch: PositiveInt
     gradient_buffers: PositiveInt
@@ -222,6 +241,17 @@ class Plan(Document):
             raise ValueError(
                 f"reduce_dtype: with {self.model.dtype} it is {' or '.join(allowed)}, not {self.reduce_dtype}"
             )
+        if self.narrow_sums and self.reduce_dtype == allowed[0]:
+            raise ValueError(f"narrow_sums: {self.reduce_dtype} is what gradients are kept in")
+        if self.wire is not None:
+            for what, listed in (("param", self.wire.param), ("grad", self.wire.grad)):
+                if len(listed) != len(mesh.tiers):
+                    raise ValueError(f"wire.{what}: {len(mesh.tiers)} formats needed, one per tier")
+                for form in listed:
+                    if form != "exact" and form not in ADMITTED[what]:
+                        raise ValueError(f"wire.{what}: {' or '.join(ADMITTED[what])} or exact, not {form}")
+            if self.wire.formats.is_exact:
+                raise ValueError("wire: everything is exact; leave it out")
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ValueError("units: a name appears twice")

@@ -14,6 +14,7 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import Dtype, TensorSpec
 from hzplan.core.recompute import PARTIAL_WAYS, PartialWay, Way
 from hzplan.core.schedule import Use
+from hzplan.core.wire import Format
 from hzplan.formats.base import (
     Document,
     Fraction,
@@ -227,6 +228,21 @@ class HostEntry(Strict):
     points: tuple[CopyPoint, ...] = Field(min_length=1)
 
 
+class RoundingPoint(Strict):
+    """Seconds in which so many values are rounded to a format, and read back."""
+
+    elements: PositiveInt
+    pack_seconds: Measured
+    unpack_seconds: Measured
+
+
+class RoundingEntry(Strict):
+    """A format that values can travel in (``core.wire``), measured with all ranks at it."""
+
+    format: Format
+    points: tuple[RoundingPoint, ...] = Field(min_length=1)
+
+
 class ModelEntry(Strict):
     """The model that was measured; ``signature`` is a hash over its parameters' names, shapes and dtypes.
 
@@ -307,7 +323,8 @@ class Profile(Document):
     ``parallel``: None where a rank has a whole replica of the model, else it is of a rank's share.
     ``host``: None where there is no memory but the device's.
     ``interference`` is by tier, empty where it was not measured; ``stragglers`` held everyone up, and times
-    are with them.
+    are with them. ``rounding``: of formats that values may travel in; None
+    where it was not measured.
     """
 
     format: Literal["hzplan.profile"] = "hzplan.profile"
@@ -324,6 +341,7 @@ class Profile(Document):
     collectives: tuple[CollectiveCurve, ...]
     interference: tuple[InterferenceEntry, ...] = ()
     host: HostEntry | None = None
+    rounding: tuple[RoundingEntry, ...] | None = Field(default=None, min_length=1)
     stragglers: tuple[StragglerEntry, ...] = ()
 
     @model_validator(mode="after")
@@ -374,6 +392,7 @@ class Profile(Document):
             elements = [point.elements for point in listed]
             if sorted(set(elements)) != elements:
                 raise ValueError(f"optimizer.{name}: sizes not rising")
+        check_rounding(self.rounding or ())
         return self
 
     def replaced(self, **fields: Any) -> Profile:
@@ -433,6 +452,16 @@ def check_cluster(
                 raise ValueError(
                     f"collectives: {operation} between levels {stage.low} and {stage.high} is missing"
                 )
+
+
+def check_rounding(rounding: Iterable[RoundingEntry]) -> None:
+    """ValueError, naming the field, where a format is there twice or sizes do not rise."""
+    seen: set[Format] = set()
+    for one in rounding:
+        elements = [point.elements for point in one.points]
+        if one.format in seen or sorted(set(elements)) != elements:
+            raise ValueError(f"rounding: {one.format} is there twice, or its sizes are not rising")
+        seen.add(one.format)
 
 
 def signature(tensors: Iterable[TensorSpec]) -> str:

@@ -12,6 +12,7 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import ITEM_BYTES, MASTER_DTYPE, Dtype
 from hzplan.core.matrices import STEPS
 from hzplan.core.recompute import HOST
+from hzplan.core.wire import BLOCK, FORMATS, packed_bytes
 from hzplan.cost.collectives import collectives, largest_gradient_bytes, lateness
 from hzplan.errors import UserError
 from hzplan.formats.cluster import ClusterModel, DeviceModel
@@ -27,6 +28,8 @@ from hzplan.formats.profile import (
     OptimizerEntry,
     OptimizerPoint,
     Profile,
+    RoundingEntry,
+    RoundingPoint,
     UseCost,
 )
 from hzplan.models.workload import Workload
@@ -46,6 +49,7 @@ from hzplan.profiler.session.statistics import nanoseconds
 
 LEAST_ELEMENTS = 1 << 10
 LEAST_COPIED_BYTES, MOST_COPIED_BYTES = 1 << 16, 1 << 30
+ROUNDED_LEAST, ROUNDED_MOST = BLOCK, 1 << 28
 
 
 def analyse(
@@ -139,6 +143,7 @@ def modelled(
         collectives=collectives(cluster, mesh, largest_gradient_bytes(shapes.units, dtype), flat=flat),
         interference=_interference(cluster, device),
         host=_host(device),
+        rounding=_rounding(device),
     )
 
 
@@ -175,6 +180,7 @@ def measure_for(
         collectives=collectives(cluster, mesh, LAST_BYTES),
         interference=_interference(cluster, device),
         host=_host(device),
+        rounding=_rounding(device),
     )
     profile = measure_with(
         links,
@@ -235,6 +241,26 @@ def _host(device: DeviceModel) -> HostEntry | None:
     sizes = (LEAST_COPIED_BYTES, MOST_COPIED_BYTES)
     points = [(size, nanoseconds(device.launch_s.value + size / rate)) for size in sizes]
     return HostEntry(points=tuple(CopyPoint(bytes=b, seconds=s, spread=0.0) for b, s in points))
+
+
+def _rounding(device: DeviceModel) -> tuple[RoundingEntry, ...]:
+    """Values are read and written by one kernel each way, float32 on the one side. Blocks stay in the
+    registers of who finds their scale."""
+    share = device.bytes_share.value
+    launch_s, rate = device.launch_s.value, device.bytes_per_s.value * share
+    return tuple(
+        RoundingEntry(
+            format=form,
+            points=tuple(
+                RoundingPoint(elements=size, pack_seconds=seconds, unpack_seconds=seconds)
+                for size in (ROUNDED_LEAST, ROUNDED_MOST)
+                for nbytes in [4 * size + packed_bytes(form, size, 4)]
+                for seconds in [nanoseconds(launch_s + nbytes / rate)]
+            ),
+        )
+        for form in FORMATS
+        if form != "exact"
+    )
 
 
 @lru_cache

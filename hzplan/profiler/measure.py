@@ -44,6 +44,7 @@ from hzplan.profiler.model.time import measure_uses
 from hzplan.profiler.network.host import measure_host
 from hzplan.profiler.network.interference import measure_interference
 from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm
+from hzplan.profiler.network.rounding import measure_rounding
 from hzplan.profiler.network.stragglers import slow_compute, slow_links
 from hzplan.profiler.network.wakeup import measure_wakeup
 from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes, untracked_bytes
@@ -60,6 +61,7 @@ MACHINE_S = 1.0
 STAGE_S = 4.0
 INTERFERENCE_S = 2.0
 HOST_S = 2.0
+ROUNDING_S = 1.5
 RECORDING_SHARE = 0.2  # of PASS_S, before passes are timed
 
 PRODUCT_SIZE, PRODUCTS = 512, 8
@@ -90,6 +92,7 @@ class ModelResult(Strict):
             collectives=links.collectives,
             interference=links.interference,
             host=links.host,
+            rounding=links.rounding,
             stragglers=(*self.stragglers, *links.stragglers),
         )
 
@@ -222,7 +225,8 @@ def _model_s(micro_batches: Sequence[int]) -> float:
 
 
 def _links_s(mesh: Mesh) -> float:
-    return MACHINE_S + STAGE_S * len(mesh.stages()) + INTERFERENCE_S * len(mesh.tiers) + HOST_S
+    links_s = STAGE_S * len(mesh.stages()) + INTERFERENCE_S * len(mesh.tiers)
+    return MACHINE_S + links_s + ROUNDING_S + HOST_S
 
 
 def _measure_model(
@@ -303,6 +307,8 @@ def _measure_links(
     release()
     parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))
     interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at, effort)
+    parts.part("rounding of what travels", ROUNDING_S)
+    rounding = measure_rounding(ranks, parts.at)
     parts.part("the host's memory", HOST_S)
     apart = ranks.device.type != "cpu"  # else there is no memory but the host's
     host, stragglers = measure_host(ranks, parts.at) if apart else None, slow_links(ranks, mesh)
@@ -325,6 +331,7 @@ def _measure_links(
         collectives=collectives,
         interference=interference,
         host=host,
+        rounding=rounding or None,
         stragglers=stragglers,
     )
 

@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hzplan.core.buffers import assign_slots
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise, gradient_bytes
+from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise, gradient_bytes, marked
 from hzplan.core.order import CircularOrder, in_order
 from hzplan.core.recompute import HOST, NOTHING, Recomputed
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
+from hzplan.core.wire import Wire
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import signature
@@ -34,7 +35,7 @@ from hzplan.models.saved import Saved
 from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
 from hzplan.runtime import cuda, launcher
 from hzplan.runtime.backends.groups import STREAMS
-from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.bucket import Bucket, Forms
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.joined import lay_side_by_side
@@ -54,7 +55,8 @@ class Choice:
     """What the runtime needs of a plan: levels by tensor, and how the step is ordered.
 
     ``dtype``: the dtype that the model computes in, torch's name; None: its parameters'. ``reduce_dtype``:
-    the dtype that gradients travel in; None: the master weights'. ``message_order``: see ``core.order``.
+    the dtype that gradients travel in; None: the master weights'; ``narrow_sums``: libraries add up in it.
+    ``wire``: narrower formats (``core.wire``). ``message_order``: see ``core.order``.
     ``message_bytes``, ``matrix_units``, ``copy_uses``: see ``core.schedule.build``.
     ``requires``: by unit, the units whose parameters it needs, besides those that the model shows.
     ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
@@ -70,6 +72,8 @@ class Choice:
     clip: bool
     dtype: str | None = None
     reduce_dtype: str | None = None
+    narrow_sums: bool = False
+    wire: Wire | None = None
     gradient_buffers: int | None = None
     message_bytes: int = 0
     matrix_units: int = 0
@@ -100,6 +104,8 @@ class Choice:
             local_norm=plan.local_norm or False,
             dtype=plan.model.dtype,
             reduce_dtype=plan.reduce_dtype,
+            narrow_sums=plan.narrow_sums or False,
+            wire=plan.wire.formats if plan.wire else None,
             gradient_buffers=plan.gradient_buffers,
             message_bytes=plan.message_bytes or 0,
             matrix_units=plan.matrix_units or 0,
@@ -140,8 +146,8 @@ def parallelize(
 
     A bfloat16 plan takes the model in float32. Its parameters become bfloat16, for forward, backward and
     all-gathers; the float32 values live on as master weights, sharded like the optimizer state and updated by
-    the optimizer. Gradients are accumulated in float32 and travel in the plan's ``reduce_dtype``; gloo's
-    exchanges sum them in float32, NCCL in what travels.
+    the optimizer. Gradients are accumulated in float32, travel in the plan's ``reduce_dtype`` or what its
+    ``wire`` says, and are summed in float32 unless the plan says ``narrow_sums``.
     As in FSDP2 floating tensors that are passed to a unit are cast to bfloat16, and buffers keep their dtype:
     a float32 buffer that meets activations inside a module should be cast there.
 
@@ -233,7 +239,7 @@ def apply(
         check_planned(optimizer_class, arguments, choice.optimizer, device)
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
     recomputed = recomputed_modules(units, choice.recompute)
-    tensors = {unit.name: unit.computed_in(choice.dtype) for unit in units}
+    tensors = {unit.name: marked(unit.computed_in(choice.dtype), choice.wire) for unit in units}
     _check_parameters(units, tensors, world)
     for name in sorted(choice.offload - {unit.name for unit in units}):
         raise UserError(f"the plan offloads unit {name}, which the model does not have; solve again")
@@ -244,10 +250,10 @@ def apply(
         for name, of_unit in tensors.items()
     }
     offloaded = choice.offload & schedule.offload_slots.keys()
-    states = [
-        _state(*(unit, layouts[unit.name], choice, world, waiting.parameters), offload=unit.name in offloaded)
-        for unit in units
-    ]
+    reduce_dtype = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
+    forms = Forms(choice.wire, reduce_dtype, choice.narrow_sums)
+    of_all = choice.mesh, world, forms, waiting.parameters
+    states = [_state(unit, layouts[unit.name], *of_all, offload=unit.name in offloaded) for unit in units]
     lay_side_by_side({state.name: state for state in states}, schedule)
     if waiting.parameters or waiting.buffers:
         _begin(model, waiting, states, world)
@@ -440,25 +446,25 @@ def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], worl
 def _state(
     unit: Unit,
     layouts: Iterable[BucketLayout],
-    choice: Choice,
+    mesh: Mesh,
     world: World,
+    forms: Forms,
     waits: frozenset[str],
     *,
     offload: bool,
 ) -> UnitState:
     """Allocate what lasts of a unit; an error names it."""
     by_name = dict(unit.parameters)
-    reduce_dtype = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     try:
         buckets = [
             Bucket(
-                *(layout, [by_name[t.name] for t in layout.tensors], choice.mesh, world, reduce_dtype),
+                *(layout, [by_name[t.name] for t in layout.tensors], mesh, world, forms),
                 offload=offload,
                 waits=waits & {tensor.name for tensor in layout.tensors},
             )
             for layout in layouts
         ]
-        return UnitState(unit.name, buckets, choice.mesh.world, offload=offload)
+        return UnitState(unit.name, buckets, mesh.world, offload=offload)
     except Exception as error:
         error.add_note(f"{NOTE}{unit.name}")
         raise

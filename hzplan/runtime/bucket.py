@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind
-from hzplan.core.stages import Collective, collectives_of
+from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
+from hzplan.core.wire import Wire
 from hzplan.models.local import cast, local, put
 from hzplan.runtime.backends.base import Buffers, Groups
+from hzplan.runtime.backends.packing import Cast, Errors, Form, form_of
 from hzplan.runtime.world import World
 
 GROUP_OF = {
@@ -25,6 +28,25 @@ GROUP_OF = {
     Kind.RETURN: EXCHANGE_STREAM,
 }
 """The stream kind whose communicators a task's collectives take."""
+
+
+@dataclass
+class Forms:
+    """What values travel in. ``reduce_dtype``: gradients that no format narrows; None: as they are kept;
+    ``sums``: whether libraries add up in it, where they add. ``errors``: of what is rounded."""
+
+    wire: Wire | None = None
+    reduce_dtype: torch.dtype | None = None
+    sums: bool = False
+    errors: Errors = field(default_factory=Errors)
+
+    def of(self, kind: Kind, tier: int, layout: BucketLayout, stage: Stage, mesh: Mesh) -> Form | None:
+        """The form of a bucket's values in a task of a kind; None: as they are."""
+        name, of_gradients = format_of(self.wire, kind, tier, layout, stage, mesh), kind not in PARAMETERS
+        if name == "exact":
+            dtype = self.reduce_dtype if of_gradients else None
+            return None if dtype is None else Cast(dtype, self.sums)
+        return form_of(name, dithered=of_gradients, tier=tier, errors=self.errors)
 
 
 class Bucket:
@@ -45,16 +67,16 @@ class Bucket:
         parameters: list[nn.Parameter],
         mesh: Mesh,
         world: World,
-        reduce_dtype: torch.dtype | None = None,
+        forms: Forms | None = None,
         *,
         offload: bool = False,
         waits: Collection[str] = (),
     ) -> None:
-        """``reduce_dtype``: what gradients travel in; by default what they are kept in. ``offload``: master
-        weights go to the host's memory at once. ``waits``: tensors whose values come to ``begin_with``."""
+        """``forms``: what values travel in; by default as they are. ``offload``: master weights go to the
+        host's memory at once. ``waits``: tensors whose values come to ``begin_with``."""
         self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.rank, self._world = world.rank, world
-        self.reduce_dtype = reduce_dtype
+        self._forms = forms or Forms()
         levels = layout.levels
         self.sharded = mesh.shards[levels.param] > 1
         self.grad_sharded = layout.trainable and mesh.shards[levels.grad] > 1
@@ -120,11 +142,6 @@ class Bucket:
         """Reduced gradients are kept in ``values`` from now on; called before ``assign_buffers``."""
         self.grad = self.gradient_buffer = values
 
-    @property
-    def gradient_nbytes(self) -> int:
-        """Bytes of a whole buffer of gradients as it travels."""
-        return self.layout.numel * (self.reduce_dtype or self.master.dtype).itemsize
-
     def bounds(self, level: int) -> tuple[int, int]:
         """This rank's slice at a level, in elements of the whole buffer."""
         return self.mesh.slice_bounds(self.rank, level, self.layout.numel)
@@ -188,16 +205,17 @@ class Bucket:
         """Unshard parameters into a buffer; gather reduced gradients and updated parameters in place."""
         levels = self.layout.levels
         for _, stage in self.collectives(kind, tier):
+            form = self.form(kind, tier, stage)
             if kind is Kind.UNSHARD:
                 # From the shard, or from the slice that the tier outside has gathered.
                 from_shard = self.mesh.shards[stage.high] == self.mesh.shards[levels.param]
                 part = self.param if from_shard else self.within(self.unsharded, 0, stage.high)
-                yield stage, Buffers(self.within(self.unsharded, 0, stage.low), part)
+                yield stage, Buffers(self.within(self.unsharded, 0, stage.low), part, form)
             elif kind is Kind.PARAM_GATHER:
-                yield stage, self._in_place(self.param, levels.param, stage)
+                yield stage, self._in_place(self.param, levels.param, stage, form)
             else:
                 assert self.grad is not None
-                yield stage, self._in_place(self.grad, levels.grad, stage, self.reduce_dtype)
+                yield stage, self._in_place(self.grad, levels.grad, stage, form)
 
     def reductions(self, kind: Kind, tier: int) -> Iterator[tuple[Collective, Buffers]]:
         """Reduce this micro-batch's gradients down to ℓg, and on the last one their sum down to L, or over
@@ -217,13 +235,22 @@ class Bucket:
                 source = self.within(self.gradient_buffer, 0, stage.low)
                 arrives = shards[stage.high] == shards[level]
                 target = self.grad if arrives else self.within(self.gradient_buffer, 0, stage.high)
-            yield one, Buffers(source, target, self.reduce_dtype, adds=arrives)
+            yield one, Buffers(source, target, self.form(kind, tier, stage), adds=arrives)
 
-    def _in_place(
-        self, buffer: Tensor, level: int, stage: Stage, dtype: torch.dtype | None = None
-    ) -> Buffers:
+    def form(self, kind: Kind, tier: int, stage: Stage) -> Form | None:
+        """What values travel in, in a task of a kind; None: as they are."""
+        return self._forms.of(kind, tier, self.layout, stage, self.mesh)
+
+    def sent_nbytes(self, kind: Kind, tier: int, stage: Stage) -> int:
+        """Bytes of the coarser slice that a collective is about, in the form that it travels in."""
+        elements, form = self.layout.numel // self.mesh.shards[stage.low], self.form(kind, tier, stage)
+        if form is None:
+            return elements * (self.param if kind in PARAMETERS else self.master).element_size()
+        return form.units(elements) * form.dtype.itemsize
+
+    def _in_place(self, buffer: Tensor, level: int, stage: Stage, form: Form | None = None) -> Buffers:
         whole, part = (self.within(buffer, level, inner) for inner in stage)
-        return Buffers(whole, part, dtype)
+        return Buffers(whole, part, form)
 
     def copy_master_to_model(self, master: Tensor | None = None) -> None:
         """Round the updated master weights into ``param``, for ``param_gather`` to gather.

@@ -231,13 +231,11 @@ class Engine:
         return [(bucket, one) for bucket in buckets for one in bucket.collectives(task.kind, task.tier)]
 
     def nbytes(self, task: Task) -> int:
-        """Bytes of a communication task's buffers in the dtype they travel in, counting the coarser slice."""
+        """Bytes of a communication task's buffers in the form they travel in, counting the coarser slice."""
         if task.kind in (Kind.ASSEMBLE, Kind.RETURN):
             return self._exchanges[task.units].sent_bytes(task.kind, task.tier)
-        gradients = task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
         return sum(
-            (bucket.gradient_nbytes if gradients else bucket.layout.nbytes) // self.mesh.shards[one.stage.low]
-            for bucket, one in self.collectives(task)
+            bucket.sent_nbytes(task.kind, task.tier, one.stage) for bucket, one in self.collectives(task)
         )
 
     @torch.no_grad()

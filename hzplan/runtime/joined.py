@@ -59,5 +59,5 @@ def joined(buffers: Sequence[Buffers], place: int, size: int) -> list[Buffers]:
 
 def _adjoin(first: Buffers, second: Buffers) -> bool:
     a, b = first.whole, second.whole
-    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and first.dtype == second.dtype
+    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and first.form == second.form
     return same and a.dtype == b.dtype and a.storage_offset() + a.numel() == b.storage_offset()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hzplan.core.schedule import MessageOrder
-from hzplan.formats.plan import Plan, Shards
+from hzplan.formats.plan import Plan, Shards, WireEntry
 from hzplan.show import readable
 
 Sides = tuple[object, object]
@@ -62,6 +62,8 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "clip": (one.clip, other.clip),
         "dtype": (one.model.dtype, other.model.dtype),
         "reduce dtype": (one.reduce_dtype, other.reduce_dtype),
+        "narrow sums": (bool(one.narrow_sums), bool(other.narrow_sums)),
+        "wire": (_wire_text(one.wire), _wire_text(other.wire)),
         "optimizer": (one.optimizer, other.optimizer),
     }
     for name, (before, after) in pairs.items():
@@ -87,6 +89,10 @@ def _order_text(order: MessageOrder | None) -> str:
     counts = Counter(ahead for _, ahead in order.ahead)
     numbers = [f"{_listed(map(str, ahead))} ({count} units)" for ahead, count in sorted(counts.items())]
     return "; ".join([*numbers, f"parameters {order.sync} uses ahead"])
+
+
+def _wire_text(wire: WireEntry | None) -> str:
+    return "exact" if wire is None else f"parameters {_listed(wire.param)}, gradients {_listed(wire.grad)}"
 
 
 def _place(*, host: bool) -> str:

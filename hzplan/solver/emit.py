@@ -10,7 +10,7 @@ from pathlib import Path
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, bucketise
 from hzplan.core.recompute import HOST
-from hzplan.cost.model import tensors_of
+from hzplan.core.wire import Wire
 from hzplan.formats.base import fingerprint
 from hzplan.formats.parallel import ModelParallel
 from hzplan.formats.plan import (
@@ -24,6 +24,7 @@ from hzplan.formats.plan import (
     Proof,
     Shards,
     Source,
+    WireEntry,
     gap_of,
     recompute_entry,
 )
@@ -76,6 +77,8 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         clip=request.clip,
         local_norm=chosen.model.has_local_norm(chosen.schedule, chosen.units) or None,
         reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],
+        narrow_sums=True if chosen.model.narrow_sums else None,
+        wire=_wire(chosen.model.wire),
         batch=Batch(
             global_batch=profile.data_ranks * chosen.micro_batch * accumulation,
             micro_batch=chosen.micro_batch,
@@ -117,7 +120,7 @@ def predict(profile: Profile, chosen: Evaluation) -> Predicted:
 
 
 def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
-    tensors, levels = tensors_of(profile), chosen.levels
+    tensors, levels = chosen.model.tensors, chosen.levels
     ahead = dict(chosen.schedule.order.ahead) if chosen.schedule.order else {}
     units = []
     for unit in profile.units:
@@ -140,6 +143,10 @@ def _units(profile: Profile, chosen: Evaluation) -> tuple[PlanUnit, ...]:
             )
         )
     return tuple(units)
+
+
+def _wire(wire: Wire | None) -> WireEntry | None:
+    return None if wire is None or wire.is_exact else WireEntry(**wire._asdict())
 
 
 def _shards(mesh: Mesh, levels: Levels) -> Shards:

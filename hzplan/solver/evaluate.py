@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.hierarchy import Levels
-from hzplan.core.layout import Dtype, bucketise
+from hzplan.core.layout import bucketise
 from hzplan.core.order import CircularOrder
 from hzplan.core.recompute import HOST, NOTHING, Recomputed
 from hzplan.core.schedule import Schedule
@@ -186,25 +186,25 @@ def fastest_of(some: Sequence[Evaluation]) -> Evaluation:
     return best
 
 
-def sent_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> tuple[int, ...]:
+def sent_bytes(found: Evaluation) -> tuple[int, ...]:
     """Bytes that a rank sends in a step, by tier, fastest first."""
-    totals = [0.0] * len(profile.mesh.tiers)
-    for task, nbytes in zip(found.schedule.tasks, task_bytes(found, profile, reduce_dtype), strict=True):
+    totals = [0.0] * len(found.model.mesh.tiers)
+    for task, nbytes in zip(found.schedule.tasks, task_bytes(found), strict=True):
         if task.tier >= 0:
             totals[task.tier] += nbytes
     return tuple(round(total) for total in totals)
 
 
-def task_bytes(found: Evaluation, profile: Profile, reduce_dtype: Dtype | None = None) -> list[float]:
+def task_bytes(found: Evaluation) -> list[float]:
     """Bytes that a rank sends in every task of a step.
 
     A gather to, or a reduction from, a buffer of B bytes on n ranks sends (n − 1)/n of B from each: every
     rank's slice reaches all others (rings and exchanges alike). An all-reduce is both.
     """
-    model, mesh = CostModel(profile, reduce_dtype), profile.mesh
+    model, mesh = found.model, found.model.mesh
     buckets = {
         unit: bucketise(zip(specs, found.levels[unit], strict=True), mesh) if specs else ()
-        for unit, specs in tensors_of(profile).items()
+        for unit, specs in model.tensors.items()
     }
     return [
         sum(
@@ -252,7 +252,8 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
         raise UserError(
             f"{path}: field batch.accumulation: at most {MAX_ACCUMULATION} are planned; solve again"
         )
-    model = CostModel(profile, plan.reduce_dtype)
+    wire = plan.wire.formats if plan.wire is not None else None
+    model = CostModel(profile, plan.reduce_dtype, bool(plan.narrow_sums), wire)
     try:
         schedule = model.schedule(
             prefetch=plan.prefetch,

@@ -36,7 +36,7 @@ def exhaust(
     while True:
         before = best
         places = [(search, _rows(search)) for search in searches]
-        equal = [one for one in found.all if within(one, best.predicted.period_ns)]
+        equal = [best, *(one for one in found.all if within(one, best.predicted.period_ns))]
         if inside is not None and any(map(inside.covers, equal)):  # the plan may become one of these
             for pace in inside.paces:
                 ordered = pace.ordered or pace.any_order.in_order(pace.order)

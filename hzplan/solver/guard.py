@@ -135,6 +135,8 @@ def request_of(plan: Plan) -> Request:
         tie=plan.source.asked_tie,
         clip=plan.clip,
         reduce_dtype=plan.reduce_dtype,
+        narrow_sums=bool(plan.narrow_sums),
+        wire=plan.wire.formats if plan.wire is not None else None,
         pins=plan.source.pins,
         recompute=plan.source.recompute,
         host_bytes=plan.source.host_memory_bytes or 0,

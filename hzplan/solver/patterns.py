@@ -270,9 +270,9 @@ def _atoms(
     """Atoms as lists of tensor indices: the smallest are joined until at most ``limit`` patterns exist."""
     atoms = [[index] for index in range(len(tensors))]
 
-    def kind(atom: list[int]) -> tuple[str, bool, bool, frozenset[Levels]]:
+    def kind(atom: list[int]) -> object:
         first = tensors[atom[0]]
-        return first.dtype, first.trainable, first.matrix, allowed[atom[0]]
+        return first.dtype, first.trainable, first.matrix, first.narrow, allowed[atom[0]]
 
     def nbytes(atom: list[int]) -> int:
         return sum(tensors[index].nbytes for index in atom)

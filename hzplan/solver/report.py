@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -61,7 +61,7 @@ def build_report(
     """
     chain = longest_chain(found, plan.cluster.tier_names)
     waits = found.waits_s
-    sent = sent_bytes(found, profile, plan.reduce_dtype)
+    sent = sent_bytes(found)
     loads = tier_loads_ns(found.schedule, found.durations_ns)
     budget = plan.source.memory_budget_bytes
     own = Row("this plan", found, found.memory.peak <= budget, ())
@@ -157,7 +157,7 @@ def _compared(row: Row, plan: Plan, profile: Profile) -> ComparedScheme:
         row.name,
         found.step_s,
         sum(found.waits_s.values()),
-        sum(sent_bytes(found, profile, plan.reduce_dtype)),
+        sum(sent_bytes(found)),
         found.memory.peak,
         row.fits,
         f"micro-batch {found.micro_batch}" + (f", recompute {again}" if again != "none" else ""),
@@ -222,10 +222,22 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ),
         ("pace", str(Pace(*pace, plan.matrix_units or 0))),
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
-        ("gradients travel in", plan.reduce_dtype),
+        ("gradients travel in", f"{plan.reduce_dtype}{' and are summed in it' if plan.narrow_sums else ''}"),
+        *((f"narrower on the {name}", text) for name, text in narrower(plan)),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
         ("in the host's memory", moved),
     ]
+
+
+def narrower(plan: Plan) -> Iterator[tuple[str, str]]:
+    """By tier with formats of its own, what travels in which."""
+    if (wire := plan.wire) is None:
+        return
+    for name, param, grad in zip(plan.cluster.tier_names, wire.param, wire.grad, strict=True):
+        parts = [(what, form) for what, form in (("parameters", param), ("gradients", grad))]
+        said = ", ".join(f"{what} in {form}" for what, form in parts if form != "exact")
+        if said:
+            yield name, said
 
 
 def _tiers(plan: Plan, profile: Profile) -> str:
@@ -262,7 +274,7 @@ def _tensors(plan: Plan, profile: Profile) -> list[Tensor]:
 def _spans(plan: Plan, profile: Profile, found: Evaluation) -> list[TaskSpan]:
     """The tasks of the step that take time, in launch order."""
     timeline, schedule = found.predicted, found.schedule
-    sent = task_bytes(found, profile, plan.reduce_dtype)
+    sent = task_bytes(found)
     names = plan.cluster.tier_names
     chain = critical(schedule, timeline)
     return [

@@ -19,6 +19,7 @@ from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import Dtype, gradient_bytes
 from hzplan.core.recompute import Recomputed, Way
 from hzplan.core.schedule import MessageOrder, Pace
+from hzplan.core.wire import Wire
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import UnitCost
@@ -60,7 +61,8 @@ class Request:
     """The question that a user asks the solver.
 
     ``host_bytes``: of the host's memory that a rank may take for optimizer state. ``reduce_dtype``: what
-    gradients travel in; None: as they are kept. ``pins``: what is decided already, and
+    gradients travel in; None: as they are kept; ``narrow_sums``: libraries add up in it; ``wire``: narrower
+    formats. ``pins``: what is decided already, and
     ``recompute``: whether it is decided which units compute their forward again. ``tie``: the share of a step
     by which predictions may differ and count as equal; None: what the gap says (``prefer.tie_of``).
     ``target``: the runtime that the plan is for (``solver.target``); None: ours, which can do all.
@@ -72,12 +74,19 @@ class Request:
     time_limit_s: float = 60.0
     clip: bool = True
     reduce_dtype: Dtype | None = None
+    narrow_sums: bool = False
+    wire: Wire | None = None
     depths: tuple[int, ...] = PREFETCH_DEPTHS
     pins: tuple[str, ...] = ()
     recompute: Recompute = "choose"
     host_bytes: int = 0
     tie: float | None = None
     target: Target | None = None
+
+
+def cost_model(profile: Profile, request: Request) -> CostModel:
+    """The costs of a question's plans."""
+    return CostModel(profile, request.reduce_dtype, request.narrow_sums, request.wire)
 
 
 def grammar_for(profile: Profile, request: Request) -> Grammar | None:

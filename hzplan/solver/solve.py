@@ -41,7 +41,7 @@ from hzplan.solver.refine import improved, simplified
 from hzplan.solver.relaxation import TOLERANCE
 from hzplan.solver.rows import INFINITY
 from hzplan.solver.schemes import Row, Settings, schemes
-from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, grammar_for, paces, pins_of
+from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, cost_model, grammar_for, paces, pins_of
 from hzplan.solver.target import Grammar, joined, keeps
 
 __all__ = [
@@ -308,6 +308,7 @@ def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:
         and one.schedule.clip == request.clip
         and one.modes.recompute == recompute
         and (one.model.reduce_dtype or kept) == (request.reduce_dtype or kept)
+        and (one.model.narrow_sums, one.model.wire) == (request.narrow_sums, request.wire)
         and one.fits(request.memory_bytes, request.host_bytes)
         and pins_of(profile, request).keep(profile, one.levels)
         and ((grammar := grammar_for(profile, request)) is None or grammar.says(one))
@@ -465,17 +466,17 @@ def searches_of(profile: Profile, request: Request, *, on_host: bool = True) -> 
             "--host-memory: the profile knows no link to the host's memory; profile again, on GPUs or with "
             "--analytic"
         )
-    model = CostModel(profile, request.reduce_dtype)
+    model = cost_model(profile, request)
     pools: dict[str, ColumnPool] = {}
     alike: dict[object, ColumnPool] = {}
     grammar, pins = grammar_for(profile, request), pins_of(profile, request)
     triples = list(model.triples) if grammar is None else list(grammar.triples)
     some = model.schedule(prefetch=1, accumulation=1, clip=request.clip, offload=request.host_bytes > 0)
-    for unit, tensors in tensors_of(profile).items():
+    for unit, tensors in model.tensors.items():
         if tensors:
             offload = unit in some.offload_slots
             allowed = tuple(pins.allowed(t, triples) for t in tensors)
-            kinds = [(t.shape, t.dtype, t.trainable, t.matrix) for t in tensors]
+            kinds = [replace(t, name="") for t in tensors]
             key = tuple(zip(kinds, allowed, strict=True))
             if (key, offload) not in alike:
                 alike[key, offload] = enumerate_patterns(

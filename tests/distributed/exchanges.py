@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from hzplan.runtime.backends.base import Buffers, Group
 from hzplan.runtime.backends.exchange import GlooGroup
 from hzplan.runtime.backends.nccl import NcclGroup
+from hzplan.runtime.backends.packing import Cast, form_of
 
 LENGTH = 1003
 
@@ -39,6 +41,7 @@ def check(payload: Any) -> list[str]:
             time.sleep(0.02 if me == late else 0)
             wrong += _sum(group, order, place, dtype)
             wrong += _narrow(group, order, place, dtype)
+            wrong += _blocks(group, order, place, dtype)
     found: list[list[str] | None] = [None] * world
     dist.all_gather_object(found, wrong)
     return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names or ()]
@@ -51,7 +54,7 @@ def _narrow(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) 
     for by in (group, NcclGroup(group.handle)):
         whole = torch.full((size, LENGTH), -1, dtype=dtype)
         whole[place].copy_(parts[place])
-        by.all_gather([Buffers(whole.view(-1), whole[place], torch.bfloat16)]).run()
+        by.all_gather([Buffers(whole.view(-1), whole[place], Cast(torch.bfloat16))]).run()
         if not torch.equal(whole, torch.stack(parts)):
             wrong.append(f"{type(by).__name__} all_gather {order} {dtype} in bfloat16")
     total = sum(values(rank, size, dtype) for rank in order)
@@ -59,15 +62,46 @@ def _narrow(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) 
     expected = total.view(size, LENGTH)[place]
     for by in (group, NcclGroup(group.handle)):
         scratch = torch.full((101,), -1, dtype=dtype)
-        for accumulate in (False, True):
+        for accumulate, sums in itertools.product((False, True), repeat=2):
             for in_place in (True, False)[accumulate:]:
                 whole = values(order[place], size, dtype).view(size, LENGTH)
                 part = whole[place] if in_place else torch.ones(LENGTH, dtype=dtype)
-                buffers = Buffers(whole.view(-1), part, torch.bfloat16)
+                buffers = Buffers(whole.view(-1), part, Cast(torch.bfloat16, sums=sums))
                 by.reduce_scatter([buffers], scratch).run(accumulate=accumulate)
                 if not torch.equal(part, expected + accumulate):
-                    name = f"{type(by).__name__} {accumulate} {in_place}"
+                    name = f"{type(by).__name__} {accumulate} {in_place} {sums}"
                     wrong.append(f"reduce_scatter {order} {dtype} bfloat16 {name}")
+    return wrong
+
+
+def _blocks(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) -> list[str]:
+    """In int8, which holds whole numbers up to 127 exactly where the largest of every block is that."""
+    size, length, wrong, form = len(order), 512, [], form_of("int8")
+
+    def whole_numbers(rank: int, count: int) -> Tensor:
+        found = torch.arange(count * length, dtype=dtype).remainder_(97).add_(rank)
+        found[::128] = 127
+        return found
+
+    parts, scratch = [whole_numbers(rank, 1) for rank in order], torch.full((600,), -1, dtype=dtype)
+    total = sum(whole_numbers(rank, size) for rank in order)
+    assert isinstance(total, Tensor)
+    for by in (group, NcclGroup(group.handle)):
+        whole = torch.full((size, length), -1, dtype=dtype)
+        by.all_gather([Buffers(whole.view(-1), parts[place].clone(), form)]).run()
+        if not torch.equal(whole, torch.stack(parts)):
+            wrong.append(f"{type(by).__name__} all_gather {order} {dtype} in int8")
+        for accumulate, in_place in ((False, True), (False, False), (True, False)):
+            whole = whole_numbers(order[place], size).view(size, length)
+            part = whole[place] if in_place else torch.ones(length, dtype=dtype)
+            by.reduce_scatter([Buffers(whole.view(-1), part, form)], scratch).run(accumulate=accumulate)
+            if not torch.equal(part, total.view(size, length)[place] + accumulate):
+                wrong.append(f"{type(by).__name__} reduce_scatter {order} {dtype} {accumulate} int8")
+        whole = whole_numbers(order[place], size)
+        by.all_reduce([Buffers(whole, whole.view(size, -1)[place], form)], scratch).run()
+        error = float((whole - total).abs().max() / total.abs().max())
+        if error > 0.5 / 127 + 1e-6:  # the sum is rounded once more
+            wrong.append(f"{type(by).__name__} all_reduce {order} {dtype} int8 {error}")
     return wrong
 
 
@@ -76,7 +110,7 @@ def _sum(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) -> 
     size, wrong = len(order), []
     expected = sum(values(rank, size, dtype) for rank in order)
     for by in (group, NcclGroup(group.handle)):
-        for narrow in (None, torch.bfloat16):
+        for narrow in (None, Cast(torch.bfloat16), Cast(torch.bfloat16, sums=True)):
             several = [values(order[place], size, dtype) for _ in range(3)]
             slices = [one.view(size, LENGTH)[place] for one in several]
             buffers = [Buffers(one, part, narrow) for one, part in zip(several, slices, strict=True)]

@@ -8,12 +8,13 @@ import torch
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.runtime.backends.base import Buffers
+from hzplan.runtime.backends.packing import Cast
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.joined import joined
 
 
 def buffers(values: torch.Tensor, place: int, dtype: torch.dtype | None = None) -> Buffers:
-    return Buffers(values, values.view(2, -1)[place], dtype)
+    return Buffers(values, values.view(2, -1)[place], dtype and Cast(dtype))
 
 
 def test_only_neighbours_of_one_dtype_are_joined() -> None:

@@ -183,6 +183,7 @@ def test_a_profile_keeps_no_communicator_and_says_what_they_take(monkeypatch: py
         "measure_norm": lambda *_: 1e-4,
         "measure_interference": lambda *_: (entry, entry),
         "measure_host": lambda *_: None,
+        "measure_rounding": lambda *_: (),
         "slow_links": lambda *_: (),
         "_by_exchange": lambda *_: False,
     }.items():

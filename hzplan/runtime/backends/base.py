@@ -12,37 +12,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hzplan.core.hierarchy import Stage
-from hzplan.runtime.backends.convert import Conversion, back
+from hzplan.runtime.backends.packing import Cast, Form, Step
 
 
 class Buffers(NamedTuple):
     """``whole`` and ``part`` of one collective.
 
-    ``dtype``: the communication dtype, where it is narrower than the buffers'. Values are rounded where they
-    lie, into a part of their own memory. ``adds``: reductions that accumulate add to ``part``.
+    ``form``: what values travel in, where it is not as they are. They are rounded where they lie, into a part
+    of their own memory. ``adds``: reductions that accumulate add to ``part``.
     """
 
     whole: Tensor
     part: Tensor
-    dtype: torch.dtype | None = None
+    form: Form | None = None
     adds: bool = True
 
     @property
-    def narrow_dtype(self) -> torch.dtype | None:
-        """The communication dtype, None where the buffers have it already."""
-        return None if self.dtype == self.whole.dtype else self.dtype
+    def narrow(self) -> Form | None:
+        """The form, None where the buffers have it already."""
+        own = isinstance(self.form, Cast) and self.form.dtype == self.whole.dtype
+        return None if own else self.form
 
 
 class Collectives(ABC):
     """One stage's collectives of several buckets that leave the same values on every rank, under way
     together.
 
-    All-gathers: every rank's ``part`` into ``whole``, in group order. With a communication dtype ``part``
-    must be this rank's slice, and is rounded like all others. All-reduces: the sum of all ranks' ``whole`` in
+    All-gathers: every rank's ``part`` into ``whole``, in group order. In a narrower form every rank has the
+    same rounded values in ``whole``, its own too. All-reduces: the sum of all ranks' ``whole`` in
     its place.
     """
 
@@ -86,22 +86,22 @@ class Split(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """An all-gather's ``whole`` and ``part`` in the communication dtype, and what brings values there (before
+    """An all-gather's ``whole`` and ``part`` in the form that travels, and what brings values there (before
     they are sent) and back (when they have arrived)."""
 
     whole: Tensor
     part: Tensor
-    narrow: list[Conversion]
-    widen: list[Conversion]
+    narrow: list[Step]
+    widen: list[Step]
 
     @classmethod
     def of(cls, buffers: Buffers, place: int) -> Rounded:
         """``place``: this rank's index in the group. Values travel in the last bytes of ``whole``."""
-        if (dtype := buffers.narrow_dtype) is None:
+        if (form := buffers.narrow) is None:
             return cls(buffers.whole, buffers.part, [], [])
-        length, whole = buffers.part.numel(), back(buffers.whole, dtype)
+        length, whole = form.units(buffers.part.numel()), form.back(buffers.whole)
         own = whole[place * length : (place + 1) * length]
-        return cls(whole, own, [Conversion(buffers.part, own)], [Conversion(whole, buffers.whole)])
+        return cls(whole, own, [form.pack(buffers.part, own)], [form.unpack(whole, buffers.whole)])
 
 
 class Group(ABC):
@@ -155,7 +155,7 @@ Groups = Mapping[tuple[str, Stage], Group]
 """A plan's groups by (stream kind, stage)."""
 
 
-def convert(conversions: Sequence[Conversion]) -> None:
+def convert(steps: Sequence[Step]) -> None:
     """Run conversions, in order."""
-    for conversion in conversions:
-        conversion.run()
+    for step in steps:
+        step.run()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hzplan.runtime.backends.base import Buffers, Collectives, Group, Reductions, Rounded, Split, convert
-from hzplan.runtime.backends.convert import Conversion, back, front
+from hzplan.runtime.backends.packing import Step
 from hzplan.runtime.faults import Transfer, Work, wait
 
 MOST_BUFFERS = 1 << 8
@@ -98,7 +98,7 @@ class GlooGroup(ExchangeGroup):
     def all_reduce(self, buffers: Sequence[Buffers], scratch: Tensor) -> Collectives:
         """See Group. In the library where it sums what it sends: not in a narrower dtype than it is kept in,
         and not on a GPU."""
-        if any(one.narrow_dtype is not None or one.whole.is_cuda for one in buffers):
+        if any(one.narrow is not None or one.whole.is_cuda for one in buffers):
             return super().all_reduce(buffers, scratch)
         return _AllReduces(self, [one.whole for one in buffers])
 
@@ -228,10 +228,11 @@ class PairwiseReduction:
 
     def __init__(self, group: ExchangeGroup, buffers: Buffers, scratch: Tensor) -> None:
         self._group = group
-        whole, part, dtype = buffers.whole, buffers.part, buffers.narrow_dtype
+        whole, part, form = buffers.whole, buffers.part, buffers.narrow
         size, place = group.size, group.place
         slices, length = whole.view(size, -1), part.numel()
-        portion = length if scratch.numel() >= length else scratch.numel() // 2
+        grain = 1 if form is None else form.grain
+        portion = length if scratch.numel() >= length else scratch.numel() // 2 // grain * grain
         bounds = [(start, min(start + portion, length)) for start in range(0, length, portion)]
         self._part, self._own = part, slices[place]
         self._steps = [
@@ -239,8 +240,8 @@ class PairwiseReduction:
                 _Portion(
                     receive=([arrives], (place - step) % size),
                     send=([leaves], (place + step) % size),
-                    narrow=None if dtype is None else Conversion(sent, leaves),
-                    widen=None if dtype is None else Conversion(arrives, received),
+                    narrow=None if form is None else form.pack(sent, leaves),
+                    widen=None if form is None else form.unpack(arrives, received),
                     received=received,
                     first=self._own[start:end] if step == 1 else part[start:end],
                     target=part[start:end],
@@ -248,8 +249,8 @@ class PairwiseReduction:
                 for index, (start, end) in enumerate(bounds)
                 for received in [scratch[index % 2 * portion :][: end - start]]
                 for sent in [slices[(place + step) % size][start:end]]
-                for arrives in [received if dtype is None else back(received, dtype)]
-                for leaves in [sent if dtype is None else front(sent, dtype)]
+                for arrives in [received if form is None else form.back(received)]
+                for leaves in [sent if form is None else form.front(sent)]
             ]
             for step in range(1, size)
         ]
@@ -284,8 +285,8 @@ class _Portion:
 
     receive: Message
     send: Message
-    narrow: Conversion | None
-    widen: Conversion | None
+    narrow: Step | None
+    widen: Step | None
     received: Tensor
     first: Tensor
     target: Tensor

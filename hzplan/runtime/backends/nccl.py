@@ -79,11 +79,13 @@ class NcclGroup(NativeGroup):
                 _all_reduce(whole, group=self.handle)
         return None
 
-    def issue_all_to_all(self, sent: Split, received: Split) -> Work | None:
-        """See NativeGroup. NOT RUN ON A GPU YET."""
-        dist.all_to_all_single(
-            *(received.values, sent.values, [*received.sizes], [*sent.sizes]), group=self.handle
-        )
+    def issue_all_to_all(self, pairs: Sequence[tuple[Split, Split]]) -> Work | None:
+        """See NativeGroup. One after the other: torch does not launch several together. NOT RUN ON A GPU
+        YET."""
+        for sent, received in pairs:
+            dist.all_to_all_single(
+                *(received.values, sent.values, [*received.sizes], [*sent.sizes]), group=self.handle
+            )
         return None
 
     def _together(self, several: Sequence[object]) -> Any:

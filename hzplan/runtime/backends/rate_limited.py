@@ -190,12 +190,14 @@ class RateLimitedGroup(NativeGroup):
             whole.mul_(self.size)
         return _Carried(self._link, key, lambda: None)
 
-    def issue_all_to_all(self, sent: Split, received: Split) -> _Carried:
+    def issue_all_to_all(self, pairs: Sequence[tuple[Split, Split]]) -> _Carried:
         """See NativeGroup. What arrives is what there is of this rank's values."""
-        seconds = self._seconds("all_to_all", self._stage, max(sent.values.nbytes, received.values.nbytes))
-        key = self._start(seconds, sent.values)
-        many = min(sent.values.numel(), received.values.numel())
-        received.values[:many].copy_(sent.values[:many])
+        sizes = [max(sent.values.nbytes, received.values.nbytes) for sent, received in pairs]
+        seconds = sum(self._seconds("all_to_all", self._stage, nbytes) for nbytes in sizes)
+        key = self._start(seconds, pairs[0][0].values)
+        for sent, received in pairs:
+            many = min(sent.values.numel(), received.values.numel())
+            received.values[:many].copy_(sent.values[:many])
         return _Carried(self._link, key, lambda: None)
 
 

@@ -1,0 +1,298 @@
+"""Values in the form that they travel in, made where the values lie and read back there.
+
+A form with blocks has for every 128 values as many bytes, and behind them the block's scale in float32. A
+value that is not finite becomes a code of its own, which reads as NaN, and the block's other values stay what
+they are. (Of int8 a negative scale says that there are such, so that whoever reads need not look at each.)
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hzplan.core.wire import BLOCK, BLOCK_BYTES, Format
+from hzplan.runtime.backends.convert import Conversion
+
+CHUNK = 256
+"""Blocks at once: what is computed on the way fits a processor's cache."""
+CHUNK_ON_DEVICE = 1 << 15
+TILE = 1 << 16
+"""Numbers between 0 and 1 that rounding at random takes in turn."""
+TINY = 2.0**-126
+"""A block of smaller values than this travels as zeros: its scale would not be a normal number."""
+NOT_FINITE = {"int8": -128, "fp8": 127}
+
+
+class Step(Protocol):
+    """Something prepared that is done again and again."""
+
+    def run(self) -> None:
+        """Do it."""
+
+
+class Form(ABC):
+    """A form that values travel in. ``dtype``: of what is sent."""
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def units(self, values: int) -> int:
+        """Elements of ``dtype`` that so many values become."""
+
+    @abstractmethod
+    def pack(self, values: Tensor, packed: Tensor) -> Step:
+        """Prepare the way there; both contiguous and flat, perhaps in one storage."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, values: Tensor, *, adds: bool = False) -> Step:
+        """Prepare the way back. ``adds``: to ``values``, which lie elsewhere then."""
+
+    @property
+    def grain(self) -> int:
+        """Parts of a buffer that travel by themselves have a multiple of so many values."""
+        return 1
+
+    def front(self, buffer: Tensor) -> Tensor:
+        """The first bytes of a buffer, for its packed values."""
+        return buffer.view(self.dtype)[: self.units(buffer.numel())]
+
+    def back(self, buffer: Tensor) -> Tensor:
+        """The last bytes of a buffer, for its packed values."""
+        whole = buffer.view(self.dtype)
+        return whole[whole.numel() - self.units(buffer.numel()) :]
+
+
+@dataclass(frozen=True)
+class Cast(Form):
+    """Another dtype. ``sums``: where the back end's library adds up, it does so in this dtype."""
+
+    dtype: torch.dtype
+    sums: bool = False
+
+    def units(self, values: int) -> int:
+        """See Form."""
+        return values
+
+    def pack(self, values: Tensor, packed: Tensor) -> Step:
+        """See Form."""
+        return Conversion(values, packed)
+
+    def unpack(self, packed: Tensor, values: Tensor, *, adds: bool = False) -> Step:
+        """See Form."""
+        return _Added(packed, values) if adds else Conversion(packed, values)
+
+
+@dataclass(frozen=True)
+class _Added(Step):
+    what: Tensor
+    to: Tensor
+
+    def run(self) -> None:
+        self.to.add_(self.what)
+
+
+@dataclass
+class Errors:
+    """What rounding has cost since it was last asked: the largest share of a sample's norm that its error
+    had, by tier."""
+
+    largest: dict[int, Tensor] = field(default_factory=dict)
+
+    def see(self, tier: int, share: Tensor) -> None:
+        """Note a message's."""
+        known = self.largest.get(tier)
+        self.largest[tier] = share if known is None else torch.maximum(known, share)
+
+
+@dataclass(frozen=True)
+class Blocks(Form):
+    """8 bits a value and a scale for every block. ``dithered``: rounded up or down at random, in proportion;
+    ``errors`` of ``tier`` are noted, where given."""
+
+    kind: Format
+    dithered: bool = False
+    tier: int = -1
+    errors: Errors | None = field(default=None, compare=False)
+
+    dtype: ClassVar[torch.dtype] = torch.uint8  # type: ignore[misc]
+
+    @property
+    def grain(self) -> int:
+        """See Form."""
+        return BLOCK
+
+    def units(self, values: int) -> int:
+        """See Form."""
+        return values // BLOCK * BLOCK_BYTES
+
+    def pack(self, values: Tensor, packed: Tensor) -> Step:
+        """See Form."""
+        return _Pack(self, values, packed)
+
+    def unpack(self, packed: Tensor, values: Tensor, *, adds: bool = False) -> Step:
+        """See Form."""
+        return _Unpack(self, packed, values, adds)
+
+
+class _Room(NamedTuple):
+    """Memory for what is computed on the way, of one stream of work."""
+
+    values: Tensor  # [CHUNK, BLOCK]
+    magnitudes: Tensor  # [CHUNK, BLOCK]
+    tile: Tensor  # [TILE + CHUNK × BLOCK]
+
+
+_rooms = threading.local()
+
+
+def _room(device: torch.device, dtype: torch.dtype) -> _Room:
+    """The room of this thread, and on a GPU of its current stream."""
+    known: dict[object, _Room] = _rooms.__dict__.setdefault("known", {})
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    key = device, dtype, stream
+    if key not in known:
+        size, generator = chunk(device), torch.Generator().manual_seed(0)
+        tile = torch.rand(TILE + size * BLOCK, generator=generator, dtype=torch.float32)
+        values = torch.empty(size, BLOCK, dtype=dtype, device=device)
+        known[key] = _Room(values, torch.empty_like(values), tile.to(device))
+    return known[key]
+
+
+def chunk(device: torch.device) -> int:
+    """Blocks at once on a device."""
+    return CHUNK if device.type == "cpu" else CHUNK_ON_DEVICE
+
+
+def _pieces(source: Tensor, target: Tensor, read: int, written: int) -> list[tuple[Tensor, Tensor]]:
+    """Chunks of records of ``read`` and ``written`` bytes, in the direction in which nothing is overwritten
+    before it was read; ValueError where there is none."""
+    count, at_once = len(source), chunk(source.device)
+    starts = range(0, count, at_once)
+    pairs = [(source[first : first + at_once], target[first : first + at_once]) for first in starts]
+    shift = target.data_ptr() - source.data_ptr()
+    ends = [min(first + at_once, count) for first in starts[:-1]]
+    apart = shift >= count * read or -shift >= count * written
+    if apart or all(shift + end * written <= end * read for end in ends):
+        return pairs
+    if all(shift + end * written >= end * read for end in ends):
+        return pairs[::-1]
+    raise ValueError("in either direction something would be overwritten before it was read")
+
+
+class _Pack(Step):
+    def __init__(self, form: Blocks, values: Tensor, packed: Tensor) -> None:
+        self._form = form
+        source, target = values.view(-1, BLOCK), packed.view(-1, BLOCK_BYTES)
+        self._dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        self._pieces = [
+            (of, into[:, :BLOCK], into[:, BLOCK:].view(torch.float32))
+            for of, into in _pieces(source, target, BLOCK * values.element_size(), BLOCK_BYTES)
+        ]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for number, (values, codes, scales) in enumerate(self._pieces):
+            error = pack(self._form, values, codes, scales, self._dtype, measured=number == 0)
+            if error is not None and self._form.errors is not None:
+                self._form.errors.see(self._form.tier, error)
+
+
+class _Unpack(Step):
+    def __init__(self, form: Blocks, packed: Tensor, values: Tensor, adds: bool) -> None:
+        self._form, self._adds = form, adds
+        source, target = packed.view(-1, BLOCK_BYTES), values.view(-1, BLOCK)
+        self._dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        pieces = _pieces(source, target, BLOCK_BYTES, BLOCK * values.element_size())
+        self._pieces = [(of[:, :BLOCK], of[:, BLOCK:].view(torch.float32), into) for of, into in pieces]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for codes, scales, values in self._pieces:
+            unpack(self._form, codes, scales, values, self._dtype, adds=self._adds)
+
+
+def pack(
+    form: Blocks, values: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype, *, measured: bool
+) -> Tensor | None:
+    """Round ``values`` [blocks, 128] to ``codes`` (bytes, alike) and ``scales`` [blocks, 1], which may lie in
+    the memory of the values. ``measured``: also return the share of the values' norm that the error has."""
+    room = _room(values.device, dtype)
+    count = len(values)
+    wide, other = room.values[:count], room.magnitudes[:count]
+    wide.copy_(values)
+    most = torch.amax(torch.abs(wide, out=other), dim=1, keepdim=True)
+    known = torch.isfinite(most)
+    bad = None
+    if values.is_cuda or not bool(known.all()):
+        bad = ~torch.isfinite(wide)
+        wide.masked_fill_(bad, 0.0)
+        most = torch.amax(torch.abs(wide, out=other), dim=1, keepdim=True)
+    top = 127.0 if form.kind == "int8" else 448.0
+    most.clamp_(min=TINY)
+    scale = (most / top).to(torch.float32)
+    original = wide.clone() if measured and form.errors is not None else None
+    wide.div_(scale).clamp_(-top, top)
+    if form.kind == "int8":
+        if form.dithered:
+            wide.add_(_dither(room, most, count).view(count, BLOCK)).floor_().clamp_(-top, top)
+        else:
+            wide.round_()
+        rounded = wide
+        coded = codes.view(torch.int8)
+    else:
+        rounded = wide.to(torch.float8_e4m3fn)
+        coded = codes.view(torch.float8_e4m3fn)
+    share = None
+    if original is not None:
+        error = rounded.to(dtype).mul(scale).sub_(original)
+        share = error.norm() / original.norm().clamp_(min=TINY)
+    if bad is None:
+        scales.copy_(scale)
+        coded.copy_(rounded)
+        return share
+    scales.copy_(torch.where(bad.any(dim=1, keepdim=True) & (form.kind == "int8"), -scale, scale))
+    coded.copy_(rounded)
+    codes.view(torch.int8).masked_fill_(bad, NOT_FINITE[form.kind])
+    return share
+
+
+def unpack(
+    form: Blocks, codes: Tensor, scales: Tensor, values: Tensor, dtype: torch.dtype, *, adds: bool
+) -> None:
+    """The inverse, written or added to ``values``, which may lie over ``codes`` and ``scales`` unless
+    added."""
+    room = _room(values.device, dtype)
+    wide = room.values[: len(values)]
+    if form.kind == "fp8":
+        torch.mul(codes.view(torch.float8_e4m3fn).to(dtype), scales, out=wide)
+    elif not codes.is_cuda and not bool((scales < 0).any()):
+        torch.mul(codes.view(torch.int8), scales, out=wide)
+    else:
+        whole = codes.view(torch.int8)
+        torch.mul(whole, scales.abs(), out=wide)
+        wide.masked_fill_((whole == NOT_FINITE["int8"]) & (scales < 0), float("nan"))
+    values.add_(wide) if adds else values.copy_(wide)
+
+
+def _dither(room: _Room, most: Tensor, count: int) -> Tensor:
+    """Numbers between 0 and 1, from a place in the tile that the values themselves decide: where a run is
+    resumed they are rounded as they would have been."""
+    bits = most[0, 0].to(torch.float32).view(torch.int32)
+    length = count * BLOCK
+    if most.is_cuda:
+        first = (bits.to(torch.int64) * 2654435761 >> 7) % TILE
+        return room.tile[torch.arange(length, device=most.device) + first]
+    start = (int(bits) * 2654435761 >> 7) % TILE
+    return room.tile[start : start + length]
+
+
+def form_of(name: Format, *, dithered: bool = False, tier: int = -1, errors: Errors | None = None) -> Form:
+    """The form of a format that is narrower than exact."""
+    if name == "bf16":
+        return Cast(torch.bfloat16)
+    return Blocks(name, dithered and name == "int8", tier, errors)
