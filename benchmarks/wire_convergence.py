@@ -1,0 +1,294 @@
+"""``python -m benchmarks.wire_convergence``: does what travels narrow train as well as what travels exactly?
+
+Ranks are threads of one process, with the runtime's own steps and rounding. Everything is sharded over two
+ranks and every message is in the format, so nothing that a plan chooses rounds more. Seeds are paired: a
+format's runs have the initial weights and the batches of the exact ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from benchmarks.models import Sized
+from benchmarks.plans import given
+from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.layout import BucketLayout
+from hzplan.core.schedule import Kind
+from hzplan.core.stages import PARAMETERS
+from hzplan.core.wire import Format, Wire
+from hzplan.cost.model import CostModel
+from hzplan.formats.base import write_text
+from hzplan.formats.cluster import find_cluster
+from hzplan.formats.plan import Plan
+from hzplan.models.gpt import GPTConfig
+from hzplan.models.workload import Workload, load
+from hzplan.profiler.analytic import analyse
+from hzplan.runtime.apply import Choice, apply
+from hzplan.runtime.backends.packing import Form, Step
+from hzplan.runtime.backends.threads import Post, ThreadWorld
+from hzplan.runtime.bucket import Forms
+from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.solver.evaluate import evaluate, uniform
+from hzplan.solver.search import Request
+from hzplan.training.batches import batches
+from hzplan.training.data import load_corpus
+
+RANKS, MICRO_BATCH, LR, CLIP, TAIL, EVERY = 2, 4, 1e-3, 1.0, 200, 25
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t by number of pairs, two-sided."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def small() -> Sized:
+    """0.2 M parameters, nearly all in four equal blocks."""
+    return Sized.of(GPTConfig(vocab=256, layers=4, width=64, heads=4, seq_len=64))
+
+
+def large() -> Sized:
+    """25 M parameters, nearly all in eight equal blocks."""
+    return Sized.of(GPTConfig(vocab=256, layers=8, width=512, heads=8, seq_len=64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What travels in what; ``instead``: a form that the product does not have."""
+
+    param: Format = "exact"
+    grad: Format = "exact"
+    instead: Callable[[], Form] | None = None
+
+    @property
+    def wire(self) -> Wire:
+        """Nothing is kept exact but what always is."""
+        return Wire((self.param,), (self.grad,), kept=())
+
+
+@dataclass(frozen=True)
+class Coarse(Form):
+    """4 bits and one scale for a whole message, to the nearest: what is known to harm. Only its rounding:
+    what travels has the values' own bytes."""
+
+    dtype: torch.dtype = field(default=torch.float32)
+
+    def units(self, values: int) -> int:
+        """See Form."""
+        return values
+
+    def pack(self, values: Tensor, packed: Tensor) -> Step:
+        """See Form."""
+        return _Rounding(values, packed)
+
+    def unpack(self, packed: Tensor, values: Tensor, *, adds: bool = False) -> Step:
+        """See Form."""
+        return _Moved(packed, values, adds)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    source: Tensor
+    target: Tensor
+
+    def run(self) -> None:
+        scale = self.source.abs().max().clamp_(min=1e-30) / 7
+        self.target.copy_((self.source / scale).round_().mul_(scale))
+
+
+@dataclass(frozen=True)
+class _Moved:
+    source: Tensor
+    target: Tensor
+    adds: bool
+
+    def run(self) -> None:
+        if self.adds:
+            self.target.add_(self.source)
+        elif self.target.data_ptr() != self.source.data_ptr():
+            self.target.copy_(self.source)
+
+
+CASES: dict[str, Case] = {
+    "exact": Case(),
+    "gradients bf16": Case(grad="bf16"),
+    "gradients int8": Case(grad="int8"),
+    "parameters int8": Case(param="int8"),
+    "parameters fp8": Case(param="fp8"),
+    "both int8": Case("int8", "int8"),
+    "gradients int4, one scale": Case(grad="bf16", instead=Coarse),
+}
+LONG = ("exact", "both int8")
+"""Those of the larger model."""
+
+
+@app.command()
+def main(
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 3000,
+    seeds: Annotated[int, typer.Option(help="Runs of each format.")] = 3,
+    model: Annotated[str, typer.Option(help="small, or large: one seed of few formats.")] = "small",
+    output: Annotated[Path, typer.Option(help="Losses of all runs; those that are there are kept.")] = Path(
+        "benchmarks/results/wire.json"
+    ),
+    docs: Annotated[Path | None, typer.Option(help="A page whose section of this is written anew.")] = None,
+) -> None:
+    """Train and compare.
+
+    Example: python -m benchmarks.wire_convergence --docs docs/convergence.md
+    """
+    found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    torch.set_num_threads(1)
+    for seed in range(seeds if model == "small" else 1):
+        for name in CASES if model == "small" else LONG:
+            key = f"{model}, {name}, {steps} steps, seed {seed}"
+            if key not in found and steps:
+                began = time.monotonic()
+                losses = _train(model, CASES[name], steps, seed)
+                found[key] = {"model": model, "case": name, "steps": steps, "seed": seed}
+                found[key] |= {"losses": [round(one, 5) for one in losses[::EVERY]], "final": _final(losses)}
+                write_text(output, json.dumps(found, indent=1) + "\n")
+                print(f"{key}: {found[key]['final']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+    text = _markdown(found)
+    if docs is None:
+        print(text)
+    else:
+        before = docs.read_text(encoding="utf-8").partition(TITLE)[0].rstrip()
+        write_text(docs, f"{before}\n\n{text}")
+
+
+def _final(losses: list[float]) -> float:
+    return round(statistics.fmean(losses[-TAIL:]), 5)
+
+
+def _plan(workload: Workload, case: Case) -> Plan:
+    """Everything sharded over the ranks; times are of no cluster that is here."""
+    cluster, device = find_cluster("h100-8x400g")
+    profile = analyse(
+        *(workload, cluster, device),
+        mesh=Mesh(((RANKS,), (1,))),
+        micro_batches=(MICRO_BATCH,),
+        dtype="float32",
+        optimizer="adamw",
+    )
+    profile = profile.replaced(
+        cluster=profile.cluster.model_copy(update={"mesh": str(RANKS), "tier_names": ("node",)}),
+        interference=(),
+        collectives=tuple(curve for curve in profile.collectives if curve.high <= 1),
+    )
+    costs = CostModel(profile, wire=case.wire)
+    schedule = costs.schedule(prefetch=1, accumulation=1, clip=True)
+    levels = uniform(profile, Levels(1, 1, 1))
+    chosen = evaluate(costs, levels, schedule, MICRO_BATCH)
+    return given(profile, Path("profile.json"), chosen, Request(1 << 40, RANKS * MICRO_BATCH))
+
+
+def _train(model: str, case: Case, steps: int, seed: int) -> list[float]:
+    """The mean loss of every step."""
+    workload = load(f"benchmarks.wire_convergence:{model}")
+    plan, post = _plan(workload, case), Post(RANKS)
+    corpus = load_corpus(None, seq_len=workload.seq_len)
+    data = batches(workload, corpus, plan, seed=seed)
+    torch.manual_seed(seed)
+    initial = [workload.build()]
+    initial += [workload.build() for _ in range(RANKS - 1)]
+    for other in initial[1:]:
+        other.load_state_dict(initial[0].state_dict())
+    losses: list[list[float]] = [[] for _ in range(RANKS)]
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            world = ThreadWorld(post, number)
+            made: tuple[nn.Module, ShardedOptimizer] = apply(
+                *(initial[number], Choice.of(plan), torch.optim.AdamW), world=world, lr=LR
+            )
+            trained, optimizer = made
+            for step in range(steps):
+                loss = workload.loss(trained, data.train(step, 0, number))
+                loss.backward()
+                optimizer.clip_grad_norm_(CLIP)
+                optimizer.step()
+                losses[number].append(float(loss.detach()))
+            optimizer.engine.close()
+        except BaseException as error:
+            post.failed.set()
+            errors.append(error)
+
+    with _instead(case):
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return [statistics.fmean(of) for of in zip(*losses, strict=True)]
+
+
+@contextlib.contextmanager
+def _instead(case: Case) -> Iterator[None]:
+    """Gradients in a form of the case's own."""
+    if case.instead is None:
+        yield
+        return
+    form = case.instead()
+
+    def of(self: Forms, kind: Kind, tier: int, layout: BucketLayout, *_: Any) -> Form | None:
+        return form if kind not in PARAMETERS and layout.narrow else None
+
+    with mock.patch.object(Forms, "of", of):
+        yield
+
+
+TITLE = "## Formats that travel narrow"
+
+
+def _markdown(found: dict[str, Any]) -> str:
+    lines = [
+        TITLE,
+        "",
+        f"By `python -m benchmarks.wire_convergence`: {RANKS} ranks as threads, everything sharded and every "
+        "message in the format but those of norms and biases, float32, AdamW at a constant rate of "
+        f"{LR}, gradients clipped to {CLIP:g}, the text of Python's own library. A final loss is the mean of "
+        f"the last {TAIL} steps. *Apart*: from the exact run of the same seed, the mean over seeds with its "
+        "95% interval (Student's t); in the last column how far the exact runs of other seeds are apart.",
+        "",
+        "| model | steps | format | final loss by seed | apart | seeds apart |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    groups = dict.fromkeys((one["model"], one["steps"]) for one in found.values())
+    sized = {"small": "0.2 M", "large": "25 M"}
+    for model, steps in groups:
+        runs = [one for one in found.values() if (one["model"], one["steps"]) == (model, steps)]
+        exact = {one["seed"]: one["final"] for one in runs if one["case"] == "exact"}
+        spread = f"{max(exact.values()) - min(exact.values()):.4f}" if len(exact) > 1 else ""
+        for name in dict.fromkeys(one["case"] for one in runs):
+            finals = {one["seed"]: one["final"] for one in runs if one["case"] == name}
+            pairs = [finals[seed] - exact[seed] for seed in finals if seed in exact]
+            by_seed = ", ".join(f"{finals[seed]:.4f}" for seed in sorted(finals))
+            apart = "" if name == "exact" else _apart(pairs)
+            lines.append(f"| {sized[model]} | {steps} | {name} | {by_seed} | {apart} | {spread} |")
+    return "\n".join([*lines, ""])
+
+
+def _apart(pairs: list[float]) -> str:
+    mean = statistics.fmean(pairs)
+    if len(pairs) not in T_95:
+        return f"{mean:+.4f}"
+    half = T_95[len(pairs)] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return f"{mean:+.4f} ± {half:.4f}"
+
+
+if __name__ == "__main__":
+    app()
