@@ -13,6 +13,7 @@ from hzplan.checkpoint.folder import listed, newest_whole, step_of
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.restore import own_at, restore
 from hzplan.checkpoint.save import KEEP, Outcome, Saver
+from hzplan.core.wire import EXACT
 from hzplan.errors import UserError
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -23,7 +24,8 @@ class Loaded:
 
     ``extra``: what ``save`` was given; ``own``: likewise, this rank's, None on another number of ranks than
     saved it. ``same_world``: whether random numbers go on where they were; ``passed_over``: newer checkpoints
-    that are damaged, in a line each.
+    that are damaged, in a line each. ``other_wire``: what travelled narrow before, in words, where that is
+    not what does now; else empty.
     """
 
     path: Path
@@ -32,6 +34,7 @@ class Loaded:
     own: Mapping[str, Any] | None
     same_world: bool
     passed_over: tuple[str, ...]
+    other_wire: str = ""
 
 
 class Checkpoints:
@@ -84,7 +87,9 @@ class Checkpoints:
         kept: list[Mapping[str, Any] | None] = [None]
         if found.index.world == world.size:
             saver.together(lambda: kept.append(own_at(found.path, found.index, world.rank)))
-        return Loaded(found.path, position, found.index.extra, kept[-1], same_world, found.passed_over)
+        before, now = found.index.wire, optimizer.engine.rounding.said
+        other = (before or EXACT) if before != now else ""
+        return Loaded(found.path, position, found.index.extra, kept[-1], same_world, found.passed_over, other)
 
     def save(
         self,

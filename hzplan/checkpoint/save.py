@@ -74,6 +74,7 @@ class _Snapshot:
     optimizer: str
     buffers: frozenset[str]
     groups: tuple[StoredGroup, ...]
+    wire: str | None
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class Saver:
             optimizer=optimizer.updates.class_name,
             buffers=frozenset(entry.name for entry in of_model),
             groups=groups_of(optimizer),
+            wire=engine.rounding.said,
         )
         self._thread = threading.Thread(
             target=self._save, args=(snapshot,), name="hzplan checkpoint", daemon=True
@@ -226,6 +228,7 @@ class Saver:
             values={name: value for of_rank in written for name, value in of_rank.values.items()},
             aliases=snapshot.also,
             groups=next((of_rank.groups for of_rank in written if of_rank.groups), ()),
+            wire=snapshot.wire,
         ).save(path)
         Checkpoint.load(path)
         folders.publish(self.folder, step)

@@ -93,6 +93,8 @@ class RunReport(Watcher):
         if self._file is not None:
             line = asdict(stats)
             line["exposed_comm_s"] = dict(stats.exposed_comm_s)
+            line["rounding"] = dict(stats.rounding)
+            line = line if stats.rounding else {key: line[key] for key in line if key != "rounding"}
             line["loss"] = stats.loss if math.isfinite(stats.loss) else None
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()

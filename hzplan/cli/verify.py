@@ -42,23 +42,28 @@ def command(
     check_named(plan, loaded, model, "verify")
     with console.Bar("verify") as bar:
         found = verify(loaded, model, whole=whole, progress=bar.update)
+    rounded = found.rounded
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "ok": found.ok,
-                    "mesh": found.mesh,
-                    "loss_error": found.loss_error,
-                    "weight_error": found.weight_error,
-                    "worst_tensor": found.worst,
-                }
-            )
-        )
+        answer: dict[str, object] = {
+            "ok": found.ok,
+            "mesh": found.mesh,
+            "loss_error": found.loss_error,
+            "weight_error": found.weight_error,
+            "worst_tensor": found.worst,
+        }
+        if rounded is not None:
+            answer |= {"rounded_loss_error": rounded.loss_error, "rounded_tolerance": rounded.most}
+        print(json.dumps(answer))
     else:
         print(
             f"{plan}: on {found.mesh}, losses differ by {found.loss_error:.1e} and weights by "
             f"{found.weight_error:.1e} at most (relative, float64; {TOLERANCE:.0e} is allowed)"
         )
+        if rounded is not None:
+            print(
+                f"with what travels narrow rounded, losses differ by {rounded.loss_error:.1e} "
+                f"({rounded.most:.0e} is allowed, from the formats)"
+            )
     if not found.ok:
         raise CheckFailed(
             f"{plan}: training under it is not training in one process; farthest apart: {found.worst}"

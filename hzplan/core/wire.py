@@ -24,6 +24,13 @@ BLOCK = 128
 BLOCK_BYTES = BLOCK + 4
 """Bytes of a block on the wire."""
 
+ROUNDOFF: Mapping[Format, float] = {"exact": 0.0, "bf16": 2.0**-9, "int8": 1 / 127, "fp8": 2.0**-4}
+"""How much of a value rounding changes at most; of int8, whose values share a scale, how much of the largest
+of a block."""
+
+EXACT = "everything exact"
+"""What is said where nothing is rounded."""
+
 What = Literal["param", "grad"]
 
 ADMITTED: Mapping[str, tuple[Format, ...]] = {"param": ("bf16", "int8", "fp8"), "grad": ("bf16", "int8")}
@@ -48,6 +55,13 @@ class Wire(NamedTuple):
     def is_exact(self) -> bool:
         """Whether everything travels as it is."""
         return {*self.param, *self.grad} <= {"exact"}
+
+    @property
+    def text(self) -> str:
+        """For people, in a few words."""
+        parts = [(what, of) for what, of in (("parameters", self.param), ("gradients", self.grad))]
+        said = [f"{what} in {' and '.join(dict.fromkeys(of))}" for what, of in parts if {*of} != {"exact"}]
+        return ", ".join(said) or EXACT
 
     def narrows(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor travels in these formats."""

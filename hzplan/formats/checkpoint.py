@@ -259,7 +259,7 @@ class Checkpoint(Strict):
 
     ``mesh``: of the plan that it was saved under. ``optimizer``: its class. ``extra`` is the user's own, a
     learning-rate scheduler's state for instance. ``files``: by rank. ``aliases``: other names of tensors.
-    ``groups``: of the optimizer.
+    ``groups``: of the optimizer. ``wire``: what travelled narrow, in words; None where nothing did.
     ``sha256``: of this file with that field empty.
     """
 
@@ -277,6 +277,7 @@ class Checkpoint(Strict):
     values: dict[str, StoredValue]
     aliases: dict[str, str]
     groups: tuple[StoredGroup, ...] = ()
+    wire: str | None = None
     sha256: str = ""
 
     @model_validator(mode="after")

@@ -19,7 +19,8 @@ WARM_UP_STEPS = 3
 
 class MetricsLine(Strict):
     """One step: loss, seconds, the time that rank 0's compute waited by tier (empty where nobody timed it),
-    tokens and peak memory."""
+    tokens and peak memory. ``rounding``: by tier the largest error of values that travelled narrow, as a
+    share of them, where ranks compared it."""
 
     step: NonNegativeInt
     loss: Finite | None
@@ -28,6 +29,7 @@ class MetricsLine(Strict):
     tokens: NonNegativeInt
     peak_memory_bytes: NonNegativeInt | None
     skipped: str | None = None
+    rounding: dict[str, Seconds] | None = None
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,7 @@ def apply(
         tier_names=choice.tier_names,
         queues=queues,
         saved=saved,
+        forms=forms,
     )
     undo = [attach(units, engine)]
     undo += [

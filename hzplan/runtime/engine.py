@@ -22,7 +22,7 @@ from hzplan.models.saved import Saved
 from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.backends.nccl import registered
-from hzplan.runtime.bucket import GROUP_OF, Bucket
+from hzplan.runtime.bucket import GROUP_OF, Bucket, Forms
 from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
@@ -30,10 +30,11 @@ from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
 from hzplan.runtime.launcher import Device, Launcher
 from hzplan.runtime.matrices import MatrixExchange
 from hzplan.runtime.messages import Messages
+from hzplan.runtime.rounding import MOST_ERROR, RoundingGuard
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
-from hzplan.runtime.world import SUM, World
+from hzplan.runtime.world import MAX, SUM, World
 
 UPDATING = (
     *(Kind.FETCH, Kind.UPDATE, Kind.STORE),
@@ -41,6 +42,7 @@ UPDATING = (
 )
 """The kinds of tasks that update parameters."""
 
+ROUNDING = "comparing what rounding costs"
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 
 
@@ -61,9 +63,11 @@ class Engine:
         tier_names: tuple[str, ...] = (),
         queues: Device | None = None,
         saved: Mapping[str, Saved] | None = None,
+        forms: Forms | None = None,
     ) -> None:
         """``queues``: the device where it queues work; else background tasks run on threads. ``saved``: by
-        unit whose activations the plan has on the host."""
+        unit whose activations the plan has on the host. ``forms``: what values travel in."""
+        self.rounding = RoundingGuard(forms or Forms(), len(mesh.tiers))
         self.units = {unit.name: unit for unit in units}
         self.updates, self.schedule = updates, schedule
         self._streams, self._saved = streams, dict(saved or {})
@@ -377,6 +381,25 @@ class Engine:
             self._update_unscheduled()
         self.updates.steps += 1
         self._end_step()
+        if self.rounding.due(self.updates.steps):
+            self._look_at_rounding()
+
+    def _look_at_rounding(self) -> None:
+        """Give up what is rounded too coarsely, on all ranks at once."""
+        if not self.rounding.look(self.device, partial(self.all_reduce, purpose=ROUNDING, operation=MAX)):
+            return
+        self.executor.synchronize()
+        self._messages.forget()
+        assert self.rounding.given_up is not None
+        tier, error = self.rounding.given_up
+        if self.world.rank == 0:
+            name = self._tier_names[tier] if self._tier_names else f"tier {tier}"
+            warnings.warn(
+                f"rounding of what travels on the {name} has an error of {error:.0%} of the values, at most "
+                f"{MOST_ERROR:.0%} is borne: from now on everything travels exactly, and steps take longer "
+                "than planned",
+                stacklevel=5,  # of the loop's call
+            )
 
     def skip_step(self) -> None:
         """Instead of ``step``: gradients are left unused."""

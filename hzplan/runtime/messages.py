@@ -58,6 +58,10 @@ class Messages:
         self._micro_batch = micro_batch
         self._known: dict[tuple[Kind, tuple[str, ...], int, int], _Prepared] = {}
 
+    def forget(self) -> None:
+        """Prepare anew from now on, as values travel in other forms; nothing is under way."""
+        self._known.clear()
+
     def begin(self, task: Task, scratch: int) -> Callable[[], None] | None:
         """Begin what is only handed over and has to begin in one order; returns what does the rest of the
         task. None where there is nothing of the kind."""

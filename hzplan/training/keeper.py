@@ -71,6 +71,11 @@ class Keeper:
         self._kept = True
         world = "" if loaded.same_world else " (of another world size: dropout and the like draw anew)"
         self._remark(f"going on from {loaded.path}{world}")
+        if loaded.other_wire:
+            self._remark(
+                f"it was trained with {loaded.other_wire} between ranks, which this plan does not have: losses "
+                "will not be those that the same run would have had"
+            )
         return loaded.position
 
     def due(self, step: int) -> bool:

@@ -97,7 +97,7 @@ class _Trainer:
         self.watch = Watch(hosts())
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
-        self.unplanned = 0
+        self.unplanned = self.looked = 0
         self.skipped: dict[int, str] = {}  # step -> the units concerned
         self.skipped_in_a_row = 0
         self.norm = torch.zeros(())
@@ -127,6 +127,7 @@ class _Trainer:
                 route=self.optimizer.engine.route_to,
                 norm=self.norm,
                 norms=self.optimizer.norms,
+                rounding=self._rounding(),
             )
             if pending:
                 self.finish(pending)
@@ -189,6 +190,14 @@ class _Trainer:
             self.norm = self.optimizer.clip_grad_norm_(self.options.clip_norm, skip_nonfinite=True)
         self.optimizer.step()
         return total.to(self.device)
+
+    def _rounding(self) -> dict[str, float]:
+        """What ranks have just found that rounding costs, by tier name."""
+        guard = self.optimizer.engine.rounding
+        names = self.plan.cluster.tier_names
+        found = {names[tier]: error for tier, error in guard.largest.items()}
+        looked, self.looked = self.looked, guard.looks
+        return found if guard.looks > looked else {}
 
     def note_norm(self, step: int, norm: Tensor, norms: Tensor) -> None:
         """A step's gradients are not finite, and it was left out: note it, or say so and stop."""
@@ -262,6 +271,7 @@ class _Trainer:
             *(pending.step, loss, pending.step_s, pending.exposed_comm_s, tokens),
             self.peak_memory_bytes,
             skipped,
+            pending.rounding,
         )
         if pending.step >= self.start.step + WARM_UP_STEPS and pending.step not in self.untimed:
             self.timed.append(stats)
@@ -348,8 +358,10 @@ class _Pending:
         route: Callable[[Sequence[int]], str],
         norm: Tensor,
         norms: Tensor,
+        rounding: Mapping[str, float],
     ) -> None:
         """``norm``, ``norms``: of the gradients, and this rank's one by one, which nobody has waited for."""
+        self.rounding = rounding
         self.step, self.step_s, self.exposed_comm_s = step, step_s, exposed_comm_s
         mine = torch.zeros(world, 3, dtype=torch.float64)
         mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hzplan.show.trace import Span
@@ -53,6 +53,8 @@ class StepStats:
     empty where the step was not timed.
 
     ``skipped``: which units' gradients were not finite, so that nothing was updated; else empty.
+    ``rounding``: by tier name the largest error of values that travel narrow, as a share of them, since ranks
+    last compared it; empty where they did not.
     """
 
     step: int
@@ -62,6 +64,7 @@ class StepStats:
     tokens: int
     peak_memory_bytes: int
     skipped: str = ""
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
 
 class Watcher:

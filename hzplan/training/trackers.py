@@ -35,7 +35,7 @@ class Tracker(Protocol):
 def values_of(stats: StepStats, plan: Plan) -> dict[str, float]:
     """A step's figures by their names, which stay: ``hzplan/loss`` (where finite), ``step_s``,
     ``tokens_per_s``, ``peak_memory_bytes``, ``measured_over_predicted`` (of the step's time), ``skipped`` (0
-    or 1) and, of steps that were timed, ``exposed_s/<tier>``."""
+    or 1), of steps that were timed ``exposed_s/<tier>``, and where ranks compared it ``rounding/<tier>``."""
     found = {
         "step_s": stats.step_s,
         "tokens_per_s": stats.tokens / stats.step_s if stats.step_s else 0.0,
@@ -47,6 +47,7 @@ def values_of(stats: StepStats, plan: Plan) -> dict[str, float]:
     if math.isfinite(stats.loss):
         found["loss"] = stats.loss
     found |= {f"exposed_s/{tier}": seconds for tier, seconds in stats.exposed_comm_s.items()}
+    found |= {f"rounding/{tier}": error for tier, error in stats.rounding.items()}
     return {f"hzplan/{name}": value for name, value in found.items()}
 
 

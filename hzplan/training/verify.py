@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.core.order import within
 from hzplan.core.recompute import Recomputed
 from hzplan.core.schedule import MessageOrder
+from hzplan.core.wire import ROUNDOFF
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.scaled_down import scale_down
@@ -47,23 +48,34 @@ DTYPE = "float64"
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """The same with what travels narrow rounded: how far losses are apart, and how far they may be. That is
+    what the plan's formats change of a value (``core.wire.ROUNDOFF``), once in each step."""
+
+    loss_error: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Verified:
-    """How far a sharded training and one process are apart at most.
+    """How far a sharded training and one process are apart at most, where everything travels exactly.
 
     ``loss_error``: relative, over steps and ranks; ``weight_error``: of a tensor, relative to its norm
     (or to the learning rate, which a wrong update is as large as: what has no gradient moves by rounding);
-    ``worst``: that tensor.
+    ``worst``: that tensor. ``rounded``: None where the plan rounds nothing.
     """
 
     mesh: str
     loss_error: float
     weight_error: float
     worst: str
+    rounded: Rounded | None = None
 
     @property
     def ok(self) -> bool:
         """Whether they are equal but for rounding."""
-        return self.loss_error <= TOLERANCE and self.weight_error <= TOLERANCE
+        equal = self.loss_error <= TOLERANCE and self.weight_error <= TOLERANCE
+        return equal and (self.rounded is None or self.rounded.loss_error <= self.rounded.most)
 
 
 def verify(
@@ -84,7 +96,7 @@ def verify(
     workload = narrow(load(name))
     mesh = small(plan.mesh)
     # A level is a place in the hierarchy, so it stays one in a mesh of as many.
-    choice = replace(Choice.of(plan), mesh=mesh, dtype=DTYPE, reduce_dtype=None)
+    choice = replace(Choice.of(plan), mesh=mesh, dtype=DTYPE, reduce_dtype=None, wire=None)
     torch.manual_seed(seed)
     initial = workload.build().to(torch.float64)
     _check_names(initial, plan, name)
@@ -98,19 +110,30 @@ def verify(
     losses, weights = _alone(initial, workload, choice, batches, steps)
     progress(f"{mesh.world} ranks", 0.3)
     found, theirs = _together(initial, workload, choice, batches, steps)
-    pairs = [
-        (mine, expected)
-        for rank in range(mesh.world)
-        for mine, expected in zip(found[rank], losses[rank], strict=True)
-    ]
-    loss_error = max(_apart(abs(mine - expected), abs(expected)) for mine, expected in pairs)
+    loss_error = _farthest(found, losses)
+    rounded = None
+    if plan.wire is not None:
+        progress(f"{mesh.world} ranks, rounding what travels", 0.6)
+        wire = plan.wire.formats
+        found, _ = _together(initial, workload, replace(choice, wire=wire), batches, steps)
+        most = steps * sum(ROUNDOFF[form] for form in (*wire.param, *wire.grad))
+        rounded = Rounded(_farthest(found, losses), most)
     errors = {
         tensor: _apart(float((theirs[tensor] - value).norm()), max(float(value.norm()), LEARNING_RATE))
         for tensor, value in weights.items()
     }
     worst = max(errors, key=lambda tensor: errors[tensor])
     progress("compared", 1.0)
-    return Verified(str(mesh), loss_error, errors[worst], worst)
+    return Verified(str(mesh), loss_error, errors[worst], worst, rounded)
+
+
+def _farthest(found: Sequence[Sequence[float]], losses: Sequence[Sequence[float]]) -> float:
+    """How far losses are apart at most, by rank and step, as a share of them."""
+    return max(
+        _apart(abs(mine - expected), abs(expected))
+        for of_rank, expected_of_rank in zip(found, losses, strict=True)
+        for mine, expected in zip(of_rank, expected_of_rank, strict=True)
+    )
 
 
 def small(mesh: Mesh) -> Mesh:

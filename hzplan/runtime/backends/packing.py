@@ -108,6 +108,11 @@ class Errors:
         known = self.largest.get(tier)
         self.largest[tier] = share if known is None else torch.maximum(known, share)
 
+    def taken(self) -> dict[int, Tensor]:
+        """What there was since this was called last."""
+        found, self.largest = self.largest, {}
+        return found
+
 
 @dataclass(frozen=True)
 class Blocks(Form):
