@@ -15,13 +15,14 @@ from hzplan.core.layout import TensorSpec, bucketise
 from hzplan.core.order import in_order, within
 from hzplan.core.recompute import HOST, Recomputed
 from hzplan.core.schedule import Pace
+from hzplan.core.wire import Wire
 from hzplan.cost.memory import memory
-from hzplan.cost.model import CostModel, tensors_of
+from hzplan.cost.model import CostModel
 from hzplan.cost.simulate import floor_ns, objective_ns, replay, replay_shared
 from hzplan.cost.unit import UnitCost
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Evaluation
-from hzplan.solver.search import paces
+from hzplan.solver.search import cost_model, paces
 from hzplan.solver.solve import Request
 
 MESHES = ("2", "2", "3", "4", "2|2", "2,2")
@@ -118,6 +119,26 @@ def with_matrices(profile: Profile, rng: random.Random) -> Profile:
         "products": [{"rows": 40, "columns": 40, "seconds": rng.choice((1e-6, 5e-5, 5e-4)), "spread": 0.0}],
     }
     return Profile.model_validate(content)
+
+
+def with_wire(profile: Profile, rng: random.Random) -> tuple[Profile, Wire]:
+    """Larger tensors of two dimensions, most of them, and formats at random on each tier."""
+    content = profile.model_dump(mode="json")
+    for unit in content["units"]:
+        for tensor in unit["tensors"]:
+            if rng.random() < 0.8:
+                tensor["shape"] = [*tensor["shape"], rng.choice((2, 8))]
+    points = [
+        {"elements": size, "pack_seconds": size * rng.choice((1e-11, 1e-9)), "unpack_seconds": size * 1e-10}
+        for size in (1_000,)
+    ]
+    content["rounding"] = [{"format": form, "points": points} for form in ("bf16", "int8", "fp8")]
+    tiers = len(profile.mesh.tiers)
+    wire = Wire(
+        tuple(rng.choices(("exact", "bf16", "int8"), k=tiers)),
+        tuple(rng.choices(("exact", "bf16", "int8"), k=tiers)),
+    )
+    return Profile.model_validate(content), wire
 
 
 def _host(rng: random.Random) -> dict[str, Any] | None:
@@ -222,8 +243,8 @@ def try_everything(
     ``like``: with messages in its order, at other paces as far as prefetch allows. ``steps``: whether steps
     are replayed too.
     """
-    model = CostModel(profile, request.reduce_dtype)
-    tensors = tensors_of(profile)
+    model = cost_model(profile, request)
+    tensors = model.tensors
     names = [unit for unit, specs in tensors.items() if specs]
     pins = dict(pin.split("=") for pin in request.pins)
     options = [_options(tensors[name], model, pins, offload=request.host_bytes > 0) for name in names]

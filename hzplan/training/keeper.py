@@ -73,8 +73,8 @@ class Keeper:
         self._remark(f"going on from {loaded.path}{world}")
         if loaded.other_wire:
             self._remark(
-                f"it was trained with {loaded.other_wire} between ranks, which this plan does not have: losses "
-                "will not be those that the same run would have had"
+                f"it was trained with {loaded.other_wire} between ranks, which this plan does not have: "
+                "losses will not be those that the same run would have had"
             )
         return loaded.position
 

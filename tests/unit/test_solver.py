@@ -26,14 +26,14 @@ from hzplan.solver.prefer import TIE
 from hzplan.solver.rounding import rounded
 from hzplan.solver.search import paces
 from hzplan.solver.solve import Infeasible, Request, SearchState, Solved, searches_of, solve
-from tests.instances import random_profile, try_everything, with_matrices
+from tests.instances import random_profile, try_everything, with_matrices, with_wire
 from tests.long import shorter
 
 INSTANCES = int(os.environ.get("HZPLAN_INSTANCES", "90"))  # make exhaustive asks for more
 BUDGETS = (0.9, 1.0, 1.05, 1.2, 1.5, 3.0)  # times the least memory of any choice
 
 
-def _instance(seed: int, *, matrices: bool = False) -> tuple[object, Request]:
+def _instance(seed: int, *, matrices: bool = False, wire: bool = False) -> tuple[object, Request]:
     """Every fifth computes in bfloat16, with master weights; every third reduces in it. Half of those whose
     profile knows a link to the host's memory may put optimizer state there, some of it or all."""
     rng = random.Random(seed)
@@ -41,10 +41,14 @@ def _instance(seed: int, *, matrices: bool = False) -> tuple[object, Request]:
     profile = random_profile(rng, micro_batches=rng.choice([(1,), (2,), (1, 2)]), dtype=dtype)
     if matrices:
         profile = with_matrices(profile, random.Random(f"matrices {seed}"))
+    formats = None
+    if wire:
+        profile, formats = with_wire(profile, random.Random(f"wire {seed}"))
     batch = profile.mesh.world * profile.micro_batches[-1]  # at most two micro-batches a step
     request = Request(1, batch, gap=0.0, clip=rng.random() < 0.5, depths=(1, 2), time_limit_s=600)
     recompute: Recompute = {0: "none", 1: "all"}.get(seed % 7, "choose")  # type: ignore[assignment]
     request = replace(request, reduce_dtype=None if seed % 3 else "bfloat16", recompute=recompute)
+    request = replace(request, wire=formats, narrow_sums=wire and seed % 2 == 0)
     if profile.host is not None:
         host = random.Random(f"host {seed}").choice([0, 0, 10_000, 40_000, 2**30])
         request = replace(request, host_bytes=host)
@@ -71,8 +75,14 @@ def test_matrices_equal_trying_everything(seed: int) -> None:
     _equals_trying_everything(seed, tight=False, matrices=True)
 
 
-def _equals_trying_everything(seed: int, *, tight: bool, matrices: bool = False) -> None:
-    profile, request = _instance(seed, matrices=matrices)
+@pytest.mark.parametrize("seed", shorter(range(60), without={4, 5, 10, 12, *range(14, 60)}))
+def test_narrow_messages_equal_trying_everything(seed: int) -> None:
+    """In formats of each tier's own, gradients being summed by the library or by ranks."""
+    _equals_trying_everything(seed, tight=True, wire=True)
+
+
+def _equals_trying_everything(seed: int, *, tight: bool, matrices: bool = False, wire: bool = False) -> None:
+    profile, request = _instance(seed, matrices=matrices, wire=wire)
     truth = try_everything(profile, request, steps=True)
     outcome = solve(profile, request)
     if truth.objective_ns is None:

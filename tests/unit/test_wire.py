@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -12,10 +13,24 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import Dtype, TensorSpec, bucketise, marked
+from hzplan.core.schedule import Kind
 from hzplan.core.wire import BLOCK, KEPT, Admitted, Format, Wire
+from hzplan.errors import UserError
+from hzplan.formats.cluster import find_cluster
 from hzplan.formats.plan import Plan
+from hzplan.formats.profile import (
+    CollectiveCurve,
+    CollectivePoint,
+    Profile,
+    RoundingEntry,
+    RoundingPoint,
+)
 from hzplan.models.workload import load
+from hzplan.profiler.analytic import analyse
+from hzplan.runtime import rounding
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.solver.solve import Outcome, Request, Solved, solve
+from hzplan.solver.wire import solve_in
 from tests.plans import make_plan
 from tests.threads import in_threads
 from tests.unit.test_packing import rounded
@@ -169,3 +184,121 @@ def test_admitted(text: str, found: tuple[tuple[str, ...], tuple[str, ...]]) -> 
 def test_what_nobody_knows_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"write exact|travels in"):
         Admitted.parse(text)
+
+
+def test_what_is_rounded_too_coarsely_is_given_up_on_all_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the first step after the look nothing is rounded: updates are those of the exact plan."""
+    monkeypatch.setattr(rounding, "MOST_ERROR", 1e-4)
+    monkeypatch.setattr(rounding, "FIRST", (2,))
+    plan = make_plan(MODEL, mesh="2", wire=Wire(("exact",), ("int8",)))
+    workload = load(MODEL)
+
+    def rank(number: int, model: nn.Module, sharded: ShardedOptimizer) -> list[object]:
+        generator = torch.Generator().manual_seed(number)
+        guard, said, sent = sharded.engine.rounding, [], []
+        for _ in range(4):
+            workload.loss(model, workload.batch(2, generator)).backward()
+            sharded.step()
+            said.append(guard.said)
+            reduces = [task for task in sharded.engine.schedule.tasks if task.kind is Kind.FINAL_REDUCE]
+            sent.append(sum(map(sharded.engine.nbytes, reduces)))
+        assert guard.given_up is not None and guard.given_up[0] == 0
+        return [said, sent[0] < sent[1] == sent[2], guard.given_up]
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        first, second = in_threads(plan, load(MODEL).build(), rank)
+    assert first == second
+    assert first[0] == ["gradients in int8", None, None, None] and first[1]
+    assert sum("everything travels exactly" in str(one.message) for one in seen) == 1  # one rank says it
+
+
+def test_what_is_rounded_well_goes_on_and_is_measured() -> None:
+    plan = make_plan(MODEL, mesh="2|2", wire=Wire(("exact", "int8"), ("bf16", "int8")))
+    workload = load(MODEL)
+
+    def rank(number: int, model: nn.Module, sharded: ShardedOptimizer) -> dict[int, float]:
+        workload.loss(model, workload.batch(2, torch.Generator().manual_seed(number))).backward()
+        sharded.step()
+        assert sharded.engine.rounding.said == "parameters in exact and int8, gradients in bf16 and int8"
+        return sharded.engine.rounding.largest
+
+    first, *others = in_threads(plan, load(MODEL).build(), rank)
+    assert first.keys() == {1} and 0 < first[1] < rounding.MOST_ERROR
+    assert all(other == first for other in others)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_on_every_rank() -> None:
+    """As without rounding: the norm is not finite, and the step can be left out."""
+    plan = make_plan(MODEL, mesh="2", clip=True, wire=Wire(("int8",), ("int8",)))
+    workload = load(MODEL)
+
+    def rank(number: int, model: nn.Module, sharded: ShardedOptimizer) -> bool:
+        loss = workload.loss(model, workload.batch(2, torch.Generator().manual_seed(number)))
+        (loss * (float("nan") if number == 1 else 1.0)).backward()
+        norm = sharded.clip_grad_norm_(1.0, skip_nonfinite=True)
+        sharded.step()
+        return bool(norm.isfinite())
+
+    assert in_threads(plan, load(MODEL).build(), rank) == [False, False]
+
+
+def profile_with(rates: tuple[float, ...], pack_s: float) -> Profile:
+    """Two tiers of two ranks with links of these bytes per second; rounding takes so many seconds a value."""
+    workload = load("gpt:nano")
+    cluster, device = find_cluster("h100-8x400g")
+    profile = analyse(
+        *(workload, cluster, device),
+        mesh=Mesh.of_tiers(2, 2),
+        micro_batches=(2,),
+        dtype="float32",
+        optimizer="adamw",
+    )
+    curves = [
+        CollectiveCurve(
+            operation=curve.operation,
+            low=curve.low,
+            high=curve.high,
+            points=tuple(
+                CollectivePoint(bytes=n, seconds=1e-6 + n / rates[curve.low], spread=0.0)
+                for n in (1, 1_000_000)
+            ),
+        )
+        for curve in profile.collectives
+    ]
+    points = tuple(
+        RoundingPoint(elements=n, pack_seconds=n * pack_s, unpack_seconds=n * pack_s) for n in (1, 1_000_000)
+    )
+    entries = tuple(RoundingEntry(format=form, points=points) for form in ("bf16", "int8", "fp8"))
+    return profile.replaced(collectives=tuple(curves), interference=(), rounding=entries)
+
+
+def asked(profile: Profile, text: str) -> tuple[Request, Outcome]:
+    request = Request(1 << 40, 4 * profile.data_ranks, time_limit_s=20)
+    return solve_in(Admitted.parse(text), profile, request, lambda one: (one, solve(profile, one)))
+
+
+def test_formats_go_where_they_make_the_step_shorter() -> None:
+    """A slow outer link and a fast inner one; rounding that costs nothing, and one that costs too much."""
+    slow = profile_with((1e12, 1e7), pack_s=1e-12)
+    request, outcome = asked(slow, "safe")
+    assert isinstance(outcome, Solved) and outcome.best.model.wire is not None
+    assert request.wire is not None and request.wire.grad == ("exact", "int8")
+    assert request.wire.param == ("exact", "exact")  # replicas gather nothing
+    exact = asked(slow, "exact")[1]
+    assert isinstance(exact, Solved) and outcome.best.step_s < 0.5 * exact.best.step_s
+    request, outcome = asked(profile_with((1e12, 1e7), pack_s=1e-6), "safe")
+    assert request.wire is None and isinstance(outcome, Solved)
+    assert outcome.best.step_s == pytest.approx(exact.best.step_s)
+    request, _ = asked(profile_with((1e15, 1e15), pack_s=0.0), "safe")
+    assert request.wire is None  # shorter messages that no step is shorter for
+
+
+def test_a_profile_without_rounding_is_refused_in_a_line() -> None:
+    profile = profile_with((1e9, 1e9), 0.0).replaced(rounding=None)
+    with pytest.raises(UserError, match="profile again"):
+        asked(profile, "safe")
+    assert asked(profile, "exact")[0].wire is None
