@@ -53,6 +53,9 @@ def _contender(
     from hzplan.peers.compare import AGREE
 
     error = entry.loss_error
+    dtypes = {setting.plan.model.dtype, setting.plan.reduce_dtype}
+    if setting.plan.wire is not None or entry.name.partition("@")[0].endswith("-bf16"):
+        dtypes.add("bfloat16")  # which rounds about as much
     return {
         "name": entry.name,
         "step_s": {"median": entry.step_s, "min": entry.spread[0], "max": entry.spread[1]},
@@ -65,8 +68,7 @@ def _contender(
         "waits_s": dict(entry.waits_s),
         "processor_s": dict(entry.processor_s),
         "loss_error": error if error is None or isfinite(error) else None,
-        "losses_agree": error is None
-        or error <= max(AGREE[dtype] for dtype in (setting.plan.model.dtype, setting.plan.reduce_dtype)),
+        "losses_agree": error is None or error <= max(AGREE[dtype] for dtype in dtypes),
         "round_s": list(entry.round_s),
     }
 

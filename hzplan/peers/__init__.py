@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 PEERS = (
     *("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3", "megatron-fsdp"),
-    *("owners", "owners-size", "owners-work"),
+    *("owners", "owners-size", "owners-work", "ddp-bf16", "fsdp2-bf16", "fsdp2-keep-bf16", "hsdp-bf16"),
 )
 """Other systems that ``hzplan run --against`` knows."""
 
 SETTINGS: Mapping[str, str] = {
-    **dict.fromkeys(("ddp", "zero1", "tp-dp"), "buckets"),
-    **dict.fromkeys(("fsdp2", "fsdp2-keep", "hsdp"), "ahead"),
+    **dict.fromkeys(("ddp", "ddp-bf16", "zero1", "tp-dp"), "buckets"),
+    **dict.fromkeys(("fsdp2", "fsdp2-keep", "hsdp", "fsdp2-bf16", "fsdp2-keep-bf16", "hsdp-bf16"), "ahead"),
 }
 """What the number after ``@`` sets, as in ``ddp@3``: into how many buckets gradients are cut, or how many
 blocks are gathered ahead."""
@@ -92,7 +93,13 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
     from hzplan.peers.tensor_parallel import TensorParallel
     from hzplan.runtime.executor import Streams
 
+    # Whatever the plan's gradients travel in: DDP's hook, FSDP2's policy.
+    in_bf16 = replace(setting, plan=setting.plan.model_copy(update={"reduce_dtype": "bfloat16"}))
     known: dict[str, Callable[..., Contender]] = {
+        "ddp-bf16": partial(DDP, in_bf16, name="ddp-bf16"),
+        "fsdp2-bf16": partial(FSDP2, in_bf16, name="fsdp2-bf16"),
+        "fsdp2-keep-bf16": partial(FSDP2, in_bf16, name="fsdp2-keep-bf16", keep=True),
+        "hsdp-bf16": partial(HSDP, in_bf16, name="hsdp-bf16"),
         "ddp": partial(DDP, setting),
         "zero1": partial(Zero1, setting),
         "fsdp2": partial(FSDP2, setting),
