@@ -47,7 +47,9 @@ from hzplan.solver.search import Request
 from hzplan.training.batches import batches
 from hzplan.training.data import load_corpus
 
-RANKS, MICRO_BATCH, LR, CLIP, TAIL, EVERY = 2, 4, 1e-3, 1.0, 200, 25
+RANKS, LR, CLIP, TAIL, EVERY = 2, 1e-3, 1.0, 200, 25
+MICRO_BATCHES = {"small": 4, "large": 1}
+"""Sequences of a rank in a step: the larger model gets few, or its run would take hours here."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t by number of pairs, two-sided."""
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -128,6 +130,7 @@ CASES: dict[str, Case] = {
     "parameters fp8": Case(param="fp8"),
     "both int8": Case("int8", "int8"),
     "gradients int4, one scale": Case(grad="bf16", instead=Coarse),
+    "parameters int4, one scale": Case(param="bf16", instead=Coarse),
 }
 LONG = ("exact", "both int8")
 """Those of the larger model."""
@@ -171,13 +174,13 @@ def _final(losses: list[float]) -> float:
     return round(statistics.fmean(losses[-TAIL:]), 5)
 
 
-def _plan(workload: Workload, case: Case) -> Plan:
+def _plan(workload: Workload, case: Case, micro_batch: int) -> Plan:
     """Everything sharded over the ranks; times are of no cluster that is here."""
     cluster, device = find_cluster("h100-8x400g")
     profile = analyse(
         *(workload, cluster, device),
         mesh=Mesh(((RANKS,), (1,))),
-        micro_batches=(MICRO_BATCH,),
+        micro_batches=(micro_batch,),
         dtype="float32",
         optimizer="adamw",
     )
@@ -189,14 +192,14 @@ def _plan(workload: Workload, case: Case) -> Plan:
     costs = CostModel(profile, wire=case.wire)
     schedule = costs.schedule(prefetch=1, accumulation=1, clip=True)
     levels = uniform(profile, Levels(1, 1, 1))
-    chosen = evaluate(costs, levels, schedule, MICRO_BATCH)
-    return given(profile, Path("profile.json"), chosen, Request(1 << 40, RANKS * MICRO_BATCH))
+    chosen = evaluate(costs, levels, schedule, micro_batch)
+    return given(profile, Path("profile.json"), chosen, Request(1 << 40, RANKS * micro_batch))
 
 
 def _train(model: str, case: Case, steps: int, seed: int) -> list[float]:
     """The mean loss of every step."""
     workload = load(f"benchmarks.wire_convergence:{model}")
-    plan, post = _plan(workload, case), Post(RANKS)
+    plan, post = _plan(workload, case, MICRO_BATCHES[model]), Post(RANKS)
     corpus = load_corpus(None, seq_len=workload.seq_len)
     data = batches(workload, corpus, plan, seed=seed)
     torch.manual_seed(seed)
@@ -238,14 +241,15 @@ def _train(model: str, case: Case, steps: int, seed: int) -> list[float]:
 
 @contextlib.contextmanager
 def _instead(case: Case) -> Iterator[None]:
-    """Gradients in a form of the case's own."""
+    """What the case rounds, in a form of its own."""
     if case.instead is None:
         yield
         return
     form = case.instead()
 
     def of(self: Forms, kind: Kind, tier: int, layout: BucketLayout, *_: Any) -> Form | None:
-        return form if kind not in PARAMETERS and layout.narrow else None
+        is_rounded = (kind in PARAMETERS) == (case.param != "exact")
+        return form if is_rounded and layout.narrow else None
 
     with mock.patch.object(Forms, "of", of):
         yield

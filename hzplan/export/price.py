@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hzplan.core.schedule import Schedule
-from hzplan.export.shape import GRADIENTS, MESSAGES, TOGETHER, Exported, Lost
+from hzplan.cost.model import CostModel
+from hzplan.export.shape import GRADIENTS, MESSAGES, TOGETHER, WIRE, Exported, Lost
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.solver.evaluate import Modes, evaluate, replay
@@ -22,10 +23,14 @@ def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Ex
         gradient_buffers=made.gradient_buffers or plan.gradient_buffers,
         offload=plan.source.host_memory_bytes is not None,
     )
+    exact = replace(before.model, wire=None)
     on_device = before.modes._replace(offload=frozenset())
 
     def changed(
-        units: set[str], schedule: Schedule = before.schedule, modes: Modes = on_device
+        units: set[str],
+        schedule: Schedule = before.schedule,
+        modes: Modes = on_device,
+        model: CostModel = before.model,
     ) -> tuple[float, int]:
         levels = {
             unit: tuple(made.levels[unit] for _ in of_tensors)
@@ -34,7 +39,7 @@ def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Ex
             for unit, of_tensors in before.levels.items()
         }
         after = evaluate(
-            *(before.model, levels, schedule, before.micro_batch),
+            *(model, levels, schedule, before.micro_batch),
             modes=modes,
         )
         return after.step_s - before.step_s, after.memory.peak - before.memory.peak
@@ -50,9 +55,12 @@ def priced(path: Path, plan: Plan, profile: Profile, made: Exported) -> tuple[Ex
         elif one.where == MESSAGES:
             step_s, peak_bytes = changed(set(), before.schedule.shared or before.schedule, before.modes)
             losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
+        elif one.where == WIRE:
+            step_s, peak_bytes = changed(set(), before.schedule, before.modes, exact)
+            losses.append(replace(one, step_s=step_s, peak_bytes=peak_bytes))
         else:
             losses.append(one)
-    step_s, peak_bytes = changed(set(before.levels), rescheduled)
+    step_s, peak_bytes = changed(set(before.levels), rescheduled, model=exact)
     return replace(made, lost=tuple(losses)), {
         "step_s": step_s,
         "peak_bytes": peak_bytes,

@@ -16,6 +16,7 @@ from hzplan.show import readable
 GRADIENTS = "the gradients"
 MESSAGES = "messages"
 TOGETHER = "units reduced together"
+WIRE = "the wire"
 """``Lost.where`` of a loss that concerns all units."""
 
 ROOT = ""
@@ -133,6 +134,8 @@ def groups_of(
     if plan.message_bytes is not None:
         what = f"units reduced together in the plan, up to {plan.message_bytes:,} bytes; here each by itself"
         lost.append(Lost(TOGETHER, what))
+    if plan.wire is not None:
+        lost.append(Lost(WIRE, f"{plan.wire.formats.text} in the plan; here everything travels exactly"))
     return found, lost
 
 
