@@ -30,6 +30,7 @@ def _training(plan: Plan) -> tuple[object, ...]:
     return (
         *(plan.model.signature, plan.model.dtype, plan.model.seq_len, plan.optimizer, plan.clip),
         *(plan.batch.global_batch, plan.source.memory_budget_bytes, plan.source.host_memory_bytes),
+        *(plan.reduce_dtype, plan.narrow_sums, plan.wire),
     )
 
 
@@ -53,6 +54,8 @@ def solved(path: Path, world: int) -> Path:
     smallest = world * profile.micro_batches[0]
     batch = plan.batch.global_batch // smallest * smallest or smallest
     request = replace(request_of(plan), global_batch=batch)
+    if request.wire is not None:
+        request = replace(request, wire=request.wire.on_tiers(len(profile.mesh.tiers)))
     outcome = solve(profile, request)
     if isinstance(outcome, Infeasible):
         raise NoPlanFits(

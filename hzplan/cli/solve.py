@@ -160,6 +160,10 @@ def command(
         raise UserError("--plot draws what --sweep finds; give that too")
     loaded = Profile.load(profile)
     sums = reduce_dtype == "bf16-sum"
+    if reduce_dtype is not None and reduce_dtype.endswith("-sum") and not sums:
+        raise UserError(f"--reduce-dtype {reduce_dtype}: fp32, bf16 or bf16-sum")
+    if wire_exact is not None and wire == "exact":
+        raise UserError("--wire-exact says what travels exactly where other tensors do not; give --wire too")
     if sums and loaded.cluster.reduce_scatter_by_exchange:
         raise UserError("--reduce-dtype bf16-sum: here ranks exchange gradients and sum in fp32; use bf16")
     admitted = _admitted(wire, wire_exact)
@@ -273,7 +277,7 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
 
         answered, outcome = solve_in(asked.admitted, profile, request, answer)
     if isinstance(outcome, Infeasible):
-        raise NoPlanFits(nothing_fits(profile, request, outcome, as_json=as_json))
+        raise NoPlanFits(nothing_fits(profile, answered, outcome, as_json=as_json))
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
     _write(replace(asked, request=answered), outcome, as_json=as_json)

@@ -59,11 +59,17 @@ def command(
             f"{plan}: on {found.mesh}, losses differ by {found.loss_error:.1e} and weights by "
             f"{found.weight_error:.1e} at most (relative, float64; {TOLERANCE:.0e} is allowed)"
         )
-        if rounded is not None:
+        if rounded is not None and not rounded.loss_error:
+            print("of what travels narrow nothing is in this small copy: its slices are no whole blocks")
+        elif rounded is not None:
             print(
                 f"with what travels narrow rounded, losses differ by {rounded.loss_error:.1e} "
                 f"({rounded.most:.0e} is allowed, from the formats)"
             )
+    if rounded is not None and rounded.loss_error > rounded.most:
+        raise CheckFailed(
+            f"{plan}: with what travels narrow rounded, losses are farther apart than formats are"
+        )
     if not found.ok:
         raise CheckFailed(
             f"{plan}: training under it is not training in one process; farthest apart: {found.worst}"

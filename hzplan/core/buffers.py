@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hzplan.core.layout import TensorSpec
+from hzplan.core.layout import ITEM_BYTES, TensorSpec
 from hzplan.core.schedule import Interval, Schedule
+from hzplan.core.wire import BLOCK
 
 MAX_IN_FLIGHT = 2
 """Exchanges of one tier that reduce at the same time: one begins while the other ends."""
@@ -19,6 +20,9 @@ MAX_IN_FLIGHT = 2
 MAX_SCRATCH_BYTES = 2 << 20
 """Scratch memory of one tier for receiving, bytes, all in-flight exchanges together. Larger buffers do not
 raise bandwidth."""
+
+LEAST_SCRATCH_BYTES = 2 * BLOCK * ITEM_BYTES["float64"]
+"""Room for two portions of a block each."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -111,5 +115,6 @@ def scratch_bytes(received_bytes: int) -> int:
 
     Each exchange in flight has a part for one such message; larger messages pass through it in portions.
     """
-    part = min(MAX_SCRATCH_BYTES // MAX_IN_FLIGHT, received_bytes)
+    least = LEAST_SCRATCH_BYTES if received_bytes else 0
+    part = max(least, min(MAX_SCRATCH_BYTES // MAX_IN_FLIGHT, received_bytes))
     return MAX_IN_FLIGHT * -(-part // 256) * 256

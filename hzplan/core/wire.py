@@ -58,10 +58,16 @@ class Wire(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For people, in a few words."""
+        """For people, in a few words: formats tier by tier, fastest first."""
         parts = [(what, of) for what, of in (("parameters", self.param), ("gradients", self.grad))]
-        said = [f"{what} in {' and '.join(dict.fromkeys(of))}" for what, of in parts if {*of} != {"exact"}]
-        return ", ".join(said) or EXACT
+        said = [f"{what} in {'|'.join(of)}" for what, of in parts if {*of} != {"exact"}]
+        kept = "" if self.kept == KEPT else f" (exactly: {', '.join(self.kept) or 'none by name'})"
+        return f"{', '.join(said)}{kept}" if said else EXACT
+
+    def on_tiers(self, tiers: int) -> Wire | None:
+        """The same on the first ``tiers`` tiers; None where nothing is rounded there."""
+        found = Wire(self.param[:tiers], self.grad[:tiers], self.kept)
+        return None if found.is_exact else found
 
     def narrows(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor travels in these formats."""

@@ -40,7 +40,7 @@ class CostModel:
     """The costs that a profile gives, cached.
 
     ``reduce_dtype``: the communication dtype of gradients; None: that of the master weights. The cast between
-    them is neglected: it is a pass over memory, needs no buffer, and is short beside the message.
+    them is neglected: it is a pass over memory, and is short beside the message.
     ``narrow_sums``: libraries add up in it, where they add; else ranks do, in that of the master weights.
     ``wire``: narrower formats, whose rounding takes its time.
     """
@@ -404,7 +404,8 @@ class CostModel:
         def reduced(kind: Kind) -> tuple[int, ...]:
             return tuple(
                 sum(
-                    self._reduction_ns(bucket, one, nbytes) + self._rounding_ns(bucket, kind, tier, one)
+                    self._reduction_ns(bucket, kind, tier, one, nbytes)
+                    + self._rounding_ns(bucket, kind, tier, one)
                     for one, nbytes in self.collectives(bucket, kind, tier)
                 )
                 for tier in tiers
@@ -414,7 +415,10 @@ class CostModel:
             """Of all-reduces that what a message of no bytes takes."""
             listed = self.collectives(bucket, Kind.FINAL_REDUCE, tier)
             return sum(
-                min(self._reduction_ns(bucket, one, nbytes), self.collective_ns(*one, 0))
+                min(
+                    self._reduction_ns(bucket, Kind.FINAL_REDUCE, tier, one, nbytes),
+                    self.collective_ns(*one, 0),
+                )
                 for one, nbytes in listed
                 if one.operation == "all_reduce"
             )
@@ -494,7 +498,7 @@ class CostModel:
             elements = bucket.numel // self.mesh.shards[one.stage.low]
             yield one, packed_bytes(form, elements, ITEM_BYTES[dtype])
 
-    def _reduction_ns(self, bucket: BucketLayout, one: Collective, nbytes: int) -> int:
+    def _reduction_ns(self, bucket: BucketLayout, kind: Kind, tier: int, one: Collective, nbytes: int) -> int:
         """Nanoseconds of a reduction of gradients, ``nbytes`` of them on the wire.
 
         A library adds up what it sends. What is narrower than the sum goes to its rank as it is, in an
@@ -502,7 +506,8 @@ class CostModel:
         """
         by_library = not self.profile.cluster.reduce_scatter_by_exchange
         whole = bucket.master_nbytes // self.mesh.shards[one.stage.low]
-        if nbytes == whole or (by_library and self.narrow_sums):
+        is_exact = format_of(self.wire, kind, tier, bucket, one.stage, self.mesh) == "exact"
+        if nbytes == whole or (is_exact and by_library and self.narrow_sums):
             return self.collective_ns(*one, nbytes)
         first = "all_to_all" if by_library else "reduce_scatter"
         gather_ns = (

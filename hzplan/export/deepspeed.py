@@ -17,6 +17,7 @@ from hzplan.export.shape import (
     groups_of,
     kept_on_device,
     one_scheme,
+    summed_narrow,
 )
 from hzplan.formats.plan import Plan
 
@@ -80,6 +81,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
         config["gradient_clipping"] = 1.0
     if plan.model.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
+        lost += summed_narrow(plan, "DeepSpeed")
         config["communication_data_type"] = "fp32" if plan.reduce_dtype == "float32" else "bf16"
         if scheme["stage"] > 0:
             config["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -17,6 +17,7 @@ from hzplan.export.shape import (
     about,
     groups_of,
     kept_on_device,
+    summed_narrow,
 )
 from hzplan.formats.plan import Plan
 
@@ -179,7 +180,7 @@ def _shard(module: nn.Module, wrap: Wrap, meshes: dict[int, DeviceMesh], device_
 def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     """The file, and what FSDP2 cannot say. ``sizes``: elements of a tensor by name."""
     groups, lost = groups_of(plan, sizes)
-    lost += kept_on_device(plan, "FSDP2")
+    lost += [*kept_on_device(plan, "FSDP2"), *summed_narrow(plan, "FSDP2")]
     buffers = max(LEAST_BUFFERS, plan.gradient_buffers)
     if buffers > plan.gradient_buffers and any(plan.mesh.shards[group.levels.grad] > 1 for group in groups):
         what = "one unit's are unreduced at a time in the plan; FSDP2 computes the next unit's beside them"

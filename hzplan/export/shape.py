@@ -17,6 +17,7 @@ GRADIENTS = "the gradients"
 MESSAGES = "messages"
 TOGETHER = "units reduced together"
 WIRE = "the wire"
+SUMS = "sums of gradients"
 """``Lost.where`` of a loss that concerns all units."""
 
 ROOT = ""
@@ -137,6 +138,13 @@ def groups_of(
     if plan.wire is not None:
         lost.append(Lost(WIRE, f"{plan.wire.formats.text} in the plan; here everything travels exactly"))
     return found, lost
+
+
+def summed_narrow(plan: Plan, target: str) -> list[Lost]:
+    """What a target makes of gradients that travel in 16 bits and are summed in 32."""
+    if plan.reduce_dtype != "bfloat16" or plan.narrow_sums:
+        return []
+    return [Lost(SUMS, f"gradients are summed in float32 in the plan, in what they travel in by {target}")]
 
 
 def kept_on_device(plan: Plan, target: str) -> list[Lost]:

@@ -265,15 +265,17 @@ class Bucket:
     def gathered(self, groups: Groups) -> list[Tensor]:
         """Return new tensors with all values, of master weights where there are any, else of model weights.
 
-        Without master weights the bucket must be unsharded. It takes the communicators of two streams: no
-        task may be under way.
+        Without master weights the bucket must be unsharded, and what is there may be rounded: then it is
+        gathered again. It takes the communicators of two streams: no task may be under way.
         """
-        if not self.layout.keeps_master:
+        if not self.layout.keeps_master and not self.layout.narrow:
             return [view.clone() for view in self.param_views]
         levels, tiers = self.layout.levels, range(len(self.mesh.tiers))
-        whole = self.param.new_empty(self.layout.numel, dtype=self.master.dtype)
-        self.within(whole, 0, levels.optim).copy_(self.master)
-        for kind in (Kind.PARAM_GATHER, Kind.UNSHARD):
+        has_master = self.layout.keeps_master
+        values, level = (self.master, levels.optim) if has_master else (self.param, levels.param)
+        whole = values.new_empty(self.layout.numel, device=self.param.device)
+        self.within(whole, 0, level).copy_(values)
+        for kind in (Kind.PARAM_GATHER, Kind.UNSHARD) if has_master else (Kind.UNSHARD,):
             for tier in reversed(tiers):
                 for _, stage in self.collectives(kind, tier):
                     groups[GROUP_OF[kind], stage].all_gather([self._in_place(whole, 0, stage)]).run()

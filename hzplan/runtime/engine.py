@@ -385,10 +385,11 @@ class Engine:
             self._look_at_rounding()
 
     def _look_at_rounding(self) -> None:
-        """Give up what is rounded too coarsely, on all ranks at once."""
+        """Give up what is rounded too coarsely, on all ranks at once: of what is under way every rank ends
+        what it has begun, in the form that it had."""
+        self.executor.synchronize()
         if not self.rounding.look(self.device, partial(self.all_reduce, purpose=ROUNDING, operation=MAX)):
             return
-        self.executor.synchronize()
         self._messages.forget()
         assert self.rounding.given_up is not None
         tier, error = self.rounding.given_up

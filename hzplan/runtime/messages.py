@@ -14,6 +14,7 @@ from torch import Tensor
 from hzplan.core.hierarchy import Stage
 from hzplan.core.schedule import Kind, Task
 from hzplan.runtime.backends.base import Buffers, Collectives, Groups, Reductions
+from hzplan.runtime.backends.packing import Form
 from hzplan.runtime.bucket import GROUP_OF
 from hzplan.runtime.joined import joined
 from hzplan.runtime.unit import UnitState
@@ -91,12 +92,12 @@ class Messages:
         buckets = [bucket for name in task.units for bucket in self._units[name].buckets]
         listed = [found for bucket in buckets for found in bucket.reductions(task.kind, task.tier)]
         prepared, kind = _Prepared([], [], []), GROUP_OF[task.kind]
-        # All-reduces are under way at once, so those of a group are one collective.
-        summed: dict[Stage, list[Buffers]] = {}
+        # All-reduces are under way at once, so those of a group and a form are one collective.
+        summed: dict[tuple[Stage, Form | None], list[Buffers]] = {}
         for (operation, stage), buffers in listed:
             if operation == "all_reduce":
-                summed.setdefault(stage, []).append(buffers)
-        for stage, each in summed.items():
+                summed.setdefault((stage, buffers.narrow), []).append(buffers)
+        for (stage, _), each in summed.items():
             group = self._groups[kind, stage]
             sums = group.all_reduce(joined(each, group.place, group.size), received)
             (prepared.in_order if sums.in_order else prepared.together).append(sums)

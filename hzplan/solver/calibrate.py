@@ -23,6 +23,7 @@ from hzplan.formats.profile import (
     OptimizerPoint,
     Profile,
     RecomputeCost,
+    RoundingPoint,
     UseCost,
 )
 from hzplan.solver.evaluate import Evaluation, replay
@@ -77,8 +78,13 @@ class Factors:
                 "products": tuple(_times(point, factor) for point in matrix.products),
             }
             update["matrix"] = matrix.model_copy(update=parts)
+        rounding = tuple(
+            one.model_copy(update={"points": tuple(_rounding_times(p, self.compute) for p in one.points)})
+            for one in profile.rounding or ()
+        )
         return profile.model_copy(
             update={
+                "rounding": rounding or None,
                 "uses": uses,
                 "collectives": curves,
                 "optimizer": profile.optimizer.model_copy(update=update),
@@ -91,6 +97,11 @@ Point = TypeVar("Point", UseCost, RecomputeCost, CollectivePoint, OptimizerPoint
 
 def _times(point: Point, factor: float) -> Point:
     return point.model_copy(update={"seconds": round(point.seconds * factor, 9)})
+
+
+def _rounding_times(point: RoundingPoint, factor: float) -> RoundingPoint:
+    parts = {"pack_seconds": point.pack_seconds, "unpack_seconds": point.unpack_seconds}
+    return point.model_copy(update={name: round(of * factor, 9) for name, of in parts.items()})
 
 
 def _cost_times(cost: UseCost, factor: float) -> UseCost:

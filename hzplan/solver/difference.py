@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hzplan.core.schedule import MessageOrder
+from hzplan.core.wire import EXACT
 from hzplan.formats.plan import Plan, Shards, WireEntry
 from hzplan.show import readable
 
@@ -92,7 +93,7 @@ def _order_text(order: MessageOrder | None) -> str:
 
 
 def _wire_text(wire: WireEntry | None) -> str:
-    return "exact" if wire is None else f"parameters {_listed(wire.param)}, gradients {_listed(wire.grad)}"
+    return EXACT if wire is None else wire.formats.text
 
 
 def _place(*, host: bool) -> str:

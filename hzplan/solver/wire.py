@@ -1,9 +1,9 @@
 """Choosing what parameters and gradients travel in, on each tier, among the formats that a user admits.
 
-A format changes how long messages of its tier take and nothing else, every message's by about the same
-share: so of each tier's formats the one with the shortest messages, rounding included, is the best for any
-plan. A format that does not make the plan itself faster by ``LEAST_GAIN`` is left out again: rounding is not
-for free.
+A format changes how long messages of its tier take, every message's by about the same share: so of each
+tier's formats the one with the shortest messages, rounding included, is the best for any plan. The proof is
+that no plan in these formats is faster; the choice of formats itself is not proven. A format that does not
+make the plan itself faster by ``LEAST_GAIN`` is left out again: rounding is not for free.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ def solve_in(
     admitted: Admitted, profile: Profile, request: Request, solve: Callable[[Request], Answer]
 ) -> Answer:
     """Answer a question in the formats that serve it, of those admitted; ``solve`` answers one in given
-    formats. UserError where nobody knows how long rounding takes."""
+    formats. UserError where nobody knows how long rounding takes.
+
+    Where some turn out not to be needed the question is solved without them in what is left of its time, at
+    least a quarter of it.
+    """
     wire = shortest(admitted, profile, request)
-    while True:
-        answer = solve(replace(request, wire=wire))
-        _, outcome = answer
-        if wire is None or not isinstance(outcome, Solved):
-            return answer
-        if (fewer := _needed(outcome.best, wire)) == wire:
-            return answer
-        wire = fewer
+    answer = solve(replace(request, wire=wire))
+    _, outcome = answer
+    if wire is None or not isinstance(outcome, Solved) or (fewer := _needed(outcome.best, wire)) == wire:
+        return answer
+    left = max(request.time_limit_s - outcome.seconds, request.time_limit_s / 4)
+    asked, outcome = solve(replace(request, wire=fewer, time_limit_s=left))
+    return replace(asked, time_limit_s=request.time_limit_s), outcome
 
 
 def shortest(admitted: Admitted, profile: Profile, request: Request) -> Wire | None:

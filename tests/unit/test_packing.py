@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes
 from hzplan.core.wire import BLOCK, Format, packed_bytes
 from hzplan.runtime.backends.base import Buffers
 from hzplan.runtime.backends.packing import Blocks, Cast, Errors, Form, form_of
@@ -138,6 +139,21 @@ def in_groups(size: int, rank: Callable[[ThreadGroup], Any]) -> list[Any]:
     for thread in threads:
         thread.join(timeout=60)
     return [found[place] for place in range(size)]
+
+
+def test_sums_of_a_block_or_two_need_no_more_scratch_than_there_is() -> None:
+    """Joined all-reduces are longer than the slices that scratch was made for."""
+    least = scratch_bytes(BLOCK * 4) // MAX_IN_FLIGHT
+    wholes = [torch.randn(4 * BLOCK) for _ in range(2)]
+
+    def sums(group: ThreadGroup) -> Tensor:
+        whole = wholes[group.place].clone()
+        own = whole.view(2, -1)[group.place]
+        group.all_reduce([Buffers(whole, own, form_of("int8"))], torch.zeros(least, dtype=torch.uint8)).run()
+        return whole
+
+    first, second = in_groups(2, sums)
+    assert torch.equal(first, second) and float((first - sum(wholes)).abs().max()) < 0.1
 
 
 @pytest.mark.parametrize("kind", FORMATS)

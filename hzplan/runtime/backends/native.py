@@ -43,6 +43,10 @@ class NativeGroup(Group):
     def issue_all_to_all(self, pairs: Sequence[tuple[Split, Split]]) -> Work | None:
         """Start exchanges of what is sent and what is received. None: see ``issue_all_gathers``."""
 
+    def issue_exchanges(self, pairs: Sequence[tuple[Split, Split]]) -> Work | None:
+        """The same of what is summed afterwards."""
+        return self.issue_all_to_all(pairs)
+
     def all_gather(self, buffers: Sequence[Buffers]) -> Collectives:
         """See Group."""
         return _Gathers(self, buffers)
@@ -184,7 +188,7 @@ class _Exchanged:
     def run(self, *, accumulate: bool) -> None:
         """See Reductions."""
         convert(self._narrow)
-        under_way = Transfer(self._group.issue_all_to_all(self._pairs))
+        under_way = Transfer(self._group.issue_exchanges(self._pairs))
         if under_way.work is not None:
             wait([under_way])
         convert(self._sum)

@@ -20,11 +20,13 @@ from hzplan.runtime.backends.convert import Conversion
 
 CHUNK = 256
 """Blocks at once: what is computed on the way fits a processor's cache."""
-CHUNK_ON_DEVICE = 1 << 15
+CHUNK_ON_DEVICE = 1 << 12
 TILE = 1 << 16
 """Numbers between 0 and 1 that rounding at random takes in turn."""
-TINY = 2.0**-126
-"""A block of smaller values than this travels as zeros: its scale would not be a normal number."""
+TINY = 2.0**-100
+"""A block of smaller values than this travels as zeros, for its scale would hardly be a normal number."""
+NEGATIVE_ZERO = -1
+"""The code of int8 for −0.0 in such a block: it says that there was no gradient (``runtime.unit.ABSENT``)."""
 NOT_FINITE = {"int8": -128, "fp8": 127}
 
 
@@ -99,18 +101,21 @@ class _Added(Step):
 @dataclass
 class Errors:
     """What rounding has cost since it was last asked: the largest share of a sample's norm that its error
-    had, by tier."""
+    had, by tier. Streams' threads note it."""
 
     largest: dict[int, Tensor] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def see(self, tier: int, share: Tensor) -> None:
         """Note a message's."""
-        known = self.largest.get(tier)
-        self.largest[tier] = share if known is None else torch.maximum(known, share)
+        with self.lock:
+            known = self.largest.get(tier)
+            self.largest[tier] = share if known is None else torch.maximum(known, share)
 
     def taken(self) -> dict[int, Tensor]:
-        """What there was since this was called last."""
-        found, self.largest = self.largest, {}
+        """What there was since this was called last; on a device nothing may be under way."""
+        with self.lock:
+            found, self.largest = self.largest, {}
         return found
 
 
@@ -238,10 +243,18 @@ def pack(
         wide.masked_fill_(bad, 0.0)
         most = torch.amax(torch.abs(wide, out=other), dim=1, keepdim=True)
     top = 127.0 if form.kind == "int8" else 448.0
-    most.clamp_(min=TINY)
+    empty = most < TINY
+    has_empty = values.is_cuda or bool(empty.any())
     scale = (most / top).to(torch.float32)
     original = wide.clone() if measured and form.errors is not None else None
-    wide.div_(scale).clamp_(-top, top)
+    absent = None
+    if has_empty:
+        scale.masked_fill_(empty, 0.0)
+        absent = torch.signbit(wide) & empty & (form.kind == "int8")
+        wide.masked_fill_(empty & (form.kind == "int8"), 0.0).div_(scale.masked_fill(empty, 1.0))
+    else:
+        wide.div_(scale)
+    wide.clamp_(-top, top)
     if form.kind == "int8":
         if form.dithered:
             wide.add_(_dither(room, most, count).view(count, BLOCK)).floor_().clamp_(-top, top)
@@ -256,13 +269,17 @@ def pack(
     if original is not None:
         error = rounded.to(dtype).mul(scale).sub_(original)
         share = error.norm() / original.norm().clamp_(min=TINY)
-    if bad is None:
+    if bad is None and absent is None:
         scales.copy_(scale)
         coded.copy_(rounded)
         return share
+    if bad is None:
+        bad = torch.zeros_like(wide, dtype=torch.bool)
     scales.copy_(torch.where(bad.any(dim=1, keepdim=True) & (form.kind == "int8"), -scale, scale))
     coded.copy_(rounded)
     codes.view(torch.int8).masked_fill_(bad, NOT_FINITE[form.kind])
+    if absent is not None:
+        codes.view(torch.int8).masked_fill_(absent, NEGATIVE_ZERO)
     return share
 
 
@@ -287,10 +304,10 @@ def unpack(
 def _dither(room: _Room, most: Tensor, count: int) -> Tensor:
     """Numbers between 0 and 1, from a place in the tile that the values themselves decide: where a run is
     resumed they are rounded as they would have been."""
-    bits = most[0, 0].to(torch.float32).view(torch.int32)
+    bits = most.to(torch.float32).view(torch.int32).sum()
     length = count * BLOCK
     if most.is_cuda:
-        first = (bits.to(torch.int64) * 2654435761 >> 7) % TILE
+        first = (bits * 2654435761 >> 7) % TILE
         return room.tile[torch.arange(length, device=most.device) + first]
     start = (int(bits) * 2654435761 >> 7) % TILE
     return room.tile[start : start + length]

@@ -190,10 +190,18 @@ class RateLimitedGroup(NativeGroup):
             whole.mul_(self.size)
         return _Carried(self._link, key, lambda: None)
 
+    def issue_exchanges(self, pairs: Sequence[tuple[Split, Split]]) -> _Carried:
+        """See NativeGroup. Where the cluster's reductions are exchanges, they are what was measured."""
+        return self._exchange("reduce_scatter" if self.needs_scratch else "all_to_all", pairs)
+
     def issue_all_to_all(self, pairs: Sequence[tuple[Split, Split]]) -> _Carried:
-        """See NativeGroup. What arrives is what there is of this rank's values."""
+        """See NativeGroup."""
+        return self._exchange("all_to_all", pairs)
+
+    def _exchange(self, operation: str, pairs: Sequence[tuple[Split, Split]]) -> _Carried:
+        """What arrives is what there is of this rank's values."""
         sizes = [max(sent.values.nbytes, received.values.nbytes) for sent, received in pairs]
-        seconds = sum(self._seconds("all_to_all", self._stage, nbytes) for nbytes in sizes)
+        seconds = sum(self._seconds(operation, self._stage, nbytes) for nbytes in sizes)
         key = self._start(seconds, pairs[0][0].values)
         for sent, received in pairs:
             many = min(sent.values.numel(), received.values.numel())
