@@ -134,6 +134,14 @@ def test_truncated_plan(folder: Path, good: Plan) -> None:
         (lambda data: data.update(optimizer="lion"), "field optimizer: 'lion'"),
         (lambda data: data["units"][0]["buckets"][0]["shards"].update(optim=3), "3 shards"),
         (lambda data: data["uses"].append("F nobody"), "F nobody"),
+        (
+            lambda data: data.update(wire={"param": ["int4"], "grad": ["exact"], "kept": []}),
+            "field wire.param",
+        ),
+        (lambda data: data.update(wire={"param": ["int8"], "grad": ["fp8"], "kept": []}), "wire.grad: bf16"),
+        (lambda data: data.update(wire={"param": [], "grad": ["int8"], "kept": []}), "wire.param: 1 formats"),
+        (lambda data: data.update(wire={"param": ["exact"], "grad": ["exact"], "kept": []}), "leave it out"),
+        (lambda data: data.update(narrow_sums=True), "narrow_sums: float32 is what"),
     ],
 )
 def test_spoilt_plan(

@@ -118,6 +118,12 @@ def test_nothing_fits_exits_3_and_names_the_smallest_memory(tmp_path: Path, prof
         (("--gap", "-1"), "--gap"),
         (("--time-limit", "0"), "--time-limit"),
         (("-o", "missing/../"), "folder"),
+        (("--wire", "int8"), "--wire 'int8': write exact, safe"),
+        (("--wire", "grad=fp8"), "--wire grad=fp8: grad travels in bf16, int8"),
+        (("--wire", "safe"), "how long rounding to bf16 takes; profile again"),
+        (("--wire-exact", "*"), "--wire-exact says"),
+        (("--wire", "safe", "--for", "fsdp2"), "--wire: no other runtime"),
+        (("--reduce-dtype", "fp32-sum"), "--reduce-dtype fp32-sum"),
     ],
 )
 def test_bad_options_are_one_line(
