@@ -138,18 +138,26 @@ class CollectiveCurve(Strict):
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
 
 
+class NarrowInterference(Strict):
+    """The same of messages that ranks round to blocks (``core.wire``): bytes are fewer, work is not."""
+
+    compute_loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+    communication_slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+
+
 class InterferenceEntry(Strict):
     """Interference of one tier with compute while both run, measured on all ranks at once, or modelled.
 
     ``compute_loss``: the share of compute throughput lost; ``communication_slowdown``: time of a collective
     beside compute over its time alone; ``contention``: time of two collectives at once over their time one
-    after the other. ``ctas``: thread blocks of a collective's kernel that this is for, which a run keeps to;
-    None: those that the library takes.
+    after the other. ``narrow``: None where nobody measured it. ``ctas``: thread blocks of a collective's
+    kernel that this is for, which a run keeps to; None: those that the library takes.
     """
 
     compute_loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
     communication_slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
     contention: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
+    narrow: NarrowInterference | None = None
     ctas: PositiveInt | None = None
 
 

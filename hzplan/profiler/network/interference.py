@@ -8,17 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
-from hzplan.formats.profile import InterferenceEntry
+from hzplan.formats.profile import InterferenceEntry, NarrowInterference
 from hzplan.profiler.network import queued
 from hzplan.profiler.network.links import collective
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import THOROUGH, Effort, no_garbage_collection
 from hzplan.runtime import cuda
+from hzplan.runtime.backends.packing import Errors, Form, form_of
 from hzplan.runtime.launcher import Device
 from hzplan.runtime.world import ProcessWorld
 
@@ -67,14 +69,25 @@ def measure_interference(
         if mesh.group_size(stage) == 1:  # nobody to communicate with
             entries.append(InterferenceEntry(compute_loss=0.0, communication_slowdown=1.0))
             continue
-        gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes)
-        rounds = []
-        with no_garbage_collection():
-            for number in range(effort.rounds):
-                rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce, effort)))
-                progress((tier + (number + 1) / effort.rounds) / len(mesh.tiers))
-        entries.append(_entry(rounds))
+        found = []
+        for half, form in enumerate((None, form_of("int8", dithered=True, errors=Errors()))):
+            gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes, form)
+            rounds = []
+            with no_garbage_collection():
+                for number in range(effort.rounds):
+                    rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce, effort)))
+                    done = tier + (half + (number + 1) / effort.rounds) / 2
+                    progress(done / len(mesh.tiers))
+            found.append(_entry(rounds))
+        exact, narrow = found
+        entries.append(exact.model_copy(update={"narrow": _narrow(narrow)}))
     return tuple(entries)
+
+
+def _narrow(entry: InterferenceEntry) -> NarrowInterference:
+    return NarrowInterference(
+        compute_loss=entry.compute_loss, communication_slowdown=entry.communication_slowdown
+    )
 
 
 def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
@@ -93,12 +106,18 @@ def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
 
 
 def _communication(
-    ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
+    ranks: Ranks,
+    mesh: Mesh,
+    stage: Stage,
+    dtype: torch.dtype,
+    largest_bytes: int,
+    form: Form | None = None,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A gather and a reduction over a stage."""
+    """A gather and a reduction over a stage, of what travels in a form."""
     size = mesh.group_size(stage)
-    elements = max(size, min(largest_bytes, MAX_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
-    whole = torch.zeros(elements // size * size, dtype=dtype, device=ranks.device)
+    multiple = size * (1 if form is None else form.grain)
+    elements = max(multiple, min(largest_bytes, MAX_BYTES) // mesh.shards[stage.low] // dtype.itemsize)
+    whole = torch.zeros(elements // multiple * multiple, dtype=dtype, device=ranks.device)
     scratch = torch.zeros(
         scratch_bytes(whole.nbytes // size) // MAX_IN_FLIGHT // dtype.itemsize,
         dtype=dtype,
@@ -106,11 +125,19 @@ def _communication(
     )
     world = ProcessWorld()
     unshard, sums = (world.new_group(mesh, kind, stage, ranks.device) for kind in ("unshard", "reduce"))
-    gather = collective("all_gather", unshard, whole, scratch)
-    reduce = collective("reduce_scatter", sums, whole, scratch)
+    gather = collective("all_gather", unshard, whole, scratch, form)
+    reduce = collective("reduce_scatter", sums, whole, scratch, form)
+    if form is not None:  # what was packed where it lies are no values any more
+        values = torch.empty_like(whole).uniform_(-1, 1)
+        gather, reduce = (partial(_on_values, whole, values, call) for call in (gather, reduce))
     gather()
     reduce()
     return gather, reduce
+
+
+def _on_values(whole: torch.Tensor, values: torch.Tensor, call: Callable[[], object]) -> None:
+    whole.copy_(values)
+    call()
 
 
 def _sample(

@@ -24,6 +24,7 @@ from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
 from hzplan.runtime.backends.base import Buffers
 from hzplan.runtime.backends.groups import ProcessGroup
+from hzplan.runtime.backends.packing import Form
 from hzplan.runtime.world import ProcessWorld
 
 FIRST_BYTES = 4 << 10
@@ -127,10 +128,10 @@ def _timed_collectives(
 
 
 def collective(
-    operation: Operation, group: ProcessGroup, whole: Tensor, scratch: Tensor
+    operation: Operation, group: ProcessGroup, whole: Tensor, scratch: Tensor, form: Form | None = None
 ) -> Callable[[], object]:
-    """A call as the runtime issues it, in place; all-to-all as torch issues it."""
-    buffers = Buffers(whole, whole.view(group.size, -1)[group.place])
+    """A call as the runtime issues it, in place; all-to-all as torch issues it. ``form``: what travels."""
+    buffers = Buffers(whole, whole.view(group.size, -1)[group.place], form)
     if operation == "all_gather":
         return group.all_gather([buffers]).run
     if operation == "reduce_scatter":
