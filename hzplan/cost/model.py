@@ -16,7 +16,7 @@ from hzplan.core.order import in_order
 from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
 from hzplan.core.schedule import Interval, Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
-from hzplan.core.wire import Format, Wire, packed_bytes
+from hzplan.core.wire import Format, Wire, packed_bytes, work_bytes
 from hzplan.cost.curves import interpolate
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
@@ -449,20 +449,7 @@ class CostModel:
             grad_bytes=bucket.master_nbytes // mesh.shards[levels.grad],
             optim_bytes=master_bytes * optimizer.state_per_element,
             gradient_buffer_bytes=bucket.gradient_buffer_nbytes if mesh.shards[levels.grad] > 1 else 0,
-            scratch_bytes=tuple(
-                scratch_bytes(
-                    max(
-                        (
-                            _received_bytes(bucket, mesh, one.stage)
-                            for one, _ in self.collectives(bucket, Kind.FINAL_REDUCE, tier)
-                        ),
-                        default=0,
-                    )
-                )
-                if self.profile.cluster.reduce_scatter_by_exchange
-                else 0
-                for tier in tiers
-            ),
+            scratch_bytes=tuple(self._scratch_bytes(bucket, tier) for tier in tiers),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
             replicated=replicated,
             norm_ns=0 if replicated else self._norm_share_ns(bucket),
@@ -472,6 +459,16 @@ class CostModel:
             cost = self._with_messages(self.matrices.with_updates(cost, bucket, mesh), bucket)
             cost = replace(cost, optim_bytes=master_bytes * self.matrices.state_per_element)
         return BucketCost(cost, gathers)
+
+    def _scratch_bytes(self, bucket: BucketLayout, tier: int) -> int:
+        """Bytes that a bucket's messages on a tier need beside their buffers: to receive, and to round."""
+        listed = [one for one, _ in self.collectives(bucket, Kind.FINAL_REDUCE, tier)]
+        received = max((_received_bytes(bucket, self.mesh, one.stage) for one in listed), default=0)
+        cluster = self.profile.cluster
+        total = scratch_bytes(received) if cluster.reduce_scatter_by_exchange else 0
+        if bucket.narrow:
+            total += work_bytes(self.wire, tier, on_device=cluster.device != "cpu")
+        return total
 
     def _with_messages(self, cost: UnitCost, bucket: BucketLayout) -> UnitCost:
         """A bucket's cost with that of messages of its matrices."""

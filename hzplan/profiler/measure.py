@@ -53,6 +53,7 @@ from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import PartialResults
 from hzplan.profiler.session.rounds import THOROUGH, Effort
 from hzplan.runtime.backends.groups import on_device, release
+from hzplan.runtime.backends.packing import forget
 
 # About how many seconds each part takes at most, for the progress shown.
 PASS_S = 12.0  # without recomputation and with it
@@ -313,6 +314,7 @@ def _measure_links(
     apart = ranks.device.type != "cpu"  # else there is no memory but the host's
     host, stragglers = measure_host(ranks, parts.at) if apart else None, slow_links(ranks, mesh)
     release()
+    forget()
     return Links(
         provenance=provenance(),
         cluster=ClusterEntry(

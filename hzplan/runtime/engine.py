@@ -16,6 +16,7 @@ from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Schedule, Task, Use
 from hzplan.core.stages import Collective
+from hzplan.core.wire import work_bytes
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
 from hzplan.models.saved import Saved
@@ -82,6 +83,10 @@ class Engine:
             self.groups[kind, stage] = made[name, stage]
         self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
         self._exchanges = self._matrix_exchanges(device)
+        if any(bucket.layout.narrow for unit in units for bucket in unit.buckets):
+            wire, on_device = forms.wire if forms is not None else None, device.type != "cpu"
+            tiers = range(len(mesh.tiers))
+            self.buffer_bytes["scratch"] += sum(work_bytes(wire, t, on_device=on_device) for t in tiers)
         self._messages = Messages(self.units, self.groups, self._scratch, len(schedule.uses))
         self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tests.accelerator.program import ALIGNMENT, POISON, Collective, Operation, Program, View
-from tests.accelerator.ranks import combined
+from tests.accelerator.ranks import INTO_PART, combined
 
 
 class Found(AssertionError):
@@ -50,7 +50,7 @@ class _Step:
         self.run = _runner(operation, memory)
         if (one := operation.collective) is not None:
             self.given = memory.tensor(one.part if one.operation == "all_gather" else one.whole)
-            found = memory.tensor(one.part if one.operation == "reduce_scatter" else one.whole)
+            found = memory.tensor(one.part if one.operation in INTO_PART else one.whole)
             self.found = found.view(-1)
 
 

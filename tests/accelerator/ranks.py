@@ -41,10 +41,16 @@ class Meetings:
                 barrier.abort()
 
 
+INTO_PART = ("reduce_scatter", "all_to_all")
+"""The collectives whose result is in ``part``: of an all-to-all as much as in ``whole``."""
+
+
 def combined(operation: str, given: list[Tensor], place: int, reduce: Any = dist.ReduceOp.SUM) -> Tensor:
     """A collective's result at a place of its group, in the order of ranks."""
     if operation == "all_gather":
         return torch.cat([one.reshape(-1) for one in given])
+    if operation == "all_to_all":
+        return torch.cat([one.view(len(given), -1)[place] for one in given])
     if operation == "reduce_scatter":
         given = [one.view(len(given), -1)[place] for one in given]
     found = given[0].clone()
@@ -86,7 +92,7 @@ class _Handle:
             assert len({kind for kind, _ in given.values()}) == 1, f"{self.name}: unlike collectives meet"
             found = combined(operation, [given[one][1] for one in sorted(given)], place, reduce)
             barrier.wait(PATIENCE_S)
-            (whole if operation != "reduce_scatter" else part).view(-1).copy_(found.view(-1))
+            (part if operation in INTO_PART else whole).view(-1).copy_(found.view(-1))
             barrier.wait(PATIENCE_S)
 
 
@@ -131,7 +137,14 @@ def simulated_nccl() -> Iterator[None]:
     def all_reduce(whole: Tensor, group: Any = None, async_op: bool = False) -> Any:
         return _collective("all_reduce", whole, whole, group, async_op=async_op)
 
+    def all_to_all(
+        received: Tensor, sent: Tensor, to_receive: list[int], to_send: list[int], group: Any = None
+    ) -> Any:
+        assert len({*to_receive, *to_send}) == 1, "alike for all"
+        return _collective("all_to_all", sent, received, group, async_op=False)
+
     names = {
+        "_all_to_all": all_to_all,
         "_all_gather": all_gather,
         "_reduce_scatter": reduce_scatter,
         "_all_reduce": all_reduce,

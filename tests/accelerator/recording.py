@@ -123,6 +123,7 @@ class Recorder(TorchDispatchMode):
             "all_gather": ((kept.part,), (kept.whole,)),
             "reduce_scatter": ((kept.whole,), (kept.part,)),
             "all_reduce": ((kept.whole,), (kept.whole,)),
+            "all_to_all": ((kept.whole,), (kept.part,)),
         }[operation]
         label = f"{operation} {group}"
         self._add(Operation(self.stream, label, 0, (), reads, writes, collective=kept))

@@ -20,6 +20,7 @@ from hzplan.runtime.faults import Work
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_reduce = dist.all_reduce
+_all_to_all = dist.all_to_all_single
 _coalescing: Any = getattr(dist, "_coalescing_manager")  # noqa: B009 - torch does not export it
 
 REGISTER = "HZPLAN_NCCL_REGISTER"
@@ -83,9 +84,7 @@ class NcclGroup(NativeGroup):
         """See NativeGroup. One after the other: torch does not launch several together. NOT RUN ON A GPU
         YET."""
         for sent, received in pairs:
-            dist.all_to_all_single(
-                *(received.values, sent.values, [*received.sizes], [*sent.sizes]), group=self.handle
-            )
+            _all_to_all(*(received.values, sent.values, [*received.sizes], [*sent.sizes]), group=self.handle)
         return None
 
     def _together(self, several: Sequence[object]) -> Any:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hzplan.core.wire import BLOCK, BLOCK_BYTES, Format
+from hzplan.core.wire import BLOCK, BLOCK_BYTES, CHUNK, CHUNK_ON_DEVICE, Format
 from hzplan.runtime.backends.convert import Conversion
 
-CHUNK = 256
-"""Blocks at once: what is computed on the way fits a processor's cache."""
-CHUNK_ON_DEVICE = 1 << 12
-TILE = 1 << 16
+TILE = 1 << 14
 """Numbers between 0 and 1 that rounding at random takes in turn."""
 TINY = 2.0**-100
 """A block of smaller values than this travels as zeros, for its scale would hardly be a normal number."""
@@ -154,10 +152,23 @@ class _Room(NamedTuple):
 
     values: Tensor  # [CHUNK, BLOCK]
     magnitudes: Tensor  # [CHUNK, BLOCK]
-    tile: Tensor  # [TILE + CHUNK × BLOCK]
+    tile: Tensor  # [TILE + CHUNK × BLOCK], everyone's
 
 
 _rooms = threading.local()
+
+
+@cache
+def _tile(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(TILE + chunk(device) * BLOCK, generator=generator, dtype=torch.float32)
+    return numbers.to(device)
+
+
+def forget() -> None:
+    """Let go of the memory in which this thread rounded values."""
+    _rooms.__dict__.clear()
+    _tile.cache_clear()
 
 
 def _room(device: torch.device, dtype: torch.dtype) -> _Room:
@@ -166,10 +177,8 @@ def _room(device: torch.device, dtype: torch.dtype) -> _Room:
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     key = device, dtype, stream
     if key not in known:
-        size, generator = chunk(device), torch.Generator().manual_seed(0)
-        tile = torch.rand(TILE + size * BLOCK, generator=generator, dtype=torch.float32)
-        values = torch.empty(size, BLOCK, dtype=dtype, device=device)
-        known[key] = _Room(values, torch.empty_like(values), tile.to(device))
+        values = torch.empty(chunk(device), BLOCK, dtype=dtype, device=device)
+        known[key] = _Room(values, torch.empty_like(values), _tile(device))
     return known[key]
 
 
