@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.measure import ROOT, NoResult
+from benchmarks.commands import best_of, last_line, ratio_text, step_s
+from benchmarks.measure import NoResult
 from benchmarks.regimes import Regime
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
@@ -72,12 +70,12 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     model, profile, plan = f"benchmarks.models:{regime.model}", folder / "profile.json", folder / "plan.json"
     box = ["emulate", "--tiers", regime.tiers, "--rates", regime.rates, "--"]
     sizes = ["--micro-batch", str(MICRO_BATCH), "--dtype", regime.dtype, "--mesh", regime.mesh]
-    _hzplan([*box, "hzplan", "profile", model, *sizes, "--optimizer", "muon", "-o", str(profile)])
+    last_line([*box, "hzplan", "profile", model, *sizes, "--optimizer", "muon", "-o", str(profile)])
     batch = regime.world * MICRO_BATCH * regime.accumulation
-    _hzplan(["solve", str(profile), "-o", str(plan), "--global-batch", str(batch)])
+    last_line(["solve", str(profile), "-o", str(plan), "--global-batch", str(batch)])
     peers = ",".join([*REPEATED, *OWNERS])
     how = ["--steps", str(STEPS), "--lr", "1e-4", "--json", "--against", peers]
-    said = _hzplan([*box, "hzplan", "run", str(plan), model, *how])
+    said = last_line([*box, "hzplan", "run", str(plan), model, *how])
     chosen, measured = Plan.load(plan), Profile.load(profile)
     costs = CostModel(measured).matrices
     assert costs is not None
@@ -92,37 +90,17 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     }
 
 
-def _hzplan(command: Sequence[str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "hzplan", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise NoResult((done.stderr.strip().splitlines() or ["no message"])[-1])
-    return done.stdout.strip().splitlines()[-1]
-
-
-def _ratios(result: dict[str, Any], names: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    found = {one["name"]: one["ratio"] for one in result["comparison"] if one["name"] in names}
-    return {name: (of["value"], of["low"], of["high"]) for name, of in found.items()}
-
-
 def _plain(name: str) -> str:
     """A regime's name without its budget: there is none."""
     return name.replace("-0%", "")
 
 
-def _step_s(result: dict[str, Any]) -> float:
-    ours = next(one for one in result["comparison"] if one["name"] == "hzplan")
-    return float(ours["step_s"]["median"])
-
-
 def _row(result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"failed: {result['failed']}"
-    parts = [f"{_step_s(result) * 1e3:.0f} ms, predicted {result['predicted_s'] * 1e3:.0f}"]
+    parts = [f"{step_s(result['comparison']) * 1e3:.0f} ms, predicted {result['predicted_s'] * 1e3:.0f}"]
     for what, names in (("repeated", REPEATED), ("owners", OWNERS)):
-        best, (ratio, low, high) = min(_ratios(result, names).items(), key=lambda one: one[1])
-        parts.append(f"{what}: {best} {ratio:.2f} ({low:.2f}–{high:.2f})")
+        parts.append(f"{what}: {ratio_text(best_of(result['comparison'], names))}")
     return "; ".join(parts)
 
 
@@ -132,12 +110,10 @@ def _page(found: dict[str, Any]) -> str:
         if "failed" in result:
             rows.append(f"| {name} | {result['failed']} | | | | | |")
             continue
-        ours_s = _step_s(result)
-        cells = []
-        for names in (REPEATED, OWNERS):
-            best, (ratio, low, high) = min(_ratios(result, names).items(), key=lambda one: one[1])
-            cells.append(f"{best}: {ratio:.2f} ({low:.2f}–{high:.2f})")
-        owners.append(min(one[0] for one in _ratios(result, OWNERS).values()))
+        ours_s = step_s(result["comparison"])
+        best = [best_of(result["comparison"], names) for names in (REPEATED, OWNERS)]
+        cells = [ratio_text(ratio) for ratio in best]
+        owners += [ratio for one in best[1:] if one is not None for ratio in one[1:2]]
         errors.append(abs(result["predicted_s"] / ours_s - 1))
         rows.append(
             f"| {name} | {ours_s * 1e3:.0f} ms | {result['predicted_s'] * 1e3:.0f} ms | "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.measure import ROOT, NoResult
+from benchmarks.commands import best_of, last_line, ratio_text, step_s
+from benchmarks.measure import NoResult
 from benchmarks.regimes import Regime
 from hzplan.formats.plan import Plan
 
@@ -35,14 +34,14 @@ ABOUT = (
     "Made by `python -m benchmarks.wire --docs docs/wire.md`: emulated clusters on one machine of 2 cores, "
     "every row profiled, solved and run by the README's commands, all contenders in turns of a few steps. A "
     "ratio is a contender's step over the plan's with `--wire safe`, paired by round, with its 95% interval. "
-    "*Exact*: the plan of the same question without `--wire`. *Default wire*: the best of DDP, FSDP2, FSDP2 "
-    "that keeps parameters, and HSDP, of those that fit the budget; *bf16*: the best of the same four whose "
+    "*Exact*: the plan of the same question without `--wire`. *Default wire*: the best of DDP, FSDP2 and "
+    "HSDP, of those that fit the budget; *bf16*: the best of the same three whose "
     "gradients travel in bfloat16 (DDP's hook, FSDP2's policy)."
 )
-PEERS = ("ddp", "fsdp2@1", "fsdp2-keep@1", "hsdp@1")
-NARROW = ("ddp-bf16", "fsdp2-bf16@1", "fsdp2-keep-bf16@1", "hsdp-bf16@1")
+PEERS = ("ddp", "fsdp2@1", "hsdp@1")
+NARROW = ("ddp-bf16", "fsdp2-bf16@1", "hsdp-bf16@1")
 MICRO_BATCH = 2
-STEPS = 60
+STEPS = 25
 
 
 def main(
@@ -73,13 +72,13 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     model, profile = f"benchmarks.models:{regime.model}", folder / "profile.json"
     box = ["emulate", "--tiers", regime.tiers, "--rates", regime.rates, "--"]
     sizes = ["--micro-batch", str(MICRO_BATCH), "--dtype", regime.dtype, "--mesh", regime.mesh]
-    _hzplan([*box, "hzplan", "profile", model, *sizes, "-o", str(profile)])
+    last_line([*box, "hzplan", "profile", model, *sizes, "-o", str(profile)])
     batch = ["--global-batch", str(regime.world * MICRO_BATCH * regime.accumulation)]
     plans = {name: folder / f"{name}.json" for name in ("exact", "safe")}
 
     def solved(name: str, more: Sequence[str] = ()) -> Plan:
         wire = ["--wire", name, *more]
-        _hzplan(["solve", str(profile), "-o", str(plans[name]), *batch, *wire])
+        last_line(["solve", str(profile), "-o", str(plans[name]), *batch, *wire])
         return Plan.load(plans[name])
 
     exact, memory = solved("exact"), []
@@ -90,7 +89,7 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
     safe = solved("safe", memory)
     peers = ",".join([str(plans["exact"]), *PEERS, *NARROW])
     how = ["--steps", str(STEPS), "--lr", "1e-4", "--json", "--against", peers]
-    said = _hzplan([*box, "hzplan", "run", str(plans["safe"]), model, *how])
+    said = last_line([*box, "hzplan", "run", str(plans["safe"]), model, *how])
     return {
         "comparison": json.loads(said)["contenders"],
         "predicted_s": safe.predicted.step_s,
@@ -98,40 +97,6 @@ def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
         "gap": safe.proof.gap,
         "wire": safe.wire.model_dump() if safe.wire is not None else None,
     }
-
-
-def _hzplan(command: Sequence[str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "hzplan", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise NoResult((done.stderr.strip().splitlines() or ["no message"])[-1])
-    return done.stdout.strip().splitlines()[-1]
-
-
-Ratio = tuple[str, float, float, float]
-
-
-def _best(result: dict[str, Any], names: Sequence[str]) -> Ratio | None:
-    """The fastest of some contenders that fit: its name, and its step over the plan's with an interval."""
-    ratios = [
-        (one["name"], one["ratio"]["value"], one["ratio"]["low"], one["ratio"]["high"])
-        for one in result["comparison"]
-        if one["name"] in names and one["fits"]
-    ]
-    return min(ratios, key=lambda ratio: ratio[1], default=None)
-
-
-def _step_s(result: dict[str, Any]) -> float:
-    ours = next(one for one in result["comparison"] if one["name"] == "hzplan")
-    return float(ours["step_s"]["median"])
-
-
-def _text(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "none fits"
-    name, value, low, high = ratio
-    return f"{name}: {value:.2f} ({low:.2f}–{high:.2f})"
 
 
 def _formats(wire: dict[str, Any] | None) -> str:
@@ -144,8 +109,10 @@ def _formats(wire: dict[str, Any] | None) -> str:
 def _row(result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"failed: {result['failed']}"
-    step = f"{_step_s(result) * 1e3:.0f} ms, predicted {result['predicted_s'] * 1e3:.0f}"
-    ratios = [_text(_best(result, names)) for names in (("exact",), PEERS, NARROW)]
+    step = f"{step_s(result['comparison']) * 1e3:.0f} ms, predicted {result['predicted_s'] * 1e3:.0f}"
+    ratios = [
+        ratio_text(best_of(result["comparison"], names, fits=True)) for names in (("exact",), PEERS, NARROW)
+    ]
     return "; ".join([step, _formats(result["wire"]), *ratios])
 
 
@@ -161,16 +128,15 @@ def _section(found: dict[str, Any]) -> str:
             rows.append(f"| {name} | {result['failed']} | | | | | |")
             continue
         best = {
-            "exact": _best(result, ("exact",)),
-            "default": _best(result, PEERS),
-            "bf16": _best(result, NARROW),
+            what: best_of(result["comparison"], names, fits=True)
+            for what, names in (("exact", ("exact",)), ("default", PEERS), ("bf16", NARROW))
         }
         for what, ratio in best.items():
             if ratio is not None:
                 ratios[what].append(ratio[1])
-        ours_s = _step_s(result)
+        ours_s = step_s(result["comparison"])
         errors.append(abs(result["predicted_s"] / ours_s - 1))
-        cells = [_text(ratio).removeprefix("exact: ") for ratio in best.values()]
+        cells = [ratio_text(ratio).removeprefix("exact: ") for ratio in best.values()]
         rows.append(
             f"| {name} | {ours_s * 1e3:.0f} ms | {result['predicted_s'] * 1e3:.0f} ms | "
             f"{_formats(result['wire'])} | {' | '.join(cells)} |"

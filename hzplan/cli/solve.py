@@ -344,15 +344,32 @@ def nothing_fits(profile: Profile, request: Request, outcome: Infeasible, *, as_
 
 
 def _write(asked: _Asked, solved: Solved, *, as_json: bool) -> None:
-    from hzplan.cli import solve_report
+    from hzplan.cli import console, solve_report
+    from hzplan.cli.paths import check_writable
     from hzplan.formats.certificate import save
+    from hzplan.solver.alone import one_group
     from hzplan.solver.certificate import certify
     from hzplan.solver.emit import emit
     from hzplan.solver.gain import gain
+    from hzplan.solver.solve import solve
 
     profile, request, output = asked.profile, asked.request, asked.output
     plan = emit(profile, request, solved, profile_path=asked.profile_path, plan_path=output)
     save(plan, certify(profile, solved), output)
     gained = gain(solved.best, solved.rows, request)
-    report = solve_report.SolveReport(profile, request, solved, gained, plan, output, asked.reserved)
+    with console.Bar("solve") as bar:
+        bar.update("one group by itself", 1.0)
+        alone = one_group(profile, request, solved, solve)
+    beside = None
+    if alone is not None:
+        beside = output.with_name(f"{output.stem}.alone.json")
+        of_profile = output.with_name(f"{output.stem}.alone.profile.json")
+        for path in (beside, of_profile):
+            check_writable(path, keep=[asked.profile_path, output])
+        alone.profile.save(of_profile)
+        own = emit(alone.profile, alone.request, alone.solved, profile_path=of_profile, plan_path=beside)
+        save(own, certify(alone.profile, alone.solved), beside)
+    report = solve_report.SolveReport(
+        *(profile, request, solved, gained, plan, output, asked.reserved, alone, beside)
+    )
     print(report.as_json()) if as_json else report.show()

@@ -19,6 +19,7 @@ from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.formats.profile import Profile
 from hzplan.show import readable
+from hzplan.solver.alone import Alone
 from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.gain import Gain
 from hzplan.solver.gap import described, parts
@@ -32,7 +33,8 @@ from hzplan.solver.solve import Request, Solved
 @dataclass(frozen=True)
 class SolveReport:
     """One result, two renderings. ``gained``: None where no scheme fits. ``reserved``: whether the
-    budget is the device's memory, less what is left free."""
+    budget is the device's memory, less what is left free. ``alone``: one group of the slowest tier, where it
+    is faster by itself, and ``beside`` where its plan lies."""
 
     profile: Profile
     request: Request
@@ -41,6 +43,8 @@ class SolveReport:
     plan: Plan
     path: Path
     reserved: bool = False
+    alone: Alone | None = None
+    beside: Path | None = None
 
     def as_json(self) -> str:
         """The keys of the command line's contract."""
@@ -71,7 +75,14 @@ class SolveReport:
                 "gain": self._gain_as_json(),
                 "plan": str(self.path),
             }
+            | self._alone_as_json()
         )
+
+    def _alone_as_json(self) -> dict[str, object]:
+        if self.alone is None:
+            return {}
+        found = {"groups": self.alone.groups, "times": self.alone.times, "plan": str(self.beside)}
+        return {"alone": found | {"step_s": self.alone.solved.best.step_s}}
 
     def _gain_as_json(self) -> dict[str, object] | None:
         gained = self.gained
@@ -117,6 +128,8 @@ class SolveReport:
             + _together(self.plan)
             + _order(self.plan),
         )
+        if self.alone is not None:
+            yield "too slow", self._alone(self.alone)
         if (wire := self._wire()) is not None:
             yield "wire", wire
         yield "how sure", self.expected_error()
@@ -125,6 +138,14 @@ class SolveReport:
             yield "gap from", from_what
         if (beside := self._beside()) is not None:
             yield "beside", beside
+
+    def _alone(self, alone: Alone) -> str:
+        """What the slowest link costs."""
+        return (
+            f"over the {alone.tier} synchronous training of {alone.groups} groups is {alone.times:.3g} times "
+            f"as slow as one of them by itself, which takes {console.duration(alone.solved.best.step_s)} for "
+            f"its share of the batch: its plan is {self.beside}"
+        )
 
     def _wire(self) -> str | None:
         """What travels narrower than it is, and what that is worth."""
@@ -248,6 +269,9 @@ class SolveReport:
         """The lines to type next; for a cluster elsewhere the export and the launch line."""
         if self.plan.parallel is not None:
             yield f"next: hzplan show {self.path}"
+            return
+        if self.alone is not None:
+            yield f"next, on one group of ranks: hzplan run {self.beside}"
             return
         cluster, target = self.profile.cluster, self.plan.source.target
         if target is not None:

@@ -38,7 +38,11 @@ class RoundingGuard:
         return None if wire is None else wire.text
 
     def due(self, step: int) -> bool:
-        """Whether to look after so many steps; the same on all ranks."""
+        """Whether to look after so many steps; the same on all ranks. Errors are noted in such steps only."""
+        self._forms.errors.active = self._is_due(step + 1)
+        return self._is_due(step)
+
+    def _is_due(self, step: int) -> bool:
         return self._forms.wire is not None and (step in FIRST or step % EVERY == 0)
 
     def look(self, device: torch.device, largest_of_all: Callable[[Tensor], None]) -> bool:

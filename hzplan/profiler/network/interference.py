@@ -20,7 +20,7 @@ from hzplan.profiler.network.links import collective
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import THOROUGH, Effort, no_garbage_collection
 from hzplan.runtime import cuda
-from hzplan.runtime.backends.packing import Errors, Form, form_of
+from hzplan.runtime.backends.packing import Form, form_of
 from hzplan.runtime.launcher import Device
 from hzplan.runtime.world import ProcessWorld
 
@@ -70,7 +70,7 @@ def measure_interference(
             entries.append(InterferenceEntry(compute_loss=0.0, communication_slowdown=1.0))
             continue
         found = []
-        for half, form in enumerate((None, form_of("int8", dithered=True, errors=Errors()))):
+        for half, form in enumerate((None, form_of("int8", dithered=True))):
             gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes, form)
             rounds = []
             with no_garbage_collection():

@@ -14,7 +14,7 @@ from hzplan.formats.profile import RoundingEntry, RoundingPoint
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising
-from hzplan.runtime.backends.packing import Errors, Step, form_of
+from hzplan.runtime.backends.packing import Step, form_of
 
 SIZES = (16 * BLOCK, 1024 * BLOCK, 8192 * BLOCK)
 """Values in a curve's points: what calls cost, and what memory does."""
@@ -58,7 +58,7 @@ def _entry(ranks: Ranks, name: Format) -> RoundingEntry:
 
 def _steps(name: Format, size: int, device: torch.device) -> tuple[Step, Step]:
     """To the format, at random as gradients are, and back."""
-    form = form_of(name, dithered=True, errors=Errors())
+    form = form_of(name, dithered=True)
     values = torch.linspace(-1, 1, size, device=device)
     packed = torch.zeros(form.units(size), dtype=form.dtype, device=device)
     return form.pack(values, packed), form.unpack(packed, values)

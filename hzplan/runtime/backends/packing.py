@@ -99,8 +99,9 @@ class _Added(Step):
 @dataclass
 class Errors:
     """What rounding has cost since it was last asked: the largest share of a sample's norm that its error
-    had, by tier. Streams' threads note it."""
+    had, by tier. Streams' threads note it while it is ``active``."""
 
+    active: bool = True
     largest: dict[int, Tensor] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -215,10 +216,13 @@ class _Pack(Step):
 
     @torch.no_grad()
     def run(self) -> None:
+        errors = self._form.errors
+        measures = errors is not None and errors.active
         for number, (values, codes, scales) in enumerate(self._pieces):
-            error = pack(self._form, values, codes, scales, self._dtype, measured=number == 0)
-            if error is not None and self._form.errors is not None:
-                self._form.errors.see(self._form.tier, error)
+            measured = measures and number == 0
+            error = pack(self._form, values, codes, scales, self._dtype, measured=measured)
+            if error is not None and errors is not None:
+                errors.see(self._form.tier, error)
 
 
 class _Unpack(Step):
@@ -255,7 +259,7 @@ def pack(
     empty = most < TINY
     has_empty = values.is_cuda or bool(empty.any())
     scale = (most / top).to(torch.float32)
-    original = wide.clone() if measured and form.errors is not None else None
+    original = wide.clone() if measured else None
     absent = None
     if has_empty:
         scale.masked_fill_(empty, 0.0)

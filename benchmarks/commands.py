@@ -1,0 +1,49 @@
+"""What a user types, and what of a comparison's figures several benchmarks read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.measure import ROOT, NoResult
+
+Ratio = tuple[str, float, float, float]
+"""A contender's name, and its step over the plan's with a 95% interval."""
+
+
+def last_line(command: Sequence[str]) -> str:
+    """The last line that ``hzplan`` with these arguments prints; NoResult with the last one of its errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hzplan", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise NoResult((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def best_of(
+    contenders: Sequence[dict[str, Any]], names: Sequence[str], *, fits: bool = False
+) -> Ratio | None:
+    """The fastest of some contenders; ``fits``: of those within the plan's budget. None without any."""
+    ratios = [
+        (one["name"], one["ratio"]["value"], one["ratio"]["low"], one["ratio"]["high"])
+        for one in contenders
+        if one["name"] in names and (one["fits"] or not fits)
+    ]
+    return min(ratios, key=lambda ratio: ratio[1], default=None)
+
+
+def step_s(contenders: Sequence[dict[str, Any]]) -> float:
+    """Median seconds of the plan's own step."""
+    ours = next(one for one in contenders if one["name"] == "hzplan")
+    return float(ours["step_s"]["median"])
+
+
+def ratio_text(ratio: Ratio | None) -> str:
+    """For a table's cell."""
+    if ratio is None:
+        return "none fits"
+    name, value, low, high = ratio
+    return f"{name}: {value:.2f} ({low:.2f}–{high:.2f})"
