@@ -19,16 +19,16 @@ from hzplan.formats.plan import Plan
 REGIMES = (
     Regime("deep", "2x2", "200mbit", 100, 1, "fp32"),
     Regime("deep", "1x4", "500mbit", 100, 1, "fp32"),
-    Regime("deep", "2x2", "100mbit", 50, 1, "bf16"),
     Regime("llama", "2x2", "500mbit", 100, 1, "bf16"),
-    Regime("llama", "1x4", "200mbit", 60, 1, "fp32"),
-    Regime("llama", "2x2", "100mbit", 100, 2, "fp32"),
     Regime("tall", "1x4", "100mbit", 100, 1, "fp32"),
-    Regime("tall", "2x2", "300mbit", 60, 2, "bf16"),
     Regime("wide", "2x2", "200mbit", 100, 1, "fp32"),
     Regime("wide", "1x4", "400mbit", 100, 1, "bf16"),
+    Regime("tall", "2x2", "300mbit", 80, 2, "bf16"),
+    Regime("llama", "1x4", "400mbit", 80, 1, "fp32"),
+    Regime("deep", "2x2", "300mbit", 80, 1, "bf16"),
+    Regime("llama", "2x2", "300mbit", 100, 2, "fp32"),
 )
-"""By hand, before the first was measured. ``budget_percent``: of what the plan without a budget takes."""
+"""By hand. ``budget_percent``: of what the plan without a budget takes."""
 
 ABOUT = (
     "Made by `python -m benchmarks.wire --docs docs/wire.md`: emulated clusters on one machine of 2 cores, "

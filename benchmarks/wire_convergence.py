@@ -142,7 +142,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each format.")] = 3,
     model: Annotated[str, typer.Option(help="small, or large: one seed of few formats.")] = "small",
     output: Annotated[Path, typer.Option(help="Losses of all runs; those that are there are kept.")] = Path(
-        "benchmarks/results/wire.json"
+        "benchmarks/results/wire-convergence.json"
     ),
     docs: Annotated[Path | None, typer.Option(help="A page whose section of this is written anew.")] = None,
 ) -> None:

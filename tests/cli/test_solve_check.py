@@ -13,6 +13,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from tests.cli.command import hzplan
 from tests.instances import random_profile
+from tests.unit.test_wire import profile_with
 
 
 @pytest.fixture
@@ -185,3 +186,15 @@ def test_check_of_nothing_is_bad_input(tmp_path: Path) -> None:
         done = hzplan("check", name, cwd=tmp_path)
         assert done.code == 2
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_link_that_is_too_slow_is_said_and_one_group_is_planned(tmp_path: Path) -> None:
+    profile_with((1e12, 1e5), 0.0).save(tmp_path / "slow.json")
+    done = hzplan("solve", "slow.json", "--global-batch", 16, "-o", "plan.json", "--json", cwd=tmp_path)
+    assert done.code == 0
+    said = json.loads(done.stdout)["alone"]
+    plan = Plan.load(tmp_path / said["plan"])
+    assert said["groups"] == 2 and said["times"] > 1 and plan.mesh.world == 2
+    assert plan.batch.global_batch == 8 and (tmp_path / "plan.alone.proof.json").exists()
+    done = hzplan("check", "plan.alone.json", cwd=tmp_path)
+    assert done.code == 0

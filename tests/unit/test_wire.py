@@ -361,3 +361,10 @@ def test_the_mark_of_no_gradient_travels(grad: Format) -> None:
     assert torch.signbit(found[:BLOCK]).all() and not found[:BLOCK].any()
     last = torch.signbit(found[2 * BLOCK :])
     assert not last[5] and int(last.sum()) == BLOCK - 1 and not found[2 * BLOCK :].any()
+
+
+def test_on_fewer_tiers() -> None:
+    """As a run goes on that on fewer nodes."""
+    wire = Wire(("exact", "int8"), ("bf16", "int8"))
+    assert wire.on_tiers(1) == Wire(("exact",), ("bf16",))
+    assert Wire(("exact", "int8"), ("exact", "int8")).on_tiers(1) is None
