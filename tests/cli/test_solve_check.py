@@ -195,6 +195,6 @@ def test_a_link_that_is_too_slow_is_said_and_one_group_is_planned(tmp_path: Path
     said = json.loads(done.stdout)["alone"]
     plan = Plan.load(tmp_path / said["plan"])
     assert said["groups"] == 2 and said["times"] > 1 and plan.mesh.world == 2
-    assert plan.batch.global_batch == 8 and (tmp_path / "plan.alone.proof.json").exists()
+    assert plan.batch.global_batch == 8 and (tmp_path / "plan.alone.proof").exists()
     done = hzplan("check", "plan.alone.json", cwd=tmp_path)
     assert done.code == 0

@@ -78,7 +78,7 @@ def test_what_is_gathered_adds_up(path: Path) -> None:
     over = made.occupancy
     assert sum(nbytes for _, nbytes in over.static) + max(over.activations) == found.memory.peak
     assert list(over.times_s) == sorted(set(over.times_s)) and len(over.times_s) == len(over.activations)
-    assert [tier.sent_bytes for tier in made.tiers] == list(sent_bytes(found, profile, plan.reduce_dtype))
+    assert [tier.sent_bytes for tier in made.tiers] == list(sent_bytes(found))
     sent = sum(span.nbytes for span in made.spans)
     assert sent == pytest.approx(sum(tier.sent_bytes for tier in made.tiers), rel=1e-6, abs=len(made.spans))
     assert sum(part.seconds for part in made.path) == pytest.approx(made.path_s)
