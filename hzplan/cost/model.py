@@ -425,15 +425,13 @@ class CostModel:
             )
 
         def waited(tier: int) -> int:
-            """Of all-reduces that what a message of no bytes takes."""
+            """Of a library's all-reduces that what a message of no bytes takes."""
             listed = self.collectives(bucket, Kind.FINAL_REDUCE, tier)
             return sum(
-                min(
-                    self._reduction_ns(bucket, Kind.FINAL_REDUCE, tier, one, nbytes),
-                    self.collective_ns(*one, 0),
-                )
+                min(self.collective_ns(*one, nbytes), self.collective_ns(*one, 0))
                 for one, nbytes in listed
                 if one.operation == "all_reduce"
+                and self._is_summed_by_library(bucket, Kind.FINAL_REDUCE, tier, one, nbytes)
             )
 
         replicated = mesh.shards[max(levels.grad, levels.optim)] == 1
@@ -514,16 +512,25 @@ class CostModel:
         A library adds up what it sends. What is narrower than the sum goes to its rank as it is, in an
         all-to-all, and is added up there; of an all-reduce that is the first half.
         """
-        by_library = not self.profile.cluster.reduce_scatter_by_exchange
-        whole = bucket.master_nbytes // self.mesh.shards[one.stage.low]
-        is_exact = format_of(self.wire, kind, tier, bucket, one.stage, self.mesh) == "exact"
-        if nbytes == whole or (is_exact and by_library and self.narrow_sums):
+        if self._is_summed_by_library(bucket, kind, tier, one, nbytes):
             return self.collective_ns(*one, nbytes)
-        first = "all_to_all" if by_library else "reduce_scatter"
+        by_exchange = self.profile.cluster.reduce_scatter_by_exchange
+        first = "reduce_scatter" if by_exchange else "all_to_all"
         gather_ns = (
             self.collective_ns("all_gather", one.stage, nbytes) if one.operation == "all_reduce" else 0
         )
         return self.collective_ns(first, one.stage, nbytes) + gather_ns
+
+    def _is_summed_by_library(
+        self, bucket: BucketLayout, kind: Kind, tier: int, one: Collective, nbytes: int
+    ) -> bool:
+        """Whether a reduction is the library's own, or on gloo the exchange that stands for it: what travels
+        is what is summed. Such all-reduces of a task are under way together; others' first halves go one
+        after the other."""
+        whole = bucket.master_nbytes // self.mesh.shards[one.stage.low]
+        is_exact = format_of(self.wire, kind, tier, bucket, one.stage, self.mesh) == "exact"
+        by_library = not self.profile.cluster.reduce_scatter_by_exchange
+        return nbytes == whole or (is_exact and by_library and self.narrow_sums)
 
     def _rounding_ns(self, bucket: BucketLayout, kind: Kind, tier: int, one: Collective) -> int:
         """Nanoseconds in which a bucket's values are rounded to a format and read back, in a collective.
