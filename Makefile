@@ -37,7 +37,7 @@ demo: $(STAMP) ## profile, plan and train a small GPT on this machine
 test: $(STAMP) ## run the tests that guard every claim, in 13 minutes on 2 cores (ARGS='…' goes to pytest)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(ARGS),-m "not long" $(PARALLEL))
 
-test-all: $(STAMP) ## run all tests, and each kind of launch once without warm processes (25 minutes)
+test-all: $(STAMP) ## run all tests, and each kind of launch once without warm processes (half an hour)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL)
 	OMP_NUM_THREADS=1 HZPLAN_TESTS_COLD=1 $(PY) -m pytest $(PARALLEL) -m "launch and not long"
 

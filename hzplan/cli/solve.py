@@ -351,15 +351,21 @@ def _write(asked: _Asked, solved: Solved, *, as_json: bool) -> None:
     from hzplan.solver.certificate import certify
     from hzplan.solver.emit import emit
     from hzplan.solver.gain import gain
-    from hzplan.solver.solve import solve
+    from hzplan.solver.solve import SearchState, solve
 
     profile, request, output = asked.profile, asked.request, asked.output
     plan = emit(profile, request, solved, profile_path=asked.profile_path, plan_path=output)
     save(plan, certify(profile, solved), output)
     gained = gain(solved.best, solved.rows, request)
     with console.Bar("solve") as bar:
-        bar.update("one group by itself", 1.0)
-        alone = one_group(profile, request, solved, solve)
+
+        def show(state: SearchState) -> None:
+            bar.update(f"one group by itself: {state}", min(1.0, state.seconds / request.time_limit_s))
+
+        def ask(of: Profile, question: Request) -> Outcome:
+            return solve(of, question, show, interruptible=True)
+
+        alone = one_group(profile, request, solved, ask)
     beside = None
     if alone is not None:
         beside = output.with_name(f"{output.stem}.alone.json")

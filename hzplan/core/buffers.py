@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from hzplan.core.layout import ITEM_BYTES, TensorSpec
 from hzplan.core.schedule import Interval, Schedule
-from hzplan.core.wire import BLOCK
+from hzplan.core.wire import BLOCK, CHUNK, CHUNK_ON_DEVICE, Wire
 
 MAX_IN_FLIGHT = 2
 """Exchanges of one tier that reduce at the same time: one begins while the other ends."""
@@ -118,3 +118,13 @@ def scratch_bytes(received_bytes: int) -> int:
     least = LEAST_SCRATCH_BYTES if received_bytes else 0
     part = max(least, min(MAX_SCRATCH_BYTES // MAX_IN_FLIGHT, received_bytes))
     return MAX_IN_FLIGHT * -(-part // 256) * 256
+
+
+def rounding_bytes(wire: Wire | None, tier: int, *, on_device: bool) -> int:
+    """Bytes in which values of a tier's messages are rounded to blocks: two float32 copies of a chunk, for
+    each stream that packs or reads such at the same time."""
+    if wire is None:
+        return 0
+    param, grad = (wire.of(what, tier) in ("int8", "fp8") for what in ("param", "grad"))
+    streams = param + MAX_IN_FLIGHT * grad + (param or grad)  # unshards, reductions, gathers
+    return streams * 2 * ITEM_BYTES["float32"] * BLOCK * (CHUNK_ON_DEVICE if on_device else CHUNK)

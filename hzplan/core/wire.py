@@ -95,18 +95,6 @@ def fits(form: Format, slice_elements: int, item_bytes: int) -> bool:
 
 CHUNK, CHUNK_ON_DEVICE = 256, 1 << 12
 """Blocks that are rounded at once: on a processor what is computed on the way fits its cache."""
-IN_FLIGHT = 2
-"""Reductions of a tier at the same time, at most."""
-
-
-def work_bytes(wire: Wire | None, tier: int, *, on_device: bool) -> int:
-    """Bytes in which values of a tier's messages are rounded to blocks: two float32 copies of a chunk, for
-    each stream that packs or reads such at the same time."""
-    if wire is None:
-        return 0
-    param, grad = (wire.of(what, tier) in ("int8", "fp8") for what in ("param", "grad"))
-    streams = param + IN_FLIGHT * grad + (param or grad)  # unshards, reductions, gathers
-    return streams * 2 * 4 * BLOCK * (CHUNK_ON_DEVICE if on_device else CHUNK)
 
 
 class Admitted(NamedTuple):

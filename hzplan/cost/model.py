@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hzplan.core.buffers import scratch_bytes
+from hzplan.core.buffers import rounding_bytes, scratch_bytes
 from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes, marked
 from hzplan.core.order import in_order
 from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
 from hzplan.core.schedule import Interval, Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
-from hzplan.core.wire import Format, Wire, packed_bytes, work_bytes
+from hzplan.core.wire import Format, Wire, packed_bytes
 from hzplan.cost.curves import interpolate
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
@@ -465,7 +465,7 @@ class CostModel:
         cluster = self.profile.cluster
         total = scratch_bytes(received) if cluster.reduce_scatter_by_exchange else 0
         if bucket.narrow:
-            total += work_bytes(self.wire, tier, on_device=cluster.device != "cpu")
+            total += rounding_bytes(self.wire, tier, on_device=cluster.device != "cpu")
         return total
 
     def _with_messages(self, cost: UnitCost, bucket: BucketLayout) -> UnitCost:

@@ -11,12 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.buffers import MATRIX_SLOTS, MAX_IN_FLIGHT, matrix_slots, scratch_bytes, slot_sizes
+from hzplan.core.buffers import (
+    MATRIX_SLOTS,
+    MAX_IN_FLIGHT,
+    matrix_slots,
+    rounding_bytes,
+    scratch_bytes,
+    slot_sizes,
+)
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Schedule, Task, Use
 from hzplan.core.stages import Collective
-from hzplan.core.wire import work_bytes
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
 from hzplan.models.saved import Saved
@@ -86,7 +92,7 @@ class Engine:
         if any(bucket.layout.narrow for unit in units for bucket in unit.buckets):
             wire, on_device = forms.wire if forms is not None else None, device.type != "cpu"
             tiers = range(len(mesh.tiers))
-            self.buffer_bytes["scratch"] += sum(work_bytes(wire, t, on_device=on_device) for t in tiers)
+            self.buffer_bytes["scratch"] += sum(rounding_bytes(wire, t, on_device=on_device) for t in tiers)
         self._messages = Messages(self.units, self.groups, self._scratch, len(schedule.uses))
         self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hzplan.cost.collectives import with_ranks
+from hzplan.errors import UserError
 from hzplan.formats.profile import Profile
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Outcome, Solved
@@ -51,7 +52,10 @@ def one_group(
     computes = sum(best.model.compute_ns(use, best.micro_batch) for use in uses) * best.schedule.accumulation
     if computes * groups >= best.predicted.period_ns:
         return None
-    alone = with_ranks(profile, profile.mesh.world // groups)
+    try:
+        alone = with_ranks(profile, profile.mesh.world // groups)
+    except UserError:  # of a cluster of the user's own, whose file is not at hand
+        return None
     wire = None if request.wire is None else request.wire.on_tiers(len(alone.mesh.tiers))
     asked = replace(
         request,
