@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import ROOT, NoResult
@@ -47,3 +50,24 @@ def ratio_text(ratio: Ratio | None) -> str:
         return "none fits"
     name, value, low, high = ratio
     return f"{name}: {value:.2f} ({low:.2f}–{high:.2f})"
+
+
+def measured(
+    names: Sequence[str],
+    measure: Callable[[int, Path], dict[str, Any]],
+    row: Callable[[dict[str, Any]], str],
+    output: Path,
+) -> dict[str, Any]:
+    """Results by name, from ``output`` where they are there, else measured, in a folder each, and kept."""
+    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
+    for number, name in enumerate(names):
+        if name not in found:
+            print(f"[{number + 1}/{len(names)}] {name}", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found[name] = measure(number, Path(folder))
+                except NoResult as error:
+                    found[name] = {"failed": str(error)}
+            output.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"    {row(found[name])}", flush=True)
+    return found

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.commands import best_of, last_line, ratio_text, step_s
-from benchmarks.measure import NoResult
+from benchmarks.commands import best_of, last_line, measured, ratio_text, step_s
 from benchmarks.regimes import Regime
 from hzplan.formats.plan import Plan
 
@@ -52,17 +50,8 @@ def main(
 
     Example: python -m benchmarks.wire --output build/wire.json --docs docs/wire.md
     """
-    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
-    for number, regime in enumerate(REGIMES, 1):
-        if regime.name not in found:
-            print(f"[{number}/{len(REGIMES)}] {regime.name}", flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found[regime.name] = _measure(regime, Path(folder))
-                except NoResult as error:
-                    found[regime.name] = {"failed": str(error)}
-            output.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"    {_row(found[regime.name])}", flush=True)
+    names = [regime.name for regime in REGIMES]
+    found = measured(names, lambda number, folder: _measure(REGIMES[number], folder), _row, output)
     if docs is not None:
         before = docs.read_text().partition(TITLE)[0].rstrip() if docs.exists() else "# The wire"
         docs.write_text(f"{before}\n\n{_section(found)}")
