@@ -79,7 +79,7 @@ def _row(name: str, nodes: int) -> str:
     cells = [f"{nodes}, {name.rpartition('x')[2].removesuffix('g')}", f"{exact.best.step_s:.2f} s"]
     cells += [f"{exact.best.waits_s['network'] * 1e3:.0f} ms"]
     cells += [f"{bf16.best.step_s:.2f} s", f"{safe.best.step_s:.2f} s"]
-    return f"| {' | '.join([*cells, 'none' if wire is None else wire.text])} |"
+    return f"| {' | '.join([*cells, 'none' if wire is None else wire.text.replace('|', '/')])} |"
 
 
 def _profile(name: str, nodes: int) -> Profile:
