@@ -21,6 +21,7 @@ COMMANDS = (
     "review",
     "rehearse",
     "run",
+    "meet",
     "weights",
     "calibrate",
     "export",

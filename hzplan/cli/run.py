@@ -107,6 +107,20 @@ def command(
     skip_nonfinite: Annotated[
         bool, typer.Option(help="Leave out steps whose gradients are not finite, instead of stopping.")
     ] = False,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Under a plan whose groups do not wait for each other: which group this job is, from 0 "
+            "on; by default all of them start here."
+        ),
+    ] = None,
+    meet: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With --group: where the groups meet, as hzplan meet says."),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(help="With --group: seconds that another group's late result is waited for.")
+    ] = 120.0,
     timeout: Annotated[
         float, typer.Option(help="Seconds that ranks wait for each other before they give the job up.")
     ] = TIMEOUT_S,
@@ -146,28 +160,37 @@ def command(
         check_replicas=check_replicas,
         skip_nonfinite=skip_nonfinite,
         timeout_s=timeout,
+        group=group,
+        meet=meet,
+        patience_s=patience,
     )
     request.check_options()
+    groups = request.groups_of()
     if here is None:  # what is wrong is said before ranks start
         if replan and nproc is not None:
             request = request.replanned(nproc, solves=True)
         request.check_places()
-        ranks.start_here(request.prepare(nproc).plan.mesh.world)
+        each = None if nproc is None else request.of_group(nproc, groups)
+        ranks.start_here(request.prepare(each).plan.mesh.world * groups)
         return
 
     from hzplan.launch import job
 
-    with job.join(here, timeout_s=timeout) as joined:
+    request.of_group(here.world, groups)
+    with job.join(here, timeout_s=timeout, groups=groups) as joined:
+        here, request = joined.info, request.as_group()
         if replan:  # the first rank solves, if it must be, and the others find what it wrote
             joined.first(partial(request.replan, here.world))
             request = joined.agree(partial(request.replanned, here.world, solves=False))
         joined.first(request.check_places)
         ready = joined.agree(partial(request.prepare, here.world))
-        if here.rank == 0:
+        first = here.rank == 0 and (groups == 1 or request.group == 0)
+        if first:
             request.compare_provenance(ready.plan)
+        if here.rank == 0 and ready.plan.relaxed is None:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
         work = request.train if against is None else request.compare
-        work(ready, shown=here.rank == 0, as_json=as_json)
+        work(ready, shown=first, as_json=as_json)
 
 
 def _nodes(plan: Plan) -> int:

@@ -144,7 +144,7 @@ def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
         "heldout_loss": result.heldout_loss,
         "unigram_entropy": result.unigram_entropy_nats,
         "tokens_per_s": result.tokens_per_s,
-        "step_s": {"predicted": predicted.step_s, "measured": result.step_s},
+        "step_s": {"predicted": _step_s(plan), "measured": result.step_s},
         "exposed_comm_s": {
             "predicted": dict(predicted.exposed_comm_s),
             "measured": dict(result.exposed_comm_s),
@@ -153,7 +153,12 @@ def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
             "predicted": predicted.peak_memory_bytes,
             "measured": result.peak_memory_bytes,
         },
-    }
+    } | ({} if result.groups is None else {"groups": asdict(result.groups)})
+
+
+def _step_s(plan: Plan) -> float:
+    """The predicted step; beside transfers to other groups, where there are any."""
+    return plan.predicted.step_s if isinstance(plan.replica_sync, str) else plan.replica_sync.step_s
 
 
 def _print(plan: Plan, result: RunResult) -> None:
@@ -171,7 +176,7 @@ def _print(plan: Plan, result: RunResult) -> None:
             "" if not before or not after else f"{before / after - 1:+.0%}",
         )
 
-    row("step time", predicted.step_s, result.step_s, console.duration)
+    row("step time", _step_s(plan), result.step_s, console.duration)
     row("peak memory per rank", predicted.peak_memory_bytes, result.peak_memory_bytes, console.size)
     row("tokens/s", predicted.tokens_per_s_per_gpu * world, result.tokens_per_s, lambda rate: f"{rate:,.0f}")
     measured: Mapping[str, float] = result.exposed_comm_s
@@ -180,6 +185,12 @@ def _print(plan: Plan, result: RunResult) -> None:
     out = console.stdout()
     out.print(table)
     out.print(f"Loss {result.loss_first:.3f} → {result.loss_last:.3f}, held-out {_heldout(result)}.")
+    if (groups := result.groups) is not None:
+        missed = f", {groups.missed} missed" if groups.missed else ""
+        out.print(
+            f"Group {groups.group}: {groups.applied} rounds with the others applied{missed}; waited "
+            f"{console.duration(groups.waited_s)} for them in all."
+        )
     if result.skipped_steps:
         out.print(f"{result.skipped_steps} of {result.steps} steps were skipped: gradients were not finite.")
     if result.unplanned_steps:

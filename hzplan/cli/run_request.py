@@ -62,6 +62,9 @@ class RunRequest:
     check_replicas: int | None
     skip_nonfinite: bool
     timeout_s: float
+    group: int | None = None
+    meet: str | None = None
+    patience_s: float = 120.0
 
     def check_options(self) -> None:
         """UserError for numbers that make no sense."""
@@ -85,6 +88,10 @@ class RunRequest:
             raise UserError(f"--check-replicas {self.check_replicas}: at least 1 step")
         if self.weights is not None and self.from_dcp is not None:
             raise UserError("--weights and --from-dcp: a run begins with one of them; leave the other out")
+        if (self.group is None) != (self.meet is None):
+            raise UserError("--group and --meet: give both, or none of them to start all groups here")
+        if not 1 <= self.patience_s <= MOST_TIMEOUT_S:
+            raise UserError(f"--patience {self.patience_s}: between 1 and {MOST_TIMEOUT_S:.0f} seconds")
         if self.resume and self.checkpoint is None:
             raise UserError("--resume: say from where with --checkpoint DIR")
         of_one = {
@@ -99,6 +106,59 @@ class RunRequest:
         for option, given in of_one.items():
             if self.against is not None and given is not None:
                 raise UserError(f"{option} is for a run of the plan alone; leave it or --against out")
+
+    def of_group(self, world: int, groups: int) -> int:
+        """How many of a job's ranks each group has; UserError where they do not come out even."""
+        if world % groups:
+            raise UserError(
+                f"{world} ranks: {self.plan} is for {groups} groups of as many ranks; start all of them, or "
+                "each group by itself with --group and --meet"
+            )
+        return world // groups
+
+    def as_group(self) -> RunRequest:
+        """The same in a group of several, whose number the environment has: files of groups lie apart."""
+        from hzplan.runtime.relaxed.meeting import GROUP
+
+        if GROUP not in os.environ or self.of_plan().relaxed is None:
+            return self
+        group = int(os.environ[GROUP])
+        metrics = self.metrics
+        if metrics is not None and group:
+            metrics = metrics.with_name(f"{metrics.stem}.group{group}{metrics.suffix}")
+        return replace(
+            self,
+            group=group,
+            metrics=metrics,
+            log=() if group else self.log,
+            trace=None if group else self.trace,
+            checkpoint=None if self.checkpoint is None else self.checkpoint / f"group-{group}",
+        )
+
+    def of_plan(self) -> Plan:
+        """The plan's file, read."""
+        from hzplan.formats.plan import Plan
+
+        return Plan.load(self.plan)
+
+    def groups_of(self) -> int:
+        """How many groups this job has ranks of: 1 where it is one of them, or the plan has no groups. What
+        options say of groups goes into the environment."""
+        from hzplan.runtime.relaxed.meeting import GROUP, MEET, PATIENCE, here
+
+        plan = self.of_plan()
+        if plan.relaxed is None:
+            if self.group is not None:
+                raise UserError(f"--group: under {self.plan} all ranks wait for each other; leave it out")
+            return 1
+        if self.against is not None:
+            raise UserError("--against: peers wait for each other; measure this plan by itself")
+        os.environ[PATIENCE] = str(self.patience_s)
+        if self.group is None or self.meet is None:
+            return plan.relaxed.groups
+        os.environ |= {GROUP: str(self.group), MEET: self.meet}
+        here(plan.relaxed.groups, 1.0)
+        return 1
 
     def check_places(self) -> None:
         """UserError when something cannot be written where it should be."""

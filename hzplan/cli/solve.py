@@ -130,6 +130,15 @@ def command(
             "the ranks that are left. Its profile is written beside OUTPUT.",
         ),
     ] = None,
+    allow_stale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Let the groups of the slowest tier train without waiting for each other, where that is "
+            "faster; other mathematics: periodic (DiLoCo), delta, plain or ema (sparse averages), also as in "
+            "periodic,interval=40,fragments=4,delay=5,wire=int8.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Choose how each tensor is sharded, what is recomputed, how deep to prefetch, and the micro-batch size.
@@ -192,6 +201,8 @@ def command(
         host_bytes=parse_bytes(host_memory, "--host-memory") if host_memory else 0,
         target=cast("Target | None", target),
     )
+    if allow_stale is not None:
+        _check_stale(wire, sweep, baseline, like)
     if target is not None and target not in TARGETS:
         raise UserError(f"--for {target}: one of {', '.join(TARGETS)}")
     if wire != "exact" and (target is not None or sweep is not None):
@@ -215,7 +226,10 @@ def command(
         )
     else:
         asked = _Asked(loaded, request, profile, output, reserved=memory is None, admitted=admitted)
-        _solve(asked, baseline, like, as_json=as_json)
+        if allow_stale is not None:
+            _relax(asked, allow_stale, as_json=as_json)
+        else:
+            _solve(asked, baseline, like, as_json=as_json)
 
 
 def _admitted(wire: str, kept: str | None) -> Admitted:
@@ -281,6 +295,55 @@ def _solve(asked: _Asked, baseline: str | None, like: Path | None, *, as_json: b
     if isinstance(outcome, Failed):
         raise JobFailed(outcome.reason)
     _write(replace(asked, request=answered), outcome, as_json=as_json)
+
+
+def _check_stale(wire: str, sweep: str | None, baseline: str | None, like: Path | None) -> None:
+    beside = {"--wire": wire != "exact", "--sweep": sweep, "--baseline": baseline, "--like": like}
+    for option, given in beside.items():
+        if given:
+            raise UserError(
+                f"{option}: not with --allow-stale, whose tier has a wire of its own (wire=) and which is "
+                "compared with one group and with all waiting; leave it or --allow-stale out"
+            )
+
+
+def _relax(asked: _Asked, text: str, *, as_json: bool) -> None:
+    from hzplan.cli import console, relaxed_report
+    from hzplan.cli.paths import check_writable
+    from hzplan.formats.certificate import save
+    from hzplan.solver.certificate import certify
+    from hzplan.solver.emit import emit
+    from hzplan.solver.relaxed import Allowed, Relaxed, relax
+    from hzplan.solver.solve import Failed, Infeasible, SearchState, Solved, solve
+
+    allowed, request, output = Allowed.parse(text), asked.request, asked.output
+    with console.Bar("solve") as bar:
+
+        def show(state: SearchState) -> None:
+            bar.update(str(state), min(1.0, state.seconds / request.time_limit_s))
+
+        def ask(of: Profile, question: Request) -> Outcome:
+            return solve(of, question, show, interruptible=True)
+
+        found = relax(allowed, asked.profile, request, ask)
+    if isinstance(found, Infeasible):
+        raise NoPlanFits(nothing_fits(asked.profile, request, found, as_json=as_json))
+    if isinstance(found, Failed):
+        raise JobFailed(found.reason)
+    assert isinstance(found, Relaxed)
+    if not found.pays:
+        console.remark(relaxed_report.declined(found))
+        if isinstance(found.together, Solved):
+            _write(asked, found.together, as_json=as_json)
+            return
+    of_profile = output.with_name(f"{output.stem}.profile.json")
+    check_writable(of_profile, keep=[asked.profile_path])
+    found.profile.save(of_profile)
+    plan = emit(found.profile, found.request, found.solved, profile_path=of_profile, plan_path=output)
+    plan = plan.model_copy(update={"replica_sync": found.tier})
+    save(plan, certify(found.profile, found.solved), output)
+    report = relaxed_report.RelaxedReport(found, plan, output)
+    print(report.as_json()) if as_json else report.show()
 
 
 def own_setting(text: str, profile: Profile, request: Request) -> Baseline:

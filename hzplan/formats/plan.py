@@ -13,6 +13,7 @@ from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.core.matrices import NamedWay
 from hzplan.core.order import is_ahead
 from hzplan.core.recompute import HOST, PartialWay, Recomputed, Way
+from hzplan.core.relaxed import Policy, Rule, Timetable
 from hzplan.core.schedule import MessageOrder
 from hzplan.core.wire import ADMITTED, Format, Wire
 from hzplan.formats.base import (
@@ -87,6 +88,43 @@ class WireEntry(Strict):
     def formats(self) -> Wire:
         """As ``core.wire`` takes it."""
         return Wire(self.param, self.grad, self.kept)
+
+
+class RelaxedTier(Strict):
+    """How ``groups`` of ranks, each under this plan, stay together over ``tier`` without waiting for each
+    other: see ``core.relaxed``. A round is sent every ``every`` steps, about one of ``parts`` in turn, and
+    applied ``delay`` steps later.
+
+    ``transfer_s``: what a round takes at most; ``step_s``: a step beside transfers; both predicted.
+    """
+
+    rule: Rule
+    groups: PositiveInt
+    tier: str
+    every: PositiveInt
+    parts: PositiveInt
+    delay: NonNegativeInt
+    wire: Format
+    mixing: float
+    outer_lr: float
+    momentum: float
+    decay: float
+    transfer_s: Seconds
+    step_s: Seconds
+
+    @property
+    def policy(self) -> Policy:
+        """As ``core.relaxed`` takes it."""
+        timetable = Timetable(self.every, self.parts, self.delay)
+        return Policy(
+            *(self.rule, self.groups, timetable, self.wire),
+            *(self.mixing, self.outer_lr, self.momentum, self.decay),
+        )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RelaxedTier:
+        self.policy.check()
+        return self
 
 
 class PlanModel(Strict):
@@ -196,7 +234,8 @@ class Plan(Document):
     copy of a unit's activations, to the host or back, has time for; None where there are none on the host.
     ``ctas``: by tier, thread blocks of a collective's kernel at most; None: what the device has room for.
     ``local_norm``: every rank has all reduced gradients and takes their norm by itself, for clipping; else it
-    takes that of its slices, which are summed over all ranks.
+    takes that of its slices, which are summed over all ranks. ``replica_sync``: what is beside the mesh;
+    mesh, batch, proof and prediction are those of one group.
     """
 
     format: Literal["hzplan.plan"] = "hzplan.plan"
@@ -218,7 +257,7 @@ class Plan(Document):
     copy_uses: PositiveInt | None = None
     sync_ahead: NonNegativeInt | None = None
     ctas: tuple[PositiveInt, ...] | None = None
-    replica_sync: Literal["every_step"] = "every_step"
+    replica_sync: Literal["every_step"] | RelaxedTier = "every_step"
     source: Source
     proof: Proof
     predicted: Predicted
@@ -333,6 +372,11 @@ class Plan(Document):
     def mesh(self) -> Mesh:
         """The data-parallel mesh."""
         return Mesh.parse(self.cluster.mesh)
+
+    @property
+    def relaxed(self) -> Policy | None:
+        """How groups of ranks under this plan stay together without waiting; None: there is one group."""
+        return None if isinstance(self.replica_sync, str) else self.replica_sync.policy
 
     @property
     def data_ranks(self) -> int:

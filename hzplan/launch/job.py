@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,6 +55,11 @@ class RankInfo:
     def launched_here(self) -> bool:
         """Whether our own launcher started this rank, and tells the user what became of it."""
         return LAUNCHED in os.environ
+
+    def in_group(self, groups: int) -> tuple[int, RankInfo]:
+        """The group that a rank is in, of so many of neighbouring ranks, and its place there."""
+        each = self.world // groups
+        return self.rank // each, replace(self, rank=self.rank % each, world=each)
 
     def route_to(self, ranks: Sequence[int]) -> str:
         """Name the route from this rank to others, for messages; nodes are full but for the last one."""
@@ -185,8 +190,11 @@ class Job:
 
 
 @contextmanager
-def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
+def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S, groups: int = 1) -> Iterator[Job]:
     """Be a rank while the block runs: torch.distributed over NCCL where every rank here has a GPU, else gloo.
+
+    ``groups``: of neighbouring ranks, as many in each; this rank then joins those of its group only, and the
+    environment says which that is and where it meets the others (HZPLAN_GROUP, HZPLAN_MEET).
 
     After an error the job is left as it is, because taking leave would wait for the others: the process must
     end.
@@ -206,7 +214,12 @@ def join(here: RankInfo, *, timeout_s: float = TIMEOUT_S) -> Iterator[Job]:
     timeout = timedelta(seconds=timeout_s)
     try:
         store, *_ = next(rendezvous("env://", here.rank, here.world, timeout=timeout))
-        store = PrefixStore(f"hzplan/{meet(store, here.rank, here.world, MEETING * timeout_s)}", store)
+        start = f"hzplan/{meet(store, here.rank, here.world, MEETING * timeout_s)}"
+        if groups > 1:
+            group, here = here.in_group(groups)
+            os.environ |= {"HZPLAN_GROUP": str(group), "HZPLAN_MEET": f"{host}:{port}/{start}"}
+            start += f"/group/{group}"
+        store = PrefixStore(start, store)
         backend, device = _backend(here)
         _allow_connections()
         dist.init_process_group(

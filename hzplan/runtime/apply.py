@@ -22,6 +22,7 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import MASTER_DTYPE, BucketLayout, TensorSpec, bucketise, gradient_bytes, marked
 from hzplan.core.order import CircularOrder, in_order
 from hzplan.core.recompute import HOST, NOTHING, Recomputed
+from hzplan.core.relaxed import Policy
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
 from hzplan.core.wire import Wire
 from hzplan.errors import UserError
@@ -42,6 +43,8 @@ from hzplan.runtime.joined import lay_side_by_side
 from hzplan.runtime.muon import by_method
 from hzplan.runtime.offload import host_buffer
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.relaxed.meeting import here
+from hzplan.runtime.relaxed.sync import Groups, GroupSync
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned, fused_by_default
 from hzplan.runtime.world import ProcessWorld, World
@@ -62,6 +65,7 @@ class Choice:
     ``recompute``: units that compute their forward again in backward. ``offload``: units whose optimizer
     state lies in the host's memory. ``tier_names``: the cluster's names of its links, for messages.
     ``local_norm``: every rank has all reduced gradients, and takes their norm by itself.
+    ``relaxed``: how this world's ranks stay together with other groups of as many.
     """
 
     mesh: Mesh
@@ -85,6 +89,7 @@ class Choice:
     tier_names: tuple[str, ...] = ()
     optimizer: str | None = None
     local_norm: bool = False
+    relaxed: Policy | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -116,6 +121,7 @@ class Choice:
             offload=plan.offloaded,
             tier_names=plan.cluster.tier_names,
             optimizer=plan.optimizer,
+            relaxed=plan.relaxed,
         )
 
 
@@ -127,6 +133,7 @@ def parallelize(
     params: Iterable[Any] | None = None,
     streams: Streams = Streams.TIERS,
     mesh: DeviceMesh | None = None,
+    groups: Groups | None = None,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Shard a model in place as a plan (or the file of one) says, and make its optimizer.
@@ -137,6 +144,8 @@ def parallelize(
     ``mesh``: the data-parallel dimension of a torch DeviceMesh, where the job has others beside, as in
     ``mesh=device_mesh["dp"]``; what the model then holds as DTensors of tensor parallelism stays so, and the
     plan is one that ``hzplan solve --model-parallel tp=…`` made. By default all ranks.
+    ``groups``: under a plan whose slowest tier is relaxed, which group this one is and where it meets the
+    others; by default what HZPLAN_GROUP and HZPLAN_MEET say.
     Every rank calls it, with torch.distributed initialised and the plan's world. Initial values are rank 0's.
 
     The loop stays yours: forward, ``backward()`` as often as the plan accumulates, then
@@ -168,8 +177,15 @@ def parallelize(
     travels = any(plan.levels(b).assembles(plan.mesh) for unit in plan.units for b in unit.buckets)
     of_tier = (STREAMS if plan.message_order is None else 1) + travels
     world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas, of_tier)
+    if plan.relaxed is not None and groups is None:
+        groups = here(plan.relaxed.groups, plan.batch.global_batch)
     return apply(
-        *(model, Choice.of(plan), optimizer_class), params=params, streams=streams, world=world, **arguments
+        *(model, Choice.of(plan), optimizer_class),
+        params=params,
+        streams=streams,
+        world=world,
+        among=groups,
+        **arguments,
     )
 
 
@@ -222,10 +238,12 @@ def apply(
     streams: Streams = Streams.TIERS,
     world: World | None = None,
     queues: launcher.Device | None = None,
+    among: Groups | None = None,
     **arguments: Any,
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """``parallelize`` from a bare choice of levels. ``world``: who trains, by default this job's ranks.
-    ``queues``: the device where it queues work, by default CUDA's where the model is on a GPU."""
+    ``queues``: the device where it queues work, by default CUDA's where the model is on a GPU. ``among``: the
+    other groups of a relaxed tier; without it this group trains by itself."""
     check_elementwise(optimizer_class)
     world = world or ProcessWorld()
     if world.size != choice.mesh.world:
@@ -287,6 +305,8 @@ def apply(
         saved=saved,
         forms=forms,
     )
+    if choice.relaxed is not None and among is not None:
+        updates.relaxed = _relaxed(choice.relaxed, among, model, states, world)
     undo = [attach(units, engine)]
     undo += [
         recompute(
@@ -306,6 +326,27 @@ def apply(
 
     engine.detach = detach
     return model, ShardedOptimizer(engine)
+
+
+def _relaxed(
+    policy: Policy, groups: Groups, model: nn.Module, states: Sequence[UnitState], world: World
+) -> GroupSync:
+    """This rank's part in a relaxed tier. UserError for what groups would not have in common, and where outer
+    state would not be in whole shards."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise UserError(
+                f"{name or 'the model'} has running statistics (BatchNorm), which groups that do not wait "
+                "for each other do not have in common; take another norm, or a plan in which all wait"
+            )
+    trained = {state.name: state.trainable_buckets for state in states}
+    for name, buckets in trained.items():
+        if any(b.mesh.shards[b.layout.levels.optim] != b.mesh.world for b in buckets):
+            raise UserError(
+                f"unit {name}: under a relaxed tier optimizer state is in as many shards as a group has "
+                "ranks (optim), for so is outer state; solve with --allow-stale"
+            )
+    return GroupSync(policy, groups, trained, world.apart())
 
 
 def refuse_state_dict(module: nn.Module) -> Callable[[], None]:

@@ -37,6 +37,7 @@ from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
 from hzplan.runtime.launcher import Device, Launcher
 from hzplan.runtime.matrices import MatrixExchange
 from hzplan.runtime.messages import Messages
+from hzplan.runtime.relaxed.sync import GroupSync
 from hzplan.runtime.rounding import MOST_ERROR, RoundingGuard
 from hzplan.runtime.step_state import StepState
 from hzplan.runtime.unit import UnitState
@@ -289,6 +290,8 @@ class Engine:
         if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
         step.in_backward |= phase == "backward"
+        if training and not step.in_micro_batch and not step.micro_batch:
+            self.meet_groups()
         following = step.position + 1
         if training and not step.in_micro_batch:
             step.in_micro_batch = True
@@ -392,6 +395,8 @@ class Engine:
             self._update_unscheduled()
         self.updates.steps += 1
         self._end_step()
+        if self.relaxed is not None:
+            self.relaxed.after_step(self.updates.steps, self.synchronize, self.refresh_parameters)
         if self.rounding.due(self.updates.steps):
             self._look_at_rounding()
 
@@ -667,9 +672,28 @@ class Engine:
                 bucket.copy_master_to_model()
             self._run_on_tiers(Kind.PARAM_GATHER, name)
 
+    @property
+    def relaxed(self) -> GroupSync | None:
+        """This rank's part in a tier that nobody waits for."""
+        return self.updates.relaxed
+
+    def meet_groups(self) -> int:
+        """Come in to the other groups of a relaxed tier, if there is one, once; every rank calls it, between
+        steps. Returns how many updates the group has done, as its timetable counts: those of the others,
+        whose parameters it takes, where they train already."""
+        if (relaxed := self.relaxed) is None:
+            return 0
+        if not relaxed.entered:
+            self.synchronize()
+            relaxed.enter(self.refresh_parameters)
+        return relaxed.base + self.updates.steps
+
     def close(self) -> None:
         """End the threads. The model is not usable afterwards."""
         self.detach()
+        if self.relaxed is not None:
+            self.executor.synchronize()
+            self.relaxed.close()
         if self._evaluation is not None:
             self._evaluation.executor.close()
         self.executor.close()

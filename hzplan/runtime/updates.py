@@ -21,6 +21,7 @@ from hzplan.models.local import split_over
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.muon import Muon
 from hzplan.runtime.offload import HostStates, Keys, Offloaded, state_keys
+from hzplan.runtime.relaxed.sync import COUNT, OUTER, GroupSync
 from hzplan.runtime.unit import UnitState, is_absent
 
 NEVER = 2**62
@@ -161,7 +162,12 @@ class Updates:
         # applied by themselves:
         self._buckets_of: dict[str, list[Bucket]] = {}
         self._applied_of: dict[str, list[Bucket]] = {}
+        self._updated_of: dict[str, list[Bucket]] = {}  # by call, and all of them, with masters or without
+        self._finished_of: dict[str, list[Bucket]] = {}  # by unit, likewise, of matrices
         for unit in units:
+            whole = [bucket for bucket in unit.trainable_buckets if not bucket.assembles]
+            self._updated_of.setdefault(self._call_of[unit.name], []).extend(whole)
+            self._finished_of[unit.name] = [b for b in unit.trainable_buckets if b.assembles]
             with_masters = [bucket for bucket in unit.trainable_buckets if bucket.layout.keeps_master]
             at_once = [bucket for bucket in with_masters if not bucket.assembles]
             self._buckets_of.setdefault(self._call_of[unit.name], []).extend(at_once)
@@ -201,6 +207,7 @@ class Updates:
         self.unused = self._update_unused = frozenset[int]()
         self.used_here: Set[int] = frozenset()
         self.steps = self._updating = 0
+        self.relaxed: GroupSync | None = None  # where groups do not wait for each other
         self.first_nonfinite = {
             name: torch.full((), NEVER, dtype=torch.int64, device=device) for name in self.counted_gradients
         }
@@ -215,15 +222,20 @@ class Updates:
         """
         found = self._inner[self._call_of[piece.unit]].state.get(piece.param, {})
         copies = {key: self._copies(piece, key) for key in found}
-        return {
+        state = {
             key: both.host if (both := copies[key]) is not None and value is both.device else value
             for key, value in found.items()
         }
+        if self.relaxed is not None and state:
+            state |= self.relaxed.state_of(piece.bucket, piece.low, piece.high, self.steps)
+        return state
 
     def set_state_of(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Replace a piece's state, between steps only. Tensors may come from ``room_for``, filled later."""
-        made = dict(state)
-        for key, value in state.items():
+        made = {key: value for key, value in state.items() if not key.startswith(OUTER)}
+        if self.relaxed is not None and COUNT in state:
+            self.relaxed.load(lambda: state[COUNT])
+        for key, value in made.copy().items():
             if (copies := self._copies(piece, key)) is not None and value is copies.host:
                 made[key] = copies.device
         if made:
@@ -236,6 +248,10 @@ class Updates:
         copies = self._copies(piece, key)
         if copies is not None and copies.host.dtype == dtype:
             return copies.host
+        if self.relaxed is not None and key.startswith(OUTER):
+            own = self.relaxed.state_of(piece.bucket, piece.low, piece.high, self.steps).get(key)
+            if own is not None and own.dtype == dtype:
+                return own
         return torch.zeros_like(piece.param, dtype=dtype).detach()
 
     def device_of_numbers(self, piece: Piece) -> torch.device:
@@ -333,14 +349,22 @@ class Updates:
                 param.grad = gradient
             if self._units[unit].offload:
                 self._move_state(unit, lambda copies: copies.device)
+        self._tell_groups(self._updated_of.get(unit, ()))
         for bucket in self._buckets_of.get(unit, ()):
             bucket.copy_master_to_model(self._host.master(bucket))
+
+    def _tell_groups(self, buckets: Iterable[Bucket]) -> None:
+        if self.relaxed is not None:
+            for bucket in buckets:
+                master = self._host.master(bucket)
+                self.relaxed.updated(bucket, bucket.master if master is None else master, self._updating + 1)
 
     def apply(self, unit: str) -> None:
         """Finish the update of a unit's matrices that come back from their hosts. Runs on the optim
         stream."""
         if isinstance(inner := self._inner.get(self._call_of[unit]), Muon):
             inner.finish()
+        self._tell_groups(self._finished_of[unit])
         for bucket in self._applied_of[unit]:
             bucket.copy_master_to_model()
 

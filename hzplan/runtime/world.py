@@ -48,6 +48,9 @@ class World(Protocol):
     def meet(self, what: str) -> None:
         """Return when every rank has come here for the same thing. JobFailed names who has not, in time."""
 
+    def apart(self) -> World:
+        """The same ranks, with messages of their own, of what lies in the host's memory."""
+
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values on every rank, in place."""
 
@@ -84,6 +87,12 @@ class ProcessWorld:
         """See World."""
         made = process_group(mesh, kind, stage, self.rank, self._ranks, device, self._ctas, self._streams)
         return on_device(made, device)
+
+    def apart(self) -> ProcessWorld:
+        """See World."""
+        if self.size == 1:
+            return self
+        return ProcessWorld(dist.new_group(self._ranks, backend="gloo", timeout=job_timeout()))
 
     def meet(self, what: str) -> None:
         """See World."""

@@ -78,6 +78,11 @@ class Keeper:
             )
         return loaded.position
 
+    def go_on_after(self, steps: int) -> Position:
+        """Where the run begins when other groups have done so many steps."""
+        self._start = Position(steps, steps * self._plan.batch.global_batch)
+        return self._start
+
     def due(self, step: int) -> bool:
         """Whether the state after ``step`` steps is to be saved."""
         return self._saving is not None and (step == self._options.steps or step % self._saving.every == 0)

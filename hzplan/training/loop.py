@@ -7,7 +7,7 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from hzplan.training.data import Corpus
 from hzplan.training.keeper import Keeper
 from hzplan.training.measure import peak_memory_bytes
 from hzplan.training.recording import Recording
-from hzplan.training.run import RunOptions, RunResult, StepStats, Watcher
+from hzplan.training.run import GroupsResult, RunOptions, RunResult, StepStats, Watcher
 from hzplan.training.step import forward_backward, on_device
 from hzplan.training.watch import Watch, hosts, memory_in_use
 
@@ -42,6 +42,9 @@ MOST_TIMED = 1000
 TRACED_STEP = 1
 """The step whose memory is traced: the first one in which the optimizer's state is there from the start."""
 
+
+ANOTHER_SEED = 1_000_003
+"""Added for each group: groups see texts of their own."""
 
 MOST_SKIPPED = 20
 """As many steps in a row without a finite gradient are no accident."""
@@ -92,8 +95,17 @@ class _Trainer:
         torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.keeper = Keeper(options, plan, watcher.on_remark)
         self.start = self.keeper.begin(self.model, self.optimizer)
+        self.group = 0
+        if (relaxed := self.optimizer.engine.relaxed) is not None:
+            self.group = relaxed.group
+            torch.manual_seed(options.seed + self.rank + self.group * self.world)
+            met = self.optimizer.engine.meet_groups()
+            if met != self.start.step:
+                self.start = self.keeper.go_on_after(met)
+                watcher.on_remark(f"the other groups have done {met} steps: going on with their parameters")
         self.ending = False  # whether SIGTERM has come to any rank
-        self.data: Batches = batches(workload, corpus, plan, seed=options.seed, since=self.start)
+        seed = options.seed + self.group * ANOTHER_SEED
+        self.data: Batches = batches(workload, corpus, plan, seed=seed, since=self.start)
         self.watch = Watch(hosts())
         self.record: StepRecord = self.optimizer.engine.executor.record
         self.recording = Recording(self.optimizer.engine, options.record_steps)
@@ -116,7 +128,7 @@ class _Trainer:
         if self.start.step >= self.options.steps:
             raise NothingLeft(self.start.step)
         ended = time.perf_counter()
-        for step in range(self.start.step, self.options.steps):
+        for step in self._steps():
             self.recording.begin(self.options.steps - step)
             loss = self.traced_step(step) if self._traces(step) else self.step(step)
             now = time.perf_counter()
@@ -152,6 +164,17 @@ class _Trainer:
                 ended = time.perf_counter()
         self.unsaved = self.keeper.finish()
         return self.result()
+
+    def _steps(self) -> Iterator[int]:
+        """The steps to train; of a group that comes in again those from where the others are."""
+        step = self.start.step
+        while step < self.options.steps:
+            yield step
+            met = self.optimizer.engine.meet_groups()
+            if met > step + 1:
+                self.watcher.on_remark(f"step {step}: the others went on without this group, to step {met}")
+                self.untimed |= {*range(step + 1, met + 1)}
+            step = max(step + 1, met)
 
     def compare_replicas(self, step: int) -> None:
         """JobFailed naming units and ranks when what should be equal is not; before every save too."""
@@ -327,7 +350,15 @@ class _Trainer:
             skipped_steps=len(self.skipped),
             recorded=self.recording.gather() if self.options.record_steps else {},
             unsaved=self.unsaved,
+            groups=self._groups(),
         )
+
+    def _groups(self) -> GroupsResult | None:
+        relaxed = self.optimizer.engine.relaxed
+        if relaxed is None:
+            return None
+        self.optimizer.engine.synchronize()
+        return GroupsResult(relaxed.group, relaxed.applied, relaxed.missed, relaxed.waited_s)
 
 
 @dataclass(frozen=True)

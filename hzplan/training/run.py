@@ -84,6 +84,17 @@ class Watcher:
 
 
 @dataclass(frozen=True)
+class GroupsResult:
+    """What came of a tier that is not waited for: rounds that were ``applied`` and ``missed``, and the
+    seconds that results which were due were ``waited_s`` for."""
+
+    group: int
+    applied: int
+    missed: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class RunResult:
     """A run: medians of the last 1,000 steps after warm-up, means over ranks; memory of who needs most.
 
@@ -92,7 +103,7 @@ class RunResult:
     ``exposed_comm_s`` is by tier name, and "optim" for the optimizer; empty where no step was timed.
     ``unplanned_steps`` left the plan's order of uses and ran unoverlapped; in ``skipped_steps`` gradients
     were not finite. ``recorded``: what ``RunOptions.record_steps`` asked for, by rank. ``unsaved``: why the
-    last checkpoint is none.
+    last checkpoint is none. ``groups``: under a plan in which groups do not wait for each other.
     """
 
     steps: int
@@ -108,6 +119,7 @@ class RunResult:
     skipped_steps: int
     recorded: Mapping[str, list[Span]]
     unsaved: str | None
+    groups: GroupsResult | None = None
 
     @property
     def loss_first(self) -> float:

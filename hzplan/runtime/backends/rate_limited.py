@@ -243,6 +243,10 @@ class RateLimitedWorld:
         """See World."""
         return RateLimitedGroup(self, mesh, kind, stage)
 
+    def apart(self) -> RateLimitedWorld:
+        """See World."""
+        return self
+
     def meet(self, what: str) -> None:
         """See World: nobody else is there."""
 

@@ -66,9 +66,10 @@ class ThreadWorld:
 
     is_part = False
 
-    def __init__(self, post: Post, rank: int) -> None:
+    def __init__(self, post: Post, rank: int, name: str = "world") -> None:
+        """``name``: of its own messages."""
         self.post, self.rank, self.size = post, rank, post.size
-        self._everyone = ThreadGroup(post, "world", range(post.size), rank)
+        self._everyone = ThreadGroup(post, name, range(post.size), rank)
 
     def meets(self, ranks: Iterable[int]) -> bool:
         """See World."""
@@ -77,6 +78,10 @@ class ThreadWorld:
     def new_group(self, mesh: Mesh, kind: str, stage: Stage, device: torch.device) -> ThreadGroup:
         """See World."""
         return ThreadGroup(self.post, (kind, stage), mesh.group(self.rank, stage), self.rank)
+
+    def apart(self) -> ThreadWorld:
+        """See World."""
+        return ThreadWorld(self.post, self.rank, "apart")
 
     def meet(self, what: str) -> None:
         """See World."""

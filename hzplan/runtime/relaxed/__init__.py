@@ -1,0 +1,1 @@
+"""Groups that train by themselves and exchange parameters without waiting (``core.relaxed``)."""

@@ -1,0 +1,292 @@
+"""A slowest tier that nobody waits for: one group's plan, and how often groups can exchange parameters so
+that the link is never waited for.
+
+With T(b) the seconds of exchanging b bytes and t those of a step beside it, a round of P/n bytes that is due
+d steps later hides where T(P/n) ≤ d·t, and rounds every h steps do not pile up where T(P/n) ≤ h·t. *periodic*
+has h = d + 1, so that each round is applied before the next is sent; every parameter is then exchanged each
+
+    H = n·h ≥ n·(⌈T(P/n)/t⌉ + 1) steps.
+
+Of all n the one is taken with which groups are the least out of date: H/2 + d steps on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Any
+
+from hzplan.core.relaxed import (
+    DECAY,
+    MIXING,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    RULES,
+    Policy,
+    Rule,
+    Timetable,
+    parts_of_units,
+)
+from hzplan.core.wire import FORMATS, Format, packed_bytes
+from hzplan.cost.collectives import with_ranks
+from hzplan.cost.curves import interpolate
+from hzplan.errors import UserError
+from hzplan.formats.plan import RelaxedTier
+from hzplan.formats.profile import CollectiveCurve, Profile
+from hzplan.solver.search import Request
+from hzplan.solver.solve import Outcome, Solved
+
+MOST_PARTS = 64
+"""Parts that are tried."""
+LEAST_GAIN = 0.05
+"""By how much more sequences a second groups have to train that do not wait, else they wait."""
+
+NUMBERS: Mapping[str, str] = {
+    "interval": "interval",
+    "fragments": "parts",
+    "delay": "delay",
+    "mixing": "mixing",
+    "outer_lr": "outer_lr",
+    "momentum": "momentum",
+    "decay": "decay",
+}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a user allows by ``--allow-stale``: a rule, and what of it is decided already."""
+
+    rule: Rule
+    wire: Format = "exact"
+    interval: int | None = None
+    parts: int | None = None
+    delay: int | None = None
+    mixing: float = MIXING
+    outer_lr: float = OUTER_LR
+    momentum: float = OUTER_MOMENTUM
+    decay: float = DECAY
+
+    @classmethod
+    def parse(cls, text: str) -> Allowed:
+        """Read ``periodic``, or as in ``periodic,interval=40,fragments=4,wire=int8``; UserError where it
+        makes no sense."""
+        name, *given = [part.strip() for part in text.split(",")]
+        rule = next((one for one in RULES if one == name), None)
+        if rule is None:
+            raise UserError(f"--allow-stale {text}: begin with {', '.join(RULES)}")
+        found = cls(rule)
+        for part in given:
+            key, _, value = part.partition("=")
+            if key == "wire":
+                form = next((one for one in FORMATS if one == value), None)
+                if form is None:
+                    raise UserError(f"--allow-stale {part}: wire is {', '.join(FORMATS)}")
+                found = replace(found, wire=form)
+                continue
+            if key not in NUMBERS:
+                raise UserError(f"--allow-stale {part}: write {', '.join([*NUMBERS, 'wire'])}, each with =")
+            whole = key in ("interval", "fragments", "delay")
+            try:
+                number = int(value) if whole else float(value)
+            except ValueError:
+                raise UserError(f"--allow-stale {part}: {value!r} is no number") from None
+            if whole and number < 1:
+                raise UserError(f"--allow-stale {part}: at least 1")
+            given_now: dict[str, Any] = {NUMBERS[key]: number}
+            found = replace(found, **given_now)
+        return found
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """``profile``, ``request`` and ``solved``: of one group. ``tier``: what is beside its plan; ``together``:
+    the answer where all ranks wait for each other, None where nothing fits or was found."""
+
+    profile: Profile
+    request: Request
+    solved: Solved
+    tier: RelaxedTier
+    together: Solved | None
+
+    @property
+    def sequences_per_s(self) -> dict[str, float]:
+        """Of one group by itself, of all waiting for each other, and of all without waiting."""
+        of_group, step_s = self.request.global_batch, self.solved.best.step_s
+        found = {"one group": of_group / step_s}
+        if self.together is not None:
+            found["all, waiting"] = of_group * self.tier.groups / self.together.best.step_s
+        return found | {"all, relaxed": of_group * self.tier.groups / self.tier.step_s}
+
+    @property
+    def pays(self) -> bool:
+        """Whether not waiting is faster by enough."""
+        found = self.sequences_per_s
+        others = [rate for name, rate in found.items() if name != "all, relaxed"]
+        return found["all, relaxed"] > (1 + LEAST_GAIN) * max(others)
+
+
+def relax(
+    allowed: Allowed, profile: Profile, request: Request, solve: Callable[[Profile, Request], Outcome]
+) -> Relaxed | Outcome:
+    """The plan of one group, and its timetable with the others, under a rule; what one group's question came
+    to where it has no plan. ``request`` is of all groups.
+
+    UserError where there are no groups, or where what is decided already does not hide.
+    """
+    groups = prod(profile.mesh.tiers[-1])
+    if groups < 2:
+        raise UserError(
+            f"--allow-stale: mesh {profile.mesh} has one group in its slowest tier, so there is nobody to be "
+            "late for; profile on several, or leave it out"
+        )
+    if profile.parallel is not None or request.target is not None or request.host_bytes:
+        raise UserError(
+            "--allow-stale: not with --model-parallel, --for or --host-memory; leave those out, or it"
+        )
+    if request.global_batch % groups:
+        raise UserError(f"--global-batch {request.global_batch}: {groups} groups have equal shares of it")
+    together = solve(profile, replace(request, time_limit_s=request.time_limit_s / 2))
+    one = of_group(profile, allowed)
+    asked = replace(
+        request,
+        global_batch=request.global_batch // groups,
+        time_limit_s=request.time_limit_s / 2,
+        pins=(*request.pins, f"*=*,*,{one.mesh.world}"),
+    )
+    outcome = solve(one, asked)
+    if not isinstance(outcome, Solved):
+        return outcome
+    tier = timetable(allowed, profile, one, outcome)
+    return Relaxed(one, asked, outcome, tier, together if isinstance(together, Solved) else None)
+
+
+def of_group(profile: Profile, allowed: Allowed) -> Profile:
+    """The profile of one group of the slowest tier, whose optimizer keeps outer state beside its own: of the
+    parameters' size, in float32, and cut like it."""
+    groups = prod(profile.mesh.tiers[-1])
+    one = with_ranks(profile, profile.mesh.world // groups)
+    kept = len(Policy(allowed.rule, groups, Timetable(1, 1, 1), momentum=allowed.momentum).kept())
+    more = {"state_per_element": one.optimizer.state_per_element + kept}
+    return one.replaced(optimizer=one.optimizer.model_copy(update=more))
+
+
+def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) -> RelaxedTier:
+    """How often and in which parts groups exchange what one has under its plan; UserError where that does not
+    hide, with the least that does."""
+    groups = prod(profile.mesh.tiers[-1])
+    best = solved.best
+    disturbs = profile.interference[-1] if profile.interference else None
+    loss = min(0.95, disturbs.compute_loss) if disturbs is not None else 0.0
+    slowdown = disturbs.communication_slowdown if disturbs is not None else 1.0
+    compute_ns = sum(best.model.compute_ns(use, best.micro_batch) for use in range(len(profile.uses)))
+    compute_s = compute_ns * best.schedule.accumulation / 1e9
+    busy_s = best.step_s + compute_s * loss / (1 - loss)  # a step beside which something travels throughout
+    trained = {unit.name: sum(t.spec.numel for t in unit.tensors if t.spec.trainable) for unit in one.units}
+    elements = {name: -(-count // one.mesh.world) for name, count in trained.items() if count}
+
+    def option(parts: int) -> _Option:
+        if allowed.rule == "periodic":
+            part_of = parts_of_units(elements, parts)
+            loads = [sum(n for unit, n in elements.items() if part_of[unit] == part) for part in range(parts)]
+            most = max(loads)
+        else:
+            most = -(-sum(elements.values()) // parts)
+        transfer_s = slowdown * exchange_s(profile, most, allowed.wire)
+        steps = max(1, ceil(transfer_s / busy_s - 1e-9))
+        return _Option(parts, transfer_s, steps, steps + (allowed.rule == "periodic"))
+
+    most = len(elements) if allowed.rule == "periodic" else MOST_PARTS
+    if allowed.parts is not None and allowed.parts > most:
+        raise UserError(f"--allow-stale fragments={allowed.parts}: at most {most}, of which each has a unit")
+    least = 2 if allowed.rule == "delta" else 1  # a difference is mended before it is sent again
+    counts = [allowed.parts] if allowed.parts else range(min(least, most), min(most, MOST_PARTS) + 1)
+    options = [option(parts) for parts in counts]
+    chosen = min(options, key=lambda one: one.age)
+    every, delay = chosen.every, chosen.delay
+    shortest = min(one.every * one.parts for one in options)
+    if allowed.interval is not None:
+        fitting = [
+            one
+            for one in options
+            if allowed.interval % one.parts == 0 and one.every <= allowed.interval // one.parts
+        ]
+        if not fitting:
+            raise UserError(
+                f"--allow-stale interval={allowed.interval}: transfers over the "
+                f"{profile.cluster.tier_names[-1]} do not hide: they take {chosen.transfer_s:.3g} s each, a "
+                f"step {busy_s:.3g} s; the shortest interval that hides is {shortest}"
+            )
+        chosen = min(fitting, key=lambda one: one.age)
+        every, delay = allowed.interval // chosen.parts, chosen.delay
+    if allowed.delay is not None:
+        if allowed.delay < chosen.delay:
+            raise UserError(
+                f"--allow-stale delay={allowed.delay}: a transfer takes {chosen.transfer_s:.3g} s, a step "
+                f"{busy_s:.3g} s; the shortest delay that hides it is {chosen.delay}"
+            )
+        delay = allowed.delay
+        if allowed.rule == "periodic" and allowed.interval is None:
+            every = max(every, delay + 1)
+    share = min(1.0, chosen.transfer_s / (every * busy_s))
+    step_s = best.step_s + share * (busy_s - best.step_s)
+    try:
+        return RelaxedTier(
+            rule=allowed.rule,
+            groups=groups,
+            tier=profile.cluster.tier_names[-1],
+            every=every,
+            parts=chosen.parts,
+            delay=delay,
+            wire=allowed.wire,
+            mixing=allowed.mixing,
+            outer_lr=allowed.outer_lr,
+            momentum=allowed.momentum,
+            decay=allowed.decay,
+            transfer_s=round(chosen.transfer_s, 9),
+            step_s=round(step_s, 9),
+        )
+    except ValueError as error:
+        raise UserError(f"--allow-stale: {_first(str(error))}") from None
+
+
+def _first(text: str) -> str:
+    """The line of pydantic's report that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if "Value error, " in line]
+    return lines[0].removeprefix("Value error, ").partition(" [type=")[0] if lines else text
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A number of parts: seconds of a round, steps until it is due, and steps between two."""
+
+    parts: int
+    transfer_s: float
+    delay: int
+    every: int
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Steps that a group's view of the others is old, on average; fewer parts where that is equal."""
+        return self.every * self.parts / 2 + self.delay, self.parts
+
+
+def exchange_s(profile: Profile, elements: int, wire: Format) -> float:
+    """Seconds in which ranks at the same place of all groups of the slowest tier average so many values."""
+    low, high = profile.mesh.tier_bounds[-1]
+    nbytes = packed_bytes(wire, elements, 4)
+    return sum(
+        interpolate([(point.bytes, point.seconds) for point in curve.points], nbytes)
+        for curve in _curves(profile, low, high)
+    )
+
+
+def _curves(profile: Profile, low: int, high: int) -> Iterator[CollectiveCurve]:
+    for operation in ("reduce_scatter", "all_gather"):
+        found = [c for c in profile.collectives if (c.operation, c.low, c.high) == (operation, low, high)]
+        if not found:
+            raise UserError(
+                f"--allow-stale: the profile has no {operation} between the groups of its slowest tier; "
+                "profile again"
+            )
+        yield found[0]
