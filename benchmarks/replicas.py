@@ -1,7 +1,7 @@
 """Groups that do not wait for each other, all in one process: losses by step, without any link.
 
-The mathematics is the runtime's own (``hzplan.runtime.relaxed.rules``), on units laid in flat buffers as there;
-a group is one model, so what a group's ranks do among themselves is exact.
+The mathematics is the runtime's own (``hzplan.runtime.relaxed.rules``), on units laid in flat buffers as
+there; a group is one model, so what a group's ranks do among themselves is exact.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Replicas:
         first = self.models[0]
         kept = {name: flat.clone() for name, flat in first.units.items()}
         for name, flat in first.units.items():
-            flat.copy_(sum(one.units[name] for one in self.models) / len(self.models))
+            flat.copy_(torch.stack([one.units[name] for one in self.models]).mean(0))
         first.model.eval()
         loss = sum(float(self.workload.loss(first.model, windows)) for windows in self._heldout)
         first.model.train()

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hzplan.cli import console
-from hzplan.formats.plan import Plan, RelaxedTier
+from hzplan.formats.plan import Plan
 from hzplan.show import readable
 from hzplan.solver.relaxed import LEAST_GAIN, Relaxed
 
@@ -26,6 +26,7 @@ class RelaxedReport:
         """The keys of ``solve``, of one group's plan, and what is beside it."""
         found, plan, tier = self.found, self.plan, self.found.tier
         seq_len = plan.model.seq_len
+        more = {"interval": tier.policy.interval, "hidden": readable.hidden(tier)}
         return json.dumps(
             {
                 "status": found.solved.status,
@@ -35,7 +36,7 @@ class RelaxedReport:
                 "solve_s": round(found.solved.seconds, 3),
                 "modelled": found.profile.modelled is not None,
                 "predicted": plan.predicted.model_dump(exclude={"memory_bytes"}),
-                "relaxed": tier.model_dump() | {"interval": tier.policy.interval, "hidden": hidden(tier)},
+                "relaxed": tier.model_dump() | more,
                 "tokens_per_s": {name: rate * seq_len for name, rate in found.sequences_per_s.items()},
                 "plan": str(self.path),
             }
@@ -70,7 +71,7 @@ class RelaxedReport:
 
     def _said(self, rates: dict[str, float]) -> list[tuple[str, str]]:
         plan, tier = self.plan, self.found.tier
-        lines = [("stale", timetable(tier))]
+        lines = [("stale", readable.relaxed(tier))]
         if (waiting := rates.get("all, waiting")) is not None and waiting < rates["one group"]:
             lines.append(
                 (
@@ -98,24 +99,6 @@ class RelaxedReport:
 
 def _numel(found: Relaxed) -> list[int]:
     return [t.spec.numel for unit in found.profile.units for t in unit.tensors if t.spec.trainable]
-
-
-def hidden(tier: RelaxedTier) -> float:
-    """The share of a round's transfer that steps hide."""
-    return min(1.0, tier.delay * tier.step_s / tier.transfer_s) if tier.transfer_s else 1.0
-
-
-def timetable(tier: RelaxedTier) -> str:
-    """When what is exchanged, in a sentence."""
-    what = {"periodic": "outer steps (DiLoCo)", "plain": "averages", "delta": "averages, as differences"}
-    named = what.get(tier.rule, "averages, with a moving mean of the drift")
-    parts = "all parameters" if tier.parts == 1 else f"one of {tier.parts} parts of the parameters"
-    every = "every step" if tier.every == 1 else f"every {tier.every} steps"
-    return (
-        f"{tier.rule}, {named}: {every} {parts}, so each every {tier.policy.interval} steps, applied "
-        f"{tier.delay} later; a transfer takes {console.duration(tier.transfer_s)}, {hidden(tier):.0%} of it "
-        f"hidden; {'values as they are' if tier.wire == 'exact' else f'values in {tier.wire}'}"
-    )
 
 
 def declined(found: Relaxed) -> str:

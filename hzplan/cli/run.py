@@ -189,8 +189,10 @@ def command(
             request.compare_provenance(ready.plan)
         if here.rank == 0 and ready.plan.relaxed is None:
             ranks.say_how_on_a_cluster(here, nodes=_nodes(ready.plan))
-        work = request.train if against is None else request.compare
-        work(ready, shown=first, as_json=as_json)
+        if against is None:
+            request.train(ready, shown=first, writes=here.rank == 0, as_json=as_json)
+        else:
+            request.compare(ready, shown=first, as_json=as_json)
 
 
 def _nodes(plan: Plan) -> int:

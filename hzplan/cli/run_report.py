@@ -34,10 +34,12 @@ class RunReport(Watcher):
         log: Sequence[str] = (),
         *,
         shown: bool,
+        writes: bool,
     ) -> None:
-        """``metrics``: where a JSON line per step goes; ``log``: trackers (``training.trackers``)."""
+        """``metrics``: where a JSON line per step goes; ``log``: trackers (``training.trackers``).
+        ``writes``: whether this rank writes them."""
         self._plan, self._steps, self._corpus, self._shown = plan, steps, corpus, shown
-        self._path = metrics if shown else None
+        self._path = metrics if writes else None
         self._file: IO[str] | None = None
         self._log, self._trackers = tuple(log) if shown else (), list[Tracker]()
         self._bar = console.Bar("train", shown=shown)

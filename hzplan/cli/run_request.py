@@ -245,8 +245,9 @@ class RunRequest:
                 f"{self.plan}: profiled with {then}, and this is {now}: predictions may be off; profile again"
             )
 
-    def train(self, ready: Prepared, *, shown: bool, as_json: bool) -> None:
-        """Train under the plan; on every rank of the job."""
+    def train(self, ready: Prepared, *, shown: bool, writes: bool, as_json: bool) -> None:
+        """Train under the plan; on every rank of the job. ``shown``: this rank prints what becomes of it;
+        ``writes``: it writes the metrics of its group."""
         from hzplan.cli.run_report import RunReport
         from hzplan.formats.base import write_text
         from hzplan.show.trace import document
@@ -267,7 +268,7 @@ class RunRequest:
         )
         try:
             with RunReport(
-                ready.plan, self.steps, ready.corpus, self.metrics, self.log, shown=shown
+                ready.plan, self.steps, ready.corpus, self.metrics, self.log, shown=shown, writes=writes
             ) as report:
                 result = train(ready.plan, ready.workload, ready.corpus, options, report)
         except NothingLeft as over:

@@ -271,6 +271,7 @@ def _alternative(profile: Profile, other: Alternative) -> dict[str, object]:
 
 def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
     from hzplan.cli import console
+    from hzplan.show import readable
     from hzplan.solver.explain import sharing_s, tier_shares
 
     out = console.stdout()
@@ -285,6 +286,8 @@ def _show(plan: Plan, found: Evaluation, chain: Chain) -> None:
             ", ".join(part.units),
         )
     out.print(table)
+    if not isinstance(plan.replica_sync, str):
+        out.print(f"This is one group's step: {readable.relaxed(plan.replica_sync)}.")
     if chain.binding is not None:
         out.print(
             f"These are {console.duration(chain.seconds)} in all; {chain.binding.what} is longer: "

@@ -17,6 +17,7 @@ GRADIENTS = "the gradients"
 MESSAGES = "messages"
 TOGETHER = "units reduced together"
 WIRE = "the wire"
+GROUPS = "other groups"
 SUMS = "sums of gradients"
 """``Lost.where`` of a loss that concerns all units."""
 
@@ -135,6 +136,8 @@ def groups_of(
     if plan.message_bytes is not None:
         what = f"units reduced together in the plan, up to {plan.message_bytes:,} bytes; here each by itself"
         lost.append(Lost(TOGETHER, what))
+    if not isinstance(plan.replica_sync, str):
+        lost.append(Lost(GROUPS, f"{readable.relaxed(plan.replica_sync)}; the target has one group alone"))
     if plan.wire is not None:
         lost.append(Lost(WIRE, f"{plan.wire.formats.text} in the plan; here everything travels exactly"))
     return found, lost

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, floor, log10
 
+from hzplan.formats.plan import RelaxedTier
+
+RULES = {
+    "periodic": "outer steps (DiLoCo)",
+    "plain": "averages",
+    "delta": "averages, as differences",
+    "ema": "averages beside a moving mean of the drift",
+}
 SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -68,6 +76,23 @@ def difference(step_s: float, of_s: float) -> str:
 def shards(param: int, grad: int, optim: int) -> str:
     """``params ÷2, grads ÷64, optimizer ÷64``: into how many shards each state is cut."""
     return f"params ÷{param}, grads ÷{grad}, optimizer ÷{optim}"
+
+
+def relaxed(tier: RelaxedTier) -> str:
+    """When groups exchange what, in a sentence."""
+    parts = "all parameters" if tier.parts == 1 else f"one of {tier.parts} parts of the parameters"
+    every = "every step" if tier.every == 1 else f"every {tier.every} steps"
+    return (
+        f"{tier.groups} groups over the {tier.tier} do not wait for each other: {RULES[tier.rule]}, {every} "
+        f"{parts}, so each every {tier.policy.interval} steps, applied {tier.delay} later; a transfer takes "
+        f"{duration(tier.transfer_s)}, {hidden(tier):.0%} of it hidden"
+        + ("" if tier.wire == "exact" else f", values in {tier.wire}")
+    )
+
+
+def hidden(tier: RelaxedTier) -> float:
+    """The share of a round's transfer that steps hide, as predicted."""
+    return min(1.0, tier.delay * tier.step_s / tier.transfer_s) if tier.transfer_s else 1.0
 
 
 def cluster(sizes: Sequence[int], tier_names: Sequence[str], device: str) -> str:

@@ -66,6 +66,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "narrow sums": (bool(one.narrow_sums), bool(other.narrow_sums)),
         "wire": (_wire_text(one.wire), _wire_text(other.wire)),
         "optimizer": (one.optimizer, other.optimizer),
+        "groups": (_groups_text(one), _groups_text(other)),
     }
     for name, (before, after) in pairs.items():
         if before != after:
@@ -94,6 +95,17 @@ def _order_text(order: MessageOrder | None) -> str:
 
 def _wire_text(wire: WireEntry | None) -> str:
     return EXACT if wire is None else wire.formats.text
+
+
+def _groups_text(plan: Plan) -> str:
+    tier = plan.replica_sync
+    if isinstance(tier, str):
+        return "all wait for each other"
+    said = (
+        f"{tier.groups} groups, {tier.rule} every {tier.every} steps, {tier.parts} parts, {tier.delay} later"
+    )
+    kept = f"mixing {tier.mixing:g}, outer rate {tier.outer_lr:g}, momentum {tier.momentum:g}"
+    return f"{said}, {tier.wire}, {kept}, decay {tier.decay:g}"
 
 
 def _place(*, host: bool) -> str:

@@ -98,6 +98,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
     same_data = has_fingerprint(profile, plan.source.profile_sha256)
     changes = [*_replayed(plan, now, tolerance, same_data=same_data)]
     changes += _stated(plan)
+    changes += _hidden(plan, now)
     changes += _proven(path, plan, now)
     fresh = certificate = None
     if not replay_only:
@@ -107,6 +108,7 @@ def _guard(path: Path, plan: Plan, tolerance: float, *, replay_only: bool) -> Ve
             now = outcome.best
             source = profile_path(path, plan)
             fresh = emit(profile, request, outcome, profile_path=source, plan_path=path)
+            fresh = fresh.model_copy(update={"replica_sync": plan.replica_sync})
             certificate = certify(profile, outcome)
             changes += _solved(plan, fresh, now, tolerance)
             changes += _text(path, plan, fresh, same_data=same_data)
@@ -163,6 +165,18 @@ def _replayed(plan: Plan, now: Evaluation, tolerance: float, *, same_data: bool)
         if abs(after - before) > EXACT * max(abs(before), abs(after)) and f"{before:.9g}" != f"{after:.9g}":
             what = f"replaying the recorded plan gives {name} {_compared(before, after, unit)}"
             yield Change(kind, what, after > before * (1 + tolerance))
+
+
+def _hidden(plan: Plan, now: Evaluation) -> Iterator[Change]:
+    """Whether a relaxed tier's transfers still hide behind the steps that they have."""
+    tier = plan.replica_sync
+    if isinstance(tier, str):
+        return
+    longest_s = tier.delay * tier.step_s / plan.predicted.step_s * now.step_s
+    if tier.transfer_s > longest_s * (1 + EXACT):
+        steps = f"{tier.delay} steps {longest_s:.6g} s"
+        what = f"a transfer to other groups takes {tier.transfer_s:.6g} s, {steps}"
+        yield Change("prediction", what, True)
 
 
 def _stated(plan: Plan) -> Iterator[Change]:

@@ -14,7 +14,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.show.folding import folded
 from hzplan.show.occupancy import activations, spike_bytes
-from hzplan.show.readable import at_least, at_most, cluster, count, duration, size, worker
+from hzplan.show.readable import at_least, at_most, cluster, count, duration, relaxed, size, worker
 from hzplan.show.report import (
     Beside,
     Bound,
@@ -224,6 +224,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", f"{plan.reduce_dtype}{' and are summed in it' if plan.narrow_sums else ''}"),
         *((f"narrower on the {name}", text) for name, text in narrower(plan)),
+        *(("other groups", relaxed(tier)) for tier in [plan.replica_sync] if not isinstance(tier, str)),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
         ("in the host's memory", moved),
     ]

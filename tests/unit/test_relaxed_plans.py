@@ -1,0 +1,131 @@
+"""Timetables that hide transfers behind steps, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+
+from hzplan.core.relaxed import Rule
+from hzplan.errors import UserError
+from hzplan.formats.profile import InterferenceEntry, Profile
+from hzplan.solver.relaxed import Allowed, Relaxed, relax
+from hzplan.solver.search import Request
+from hzplan.solver.solve import Infeasible, Solved, solve
+from tests.unit.test_wire import profile_with
+
+BATCH = 16
+SLOW = 2e7
+
+
+def relaxed(text: str, profile: Profile, **options: object) -> Relaxed:
+    found = relax(Allowed.parse(text), profile, request(**options), solve)
+    assert isinstance(found, Relaxed)
+    return found
+
+
+def request(**options: object) -> Request:
+    return replace(Request(1 << 40, BATCH, time_limit_s=20), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profile_with((1e12, SLOW), 0.0)
+
+
+@pytest.mark.parametrize("rule", ["periodic", "plain", "delta", "ema"])
+def test_transfers_hide_and_do_not_pile_up(profile: Profile, rule: Rule) -> None:
+    found = relaxed(rule, profile)
+    tier = found.tier
+    assert tier.transfer_s <= tier.delay * tier.step_s * (1 + 1e-9)
+    assert tier.transfer_s <= tier.every * tier.step_s * (1 + 1e-9)
+    assert tier.delay == max(1, ceil(tier.transfer_s / tier.step_s - 1e-9))
+    assert tier.every == tier.delay + (rule == "periodic")
+    assert tier.groups == 2 and tier.tier == profile.cluster.tier_names[-1]
+    rates = found.sequences_per_s
+    assert rates["all, relaxed"] == pytest.approx(2 * rates["one group"])  # nothing disturbs compute here
+    assert found.pays
+
+
+def test_of_all_numbers_of_fragments_the_least_out_of_date(profile: Profile) -> None:
+    def age(found: Relaxed) -> float:
+        return found.tier.policy.interval / 2 + found.tier.delay
+
+    chosen = relaxed("periodic", profile)
+    units = sum(bool(unit.tensors) for unit in profile.units)
+    others = [relaxed(f"periodic,fragments={parts}", profile) for parts in range(1, units + 1)]
+    assert {one.tier.parts for one in others} == {*range(1, units + 1)}
+    assert age(chosen) == min(map(age, others))
+
+
+def test_what_travels_narrow_is_exchanged_more_often(profile: Profile) -> None:
+    exact, narrow = relaxed("periodic", profile).tier, relaxed("periodic,wire=int8", profile).tier
+    assert narrow.policy.interval < exact.policy.interval
+    assert narrow.wire == "int8"
+
+
+def test_compute_that_transfers_disturb_takes_longer(profile: Profile) -> None:
+    disturbed = profile.replaced(
+        interference=tuple(
+            InterferenceEntry(compute_loss=0.2, communication_slowdown=1.5, contention=1.0)
+            for _ in profile.mesh.tiers
+        )
+    )
+    found = relaxed("periodic", disturbed)
+    alone = found.solved.best.step_s
+    assert alone < found.tier.step_s < alone / (1 - 0.2) + 1e-9
+    assert found.tier.transfer_s <= found.tier.delay * alone / (1 - 0.2) * (1 + 1e-9)
+
+
+def test_a_fast_link_is_waited_for() -> None:
+    found = relaxed("periodic", profile_with((1e12, 1e12), 0.0))
+    assert isinstance(found.together, Solved)
+    assert not found.pays
+
+
+def test_outer_state_is_in_the_memory_of_the_plan(profile: Profile) -> None:
+    """Three tensors of the parameters' size, cut like the optimizer's: one group's plan has them in its peak,
+    and a budget that does not is refused."""
+    found = relaxed("periodic", profile)
+    before = found.profile.optimizer.state_per_element - 3
+    assert before == profile.optimizer.state_per_element
+    assert all(
+        levels.optim == found.profile.mesh.levels for of in found.solved.best.levels.values() for levels in of
+    )
+    peak = found.solved.best.memory.peak
+    tight = relax(Allowed.parse("periodic"), profile, request(memory_bytes=peak // 4), solve)
+    assert isinstance(tight, Infeasible)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sometimes", "begin with periodic"),
+        ("periodic,interval=soon", "no number"),
+        ("periodic,interval=0", "at least 1"),
+        ("periodic,wire=int3", "wire is exact"),
+        ("periodic,every=3", "write interval"),
+        ("periodic,interval=2,fragments=1", "the shortest interval that hides is"),
+        ("periodic,delay=1,fragments=1", "the shortest delay that hides it is"),
+        ("periodic,fragments=4000", "at most"),
+        ("periodic,mixing=2", "mixing"),
+    ],
+)
+def test_what_makes_no_sense_or_does_not_hide(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        relaxed(text, profile_with((1e12, SLOW / 20), 0.0))
+    assert "\n" not in str(caught.value)
+
+
+def test_one_group_has_nobody_to_be_late_for(profile: Profile) -> None:
+    found = relaxed("periodic", profile)
+    with pytest.raises(UserError, match=r"--allow-stale.*one group"):
+        relaxed(
+            "periodic",
+            found.profile.replaced(
+                cluster=found.profile.cluster.model_copy(
+                    update={"mesh": "2|1", "tier_names": profile.cluster.tier_names}
+                )
+            ),
+        )
