@@ -125,7 +125,8 @@ def _markdown(found: dict[str, Any]) -> str:
         f"sequences of 64 bytes a step of the text of Python's own library, float32, AdamW at {LR:g}, "
         "gradients clipped to 1. The loss is held-out, of the mean of all groups' parameters. *Apart*: from "
         "the run that waits in every step, same seed and number of groups, the mean over seeds with its 95% "
-        "interval (Student's t). 1/20 a step and every 20 steps send the same bytes, and so do 1/100 and every 100.",
+        "interval (Student's t). 1/20 a step and every 20 steps send the same bytes, and so do 1/100 and "
+        "every 100.",
         "",
         "| groups | rule | held-out loss by seed | apart |",
         "| --- | --- | --- | --- |",

@@ -112,6 +112,15 @@ def check_whole(profile: Profile) -> None:
         )
 
 
+def comes_with_hzplan(cluster: str) -> bool:
+    """Whether a cluster can be modelled anew by its name."""
+    try:
+        find_cluster(cluster)
+    except UserError:
+        return False
+    return True
+
+
 def with_nodes(profile: Profile, nodes: int) -> Profile:
     """A modelled profile on ``nodes`` nodes; UserError for a measured one, or for a user's own cluster."""
     if not 1 <= nodes <= MOST_NODES:
@@ -150,8 +159,9 @@ def with_ranks(profile: Profile, world: int) -> Profile:
     """A profile with more or fewer groups in its outermost tier, for ``world`` ranks in all.
 
     Curves inside a group stay. Across n groups a ring carries (n − 1)/n of the bytes, so seconds of the
-    outermost tier change by that ratio; latency is neglected there. UserError where ``world`` is no multiple
-    of a group, or where only one group was measured.
+    outermost tier change by that ratio; latency is neglected there. (A modelled one is modelled anew where
+    its cluster comes with hzplan.) UserError where ``world`` is no multiple of a group, or where only one
+    group was measured.
     """
     check_whole(profile)
     inner, before = profile.mesh.tiers[:-1], prod(profile.mesh.tiers[-1])
@@ -162,7 +172,7 @@ def with_ranks(profile: Profile, world: int) -> Profile:
             "profile there"
         )
     groups = world // each
-    if profile.modelled is not None:
+    if profile.modelled is not None and (groups > before or comes_with_hzplan(profile.modelled.cluster)):
         return with_nodes(profile, groups)
     if before == 1 and groups > 1:
         raise UserError(f"{world} ranks: nothing between several was measured; profile there")

@@ -1,0 +1,208 @@
+"""``python -m benchmarks.relaxed``: seconds to a loss on two groups over a slow link, against who waits.
+
+Two nodes of two ranks on an emulated cluster, a processor for each node. Seconds to a loss are steps to it,
+from one process with the same mathematics (``benchmarks.replicas``, three seeds), times seconds of a step,
+measured on the cluster. One run from end to end beside it says whether both belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.measure import ROOT, NoResult
+from benchmarks.relaxed_study import interval, write_section
+from benchmarks.replicas import Replicas
+from hzplan.core.relaxed import Policy
+from hzplan.formats.base import write_text
+from hzplan.formats.plan import Plan
+from hzplan.models.workload import load
+from hzplan.training.data import load_corpus
+
+MODEL, SEQUENCES, LR = "gpt:tiny", 8, 1e-3
+LINKS = ("20mbit", "100mbit")
+EVERY = 20
+"""Steps between two held-out losses."""
+TITLE = "## Seconds to a loss"
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    steps: Annotated[
+        int, typer.Option(help="Steps of the synchronous run whose loss is to be reached.")
+    ] = 600,
+    timed: Annotated[int, typer.Option(help="Steps whose seconds are measured.")] = 60,
+    seeds: Annotated[int, typer.Option(help="Runs of each.")] = 3,
+    rule: Annotated[str, typer.Option(help="As --allow-stale takes it.")] = "periodic",
+    output: Annotated[Path, typer.Option(help="What was found; links that are there are kept.")] = Path(
+        "benchmarks/results/relaxed.json"
+    ),
+    docs: Annotated[Path | None, typer.Option(help="A page whose section of this is written anew.")] = None,
+) -> None:
+    """Measure and compare.
+
+    Example: python -m benchmarks.relaxed --docs docs/relaxed.md
+    """
+    found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    torch.set_num_threads(1)
+    for link in LINKS:
+        if link not in found:
+            with tempfile.TemporaryDirectory() as folder:
+                found[link] = {"seconds": _seconds(link, Path(folder), rule, timed, steps)}
+            write_text(output, json.dumps(found, indent=1) + "\n")
+            print(link, json.dumps(found[link]["seconds"]), flush=True)
+        one = found[link]
+        for seed in range(seeds):
+            known = one.setdefault("losses", {})
+            if str(seed) not in known:
+                known[str(seed)] = _losses(Policy(**_policy(one["seconds"]["policy"])), steps, seed)
+                write_text(output, json.dumps(found, indent=1) + "\n")
+                print(
+                    link,
+                    seed,
+                    json.dumps({name: of[-1] for name, of in known[str(seed)].items()}),
+                    flush=True,
+                )
+    text = _markdown(found, steps)
+    print(text) if docs is None else write_section(docs, TITLE, text)
+
+
+def _policy(stored: dict[str, Any]) -> dict[str, Any]:
+    from hzplan.core.relaxed import Timetable
+
+    return {**stored, "timetable": Timetable(*stored["timetable"])}
+
+
+def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict[str, Any]:
+    """Of a step: measured, and predicted for what does not wait."""
+    profile, plan, relaxed = (folder / f"{name}.json" for name in ("profile", "plan", "relaxed"))
+    _on_cluster(2, link, ["profile", MODEL, "--mesh", "2|2", "--micro-batch", "4", "-o", profile])
+    ask = ["--memory", "1GiB", "--global-batch", 2 * SEQUENCES]
+    _hzplan(["solve", profile, *ask, "-o", plan])
+    said = json.loads(_hzplan(["solve", profile, *ask, "--allow-stale", rule, "-o", relaxed, "--json"]))
+    against = _on_cluster(2, link, ["run", plan, "--against", "ddp", "--steps", timed, "--json"])
+    contenders = {one["name"]: one["step_s"]["median"] for one in json.loads(against)["contenders"]}
+    alone = json.loads(
+        _on_cluster(1, None, ["run", plan.with_name("plan.alone.json"), "--steps", timed, "--json"])
+    )
+    metrics = folder / "metrics.jsonl"
+    run = ["run", relaxed, "--steps", steps, "--lr", LR, "--metrics", metrics, "--json"]
+    end = json.loads(_on_cluster(2, link, run))
+    rows = [json.loads(line)["step_s"] for path in folder.glob("metrics*.jsonl") for line in path.open()]
+    tier = Plan.load(relaxed).relaxed
+    assert tier is not None
+    return {
+        "policy": tier._asdict(),
+        "one group": alone["step_s"]["measured"],
+        "all, waiting": contenders["hzplan"],
+        "ddp": contenders["ddp"],
+        "relaxed": statistics.fmean(sorted(rows)[: len(rows) * 99 // 100]),
+        "relaxed, predicted": said["relaxed"]["step_s"],
+        "applied": end["groups"]["applied"],
+        "waited_s": end["groups"]["waited_s"],
+        "heldout": end["heldout_loss"],
+    }
+
+
+def _hzplan(words: Sequence[object], before: Sequence[str] = ()) -> str:
+    command = [*before, sys.executable, "-m", "hzplan", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoResult((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return (done.stdout.strip().splitlines() or [""])[-1]
+
+
+def _on_cluster(nodes: int, link: str | None, words: Sequence[object]) -> str:
+    """A command on every rank, each node's on a processor of its own."""
+    inner = shlex.join([sys.executable, "-m", "hzplan", *map(str, words)])
+    network = [] if link is None else ["--network", link]
+    command = ["emulate", "--nodes", nodes, "--nproc", 2, *network, "--no-verify", "--"]
+    return _hzplan([*command, "bash", "-c", f"exec taskset -c $GROUP_RANK {inner}"])
+
+
+def _losses(policy: Policy, steps: int, seed: int) -> dict[str, list[float]]:
+    """Held-out losses every so many steps, until the synchronous run's last one is reached."""
+    workload = load(MODEL)
+    corpus = load_corpus(None, seq_len=workload.seq_len)
+
+    def train(groups: int, rule: Policy | None, most: int, until: float = 0.0) -> Iterator[float]:
+        runs = Replicas(workload, corpus, groups, SEQUENCES, rule, LR, seed)
+        for step, _ in enumerate(runs.losses(most)):
+            if (step + 1) % EVERY == 0:
+                loss = runs.heldout()
+                yield round(loss, 5)
+                if loss <= until:
+                    return
+
+    waiting = list(train(2, None, steps))
+    return {
+        "waiting": waiting,
+        "relaxed": list(train(2, policy, 3 * steps, waiting[-1])),
+        "one group": list(train(1, None, 4 * steps, waiting[-1])),
+    }
+
+
+def _markdown(found: dict[str, Any], steps: int) -> str:
+    lines = [
+        TITLE,
+        "",
+        f"By `python -m benchmarks.relaxed`: {MODEL}, each group {SEQUENCES} sequences a step, AdamW at a "
+        f"constant {LR:g}, two nodes of two ranks on an emulated cluster, a processor for each node (no added "
+        "latency: this kernel has no netem). The loss to reach is the held-out one of the synchronous run "
+        f"after {steps} steps; steps to it by seed, looked at every {EVERY}; *seconds* are their mean times "
+        "those of a step. *Sooner*: than one group by itself, and than the synchronous plan, mean over seeds "
+        "with its 95% interval.",
+        "",
+        "| link | who trains | step | steps to the loss | tokens | seconds | |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for link, one in found.items():
+        seconds, runs = one["seconds"], one["losses"]
+        reached = {
+            "one group": [EVERY * len(of["one group"]) for of in runs.values()],
+            "all, waiting": [steps for _ in runs],
+            "ddp": [steps for _ in runs],
+            "relaxed": [EVERY * len(of["relaxed"]) for of in runs.values()],
+        }
+        length = load(MODEL).seq_len
+        for name, counts in reached.items():
+            step_s, groups = seconds[name], 1 if name == "one group" else 2
+            tokens = statistics.fmean(counts) * groups * SEQUENCES * length
+            total = statistics.fmean(counts) * step_s
+            said = ""
+            if name == "relaxed":
+                than = {
+                    other: [
+                        reached[other][i] * seconds[other] / (count * step_s)
+                        for i, count in enumerate(counts)
+                    ]
+                    for other in ("one group", "all, waiting")
+                }
+                said = ", ".join(f"{interval(of).lstrip('+')} × {other}" for other, of in than.items())
+            listed = ", ".join(map(str, counts))
+            lines.append(
+                f"| {link} | {name} | {step_s:.3f} s | {listed} | {tokens / 1e6:.2f} M | {total:.0f} | {said} |"
+            )
+        every, parts, delay = seconds["policy"]["timetable"]
+        predicted = seconds["relaxed, predicted"]
+        lines.append(
+            f"| {link} | | predicted {predicted:.3f} s ({predicted / seconds['relaxed'] - 1:+.1%}) | | | | "
+            f"every {every} steps one of {parts} parts, {delay} later; {seconds['applied']} rounds in {steps} "
+            f"steps, waited {seconds['waited_s']:.1f} s; end to end {seconds['heldout']:.3f} held-out |"
+        )
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    app()
