@@ -158,7 +158,7 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         TITLE,
         "",
         f"By `python -m benchmarks.relaxed`: {MODEL}, each group {SEQUENCES} sequences a step, AdamW at a "
-        f"constant {LR:g}, two nodes of two ranks on an emulated cluster, a processor for each node (no added "
+        f"constant {LR:g}, two nodes of two ranks on an emulated cluster, a processor for each (no added "
         "latency: this kernel has no netem). The loss to reach is the held-out one of the synchronous run "
         f"after {steps} steps; steps to it by seed, looked at every {EVERY}; *seconds* are their mean times "
         "those of a step. *Sooner*: than one group by itself, and than the synchronous plan, mean over seeds "
@@ -191,15 +191,16 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
                 }
                 said = ", ".join(f"{interval(of).lstrip('+')} × {other}" for other, of in than.items())
             listed = ", ".join(map(str, counts))
+            tokens /= 1e6
             lines.append(
-                f"| {link} | {name} | {step_s:.3f} s | {listed} | {tokens / 1e6:.2f} M | {total:.0f} | {said} |"
+                f"| {link} | {name} | {step_s:.3f} s | {listed} | {tokens:.2f} M | {total:.0f} | {said} |"
             )
         every, parts, delay = seconds["policy"]["timetable"]
         predicted = seconds["relaxed, predicted"]
         lines.append(
             f"| {link} | | predicted {predicted:.3f} s ({predicted / seconds['relaxed'] - 1:+.1%}) | | | | "
-            f"every {every} steps one of {parts} parts, {delay} later; {seconds['applied']} rounds in {steps} "
-            f"steps, waited {seconds['waited_s']:.1f} s; end to end {seconds['heldout']:.3f} held-out |"
+            f"every {every} steps one of {parts} parts, {delay} later; {seconds['applied']} rounds in "
+            f"{steps} steps, waited {seconds['waited_s']:.0f} s; end to end {seconds['heldout']:.3f} |"
         )
     return "\n".join([*lines, ""])
 

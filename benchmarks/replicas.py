@@ -128,7 +128,7 @@ class Replicas:
             mean = sum(of[name] for of in sent) / len(sent)
             assert isinstance(mean, Tensor)
             for one, slices in zip(self.models, self._slices, strict=True):
-                slices[name].apply(one.units[name], mean, low, high, first=number < table.parts)
+                slices[name].apply(one.units[name], mean, low, high)
 
     def _places(self, part: int) -> Iterator[tuple[str, int, int]]:
         assert self.policy is not None

@@ -10,6 +10,7 @@ from torch import nn
 from hzplan.checkpoint.entries import aliases, buffers
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL, Checkpoint
+from hzplan.runtime.relaxed.sync import OUTER
 
 FLOATING = ("float64", "float32", "bfloat16", "float16", "complex128", "complex64")
 """Dtypes that parameters and their optimizer's state may have in a checkpoint."""
@@ -24,7 +25,8 @@ def check_optimizer(path: Path, index: Checkpoint, optimizer: str, keys: Mapping
             "that, or begin anew from its weights (hzplan weights, then --weights)"
         )
     for parameter, state in index.states.items():
-        if missing := keys.get(parameter, frozenset()) - state.keys():
+        own = {key for key in state if not key.startswith(OUTER)}
+        if own and (missing := keys.get(parameter, frozenset()) - own):
             raise UserError(
                 f"{path}: has no {min(missing)} of {parameter}, which {optimizer} keeps with these options; "
                 "give those of the run that saved it (amsgrad, momentum, centered; of Muon the same "

@@ -107,5 +107,10 @@ def declined(found: Relaxed) -> str:
     best = max((rate, name) for name, rate in rates.items() if name != "all, relaxed")
     return (
         f"--allow-stale: not waiting would be {rates['all, relaxed'] / best[0]:.2f} times as fast as "
-        f"{best[1]}, less than {1 + LEAST_GAIN:.2f} times: the plan is one in which all groups wait"
+        f"{best[1]}, less than {1 + LEAST_GAIN:.2f} times: "
+        + (
+            "the plan is one in which all groups wait"
+            if found.together is not None
+            else "that is hardly worth it; all waiting, nothing fits"
+        )
     )

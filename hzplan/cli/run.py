@@ -163,6 +163,7 @@ def command(
         group=group,
         meet=meet,
         patience_s=patience,
+        replans=replan,
     )
     request.check_options()
     groups = request.groups_of()

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MOST_TIMEOUT_S = 1e6
 """Upper limit of --timeout, seconds."""
 
+MOST_PATIENCE = 0.4
+"""Of --timeout, for --patience."""
+
 TRACED_STEPS = 5
 """How many steps a trace shows."""
 
@@ -65,6 +68,7 @@ class RunRequest:
     group: int | None = None
     meet: str | None = None
     patience_s: float = 120.0
+    replans: bool = False
 
     def check_options(self) -> None:
         """UserError for numbers that make no sense."""
@@ -90,8 +94,11 @@ class RunRequest:
             raise UserError("--weights and --from-dcp: a run begins with one of them; leave the other out")
         if (self.group is None) != (self.meet is None):
             raise UserError("--group and --meet: give both, or none of them to start all groups here")
-        if not 1 <= self.patience_s <= MOST_TIMEOUT_S:
-            raise UserError(f"--patience {self.patience_s}: between 1 and {MOST_TIMEOUT_S:.0f} seconds")
+        if not 1 <= self.patience_s <= self.timeout_s * MOST_PATIENCE:
+            raise UserError(
+                f"--patience {self.patience_s:g}: from 1 second to {MOST_PATIENCE:.0%} of --timeout "
+                f"{self.timeout_s:g}, for a group's ranks wait for each other while one waits for others"
+            )
         if self.resume and self.checkpoint is None:
             raise UserError("--resume: say from where with --checkpoint DIR")
         of_one = {
@@ -122,16 +129,16 @@ class RunRequest:
 
         if GROUP not in os.environ or self.of_plan().relaxed is None:
             return self
-        group = int(os.environ[GROUP])
+        group, together = int(os.environ[GROUP]), self.group is None
         metrics = self.metrics
-        if metrics is not None and group:
+        if metrics is not None and group and together:
             metrics = metrics.with_name(f"{metrics.stem}.group{group}{metrics.suffix}")
         return replace(
             self,
             group=group,
             metrics=metrics,
-            log=() if group else self.log,
-            trace=None if group else self.trace,
+            log=() if group and together else self.log,
+            trace=None if group and together else self.trace,
             checkpoint=None if self.checkpoint is None else self.checkpoint / f"group-{group}",
         )
 
@@ -151,6 +158,8 @@ class RunRequest:
             if self.group is not None:
                 raise UserError(f"--group: under {self.plan} all ranks wait for each other; leave it out")
             return 1
+        if self.replans:
+            raise UserError("--replan: groups of other sizes do not fit each other; solve with --allow-stale")
         if self.against is not None:
             raise UserError("--against: peers wait for each other; measure this plan by itself")
         os.environ[PATIENCE] = str(self.patience_s)

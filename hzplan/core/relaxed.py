@@ -60,11 +60,6 @@ class Timetable(NamedTuple):
         """What a round is about."""
         return number % self.parts
 
-    @property
-    def ahead(self) -> int:
-        """How many rounds after one the first is sent that knows what became of it."""
-        return max(1, -(-self.delay // self.every))
-
     def in_flight(self, updates: int) -> range:
         """The rounds that were sent by then and are not applied yet."""
         return range(max(0, (updates - self.delay) // self.every), updates // self.every)

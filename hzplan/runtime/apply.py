@@ -26,7 +26,7 @@ from hzplan.core.relaxed import Policy
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Use, build
 from hzplan.core.wire import Wire
 from hzplan.errors import UserError
-from hzplan.formats.plan import Plan
+from hzplan.formats.plan import Plan, RelaxedTier
 from hzplan.formats.profile import signature
 from hzplan.models.deferred import Waiting, become, stand_in
 from hzplan.models.hooks import attach
@@ -49,6 +49,8 @@ from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned, fused_by_default
 from hzplan.runtime.world import ProcessWorld, World
 
+SLACK = 4.0
+"""How many times as long as predicted a transfer may take, beside what groups are patient for."""
 NOTE = "while allocating what lasts of unit "
 """How an error is marked with the unit that ``apply`` was busy with."""
 
@@ -178,7 +180,11 @@ def parallelize(
     of_tier = (STREAMS if plan.message_order is None else 1) + travels
     world = ProcessWorld(None if mesh is None else _only_group(mesh), plan.ctas, of_tier)
     if plan.relaxed is not None and groups is None:
-        groups = here(plan.relaxed.groups, plan.batch.global_batch)
+        tier = plan.replica_sync
+        assert isinstance(tier, RelaxedTier)
+        # What a transfer may take, however busy the link is, and how far apart groups may be in their steps.
+        slack_s = SLACK * tier.transfer_s + tier.delay * tier.step_s
+        groups = here(tier.groups, plan.batch.global_batch, slack_s)
     return apply(
         *(model, Choice.of(plan), optimizer_class),
         params=params,
@@ -306,7 +312,9 @@ def apply(
         forms=forms,
     )
     if choice.relaxed is not None and among is not None:
-        updates.relaxed = _relaxed(choice.relaxed, among, model, states, world)
+        updated = {unit for task in schedule.tasks if task.kind is Kind.UPDATE for unit in task.units}
+        trained = [state for state in states if state.name in updated]
+        updates.relaxed = _relaxed(choice.relaxed, among, model, trained, world)
     undo = [attach(units, engine)]
     undo += [
         recompute(
@@ -333,8 +341,14 @@ def _relaxed(
 ) -> GroupSync:
     """This rank's part in a relaxed tier. UserError for what groups would not have in common, and where outer
     state would not be in whole shards."""
+    for state in states:
+        if state.offload:
+            raise UserError(
+                f"unit {state.name}: optimizer state in the host's memory, and groups that do not wait for "
+                "each other, are not for one plan; solve without --host-memory"
+            )
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             raise UserError(
                 f"{name or 'the model'} has running statistics (BatchNorm), which groups that do not wait "
                 "for each other do not have in common; take another norm, or a plan in which all wait"

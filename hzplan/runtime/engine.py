@@ -426,6 +426,10 @@ class Engine:
         self._unshard_only(())
         self.executor.skip_step()
         self._end_step()
+        if self.relaxed is not None:  # rounds go on as if it had been a step
+            self.updates.tell_groups_of_skip()
+            self.refresh_parameters()
+            self.relaxed.after_step(self.updates.steps, self.synchronize, self.refresh_parameters)
 
     def _end_step(self) -> None:
         self.updates.drop_clipping()
@@ -677,15 +681,16 @@ class Engine:
         """This rank's part in a tier that nobody waits for."""
         return self.updates.relaxed
 
-    def meet_groups(self) -> int:
+    def meet_groups(self, done: int = 0) -> int:
         """Come in to the other groups of a relaxed tier, if there is one, once; every rank calls it, between
-        steps. Returns how many updates the group has done, as its timetable counts: those of the others,
+        steps. ``done``: steps that this group has done before, unless a checkpoint of such a run was loaded.
+        Returns how many updates the group has done, as its timetable counts: those of the others,
         whose parameters it takes, where they train already."""
         if (relaxed := self.relaxed) is None:
             return 0
         if not relaxed.entered:
             self.synchronize()
-            relaxed.enter(self.refresh_parameters)
+            relaxed.enter(done, self.refresh_parameters)
         return relaxed.base + self.updates.steps
 
     def close(self) -> None:

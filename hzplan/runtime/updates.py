@@ -226,7 +226,7 @@ class Updates:
             key: both.host if (both := copies[key]) is not None and value is both.device else value
             for key, value in found.items()
         }
-        if self.relaxed is not None and state:
+        if self.relaxed is not None:
             state |= self.relaxed.state_of(piece.bucket, piece.low, piece.high, self.steps)
         return state
 
@@ -353,6 +353,14 @@ class Updates:
         for bucket in self._buckets_of.get(unit, ()):
             bucket.copy_master_to_model(self._host.master(bucket))
 
+    def tell_groups_of_skip(self) -> None:
+        """A step was left out: what other groups are sent and have sent goes on; nothing may be under way."""
+        self._updating = self.steps
+        for buckets in (*self._updated_of.values(), *self._finished_of.values()):
+            self._tell_groups(buckets)
+        self.steps += 1
+
+    @torch.no_grad()
     def _tell_groups(self, buckets: Iterable[Bucket]) -> None:
         if self.relaxed is not None:
             for bucket in buckets:

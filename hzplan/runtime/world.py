@@ -92,7 +92,14 @@ class ProcessWorld:
         """See World."""
         if self.size == 1:
             return self
-        return ProcessWorld(dist.new_group(self._ranks, backend="gloo", timeout=job_timeout()))
+        made = dist.new_group(
+            self._ranks,
+            backend="gloo",
+            timeout=job_timeout(),
+            use_local_synchronization=True,
+            group_desc="hzplan apart",
+        )
+        return ProcessWorld(made)
 
     def meet(self, what: str) -> None:
         """See World."""

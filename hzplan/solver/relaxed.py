@@ -7,7 +7,8 @@ has h = d + 1, so that each round is applied before the next is sent; every para
 
     H = n·h ≥ n·(⌈T(P/n)/t⌉ + 1) steps.
 
-Of all n the one is taken with which groups are the least out of date: H/2 + d steps on average.
+Of all n the one is taken with which groups are the least out of date: H/2 steps on average and d, of which
+each counts as ``STEPS_OF_DELAY``, for it was seen to harm as much.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ from hzplan.solver.solve import Outcome, Solved
 
 MOST_PARTS = 64
 """Parts that are tried."""
+LOOKS = 4
+"""How many messages of next to no bytes it takes to agree on what became of a round."""
+STEPS_OF_DELAY = 10.0
+"""How many steps of the interval one step of the delay harms as much as: in docs/relaxed.md ten steps of
+delay cost more than eighty of the interval."""
 LEAST_GAIN = 0.05
 """By how much more sequences a second groups have to train that do not wait, else they wait."""
 
@@ -185,6 +191,8 @@ def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) 
     trained = {unit.name: sum(t.spec.numel for t in unit.tensors if t.spec.trainable) for unit in one.units}
     elements = {name: -(-count // one.mesh.world) for name, count in trained.items() if count}
 
+    agreed_s = LOOKS * exchange_s(profile, 1, "exact")
+
     def option(parts: int) -> _Option:
         if allowed.rule == "periodic":
             part_of = parts_of_units(elements, parts)
@@ -192,7 +200,7 @@ def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) 
             most = max(loads)
         else:
             most = -(-sum(elements.values()) // parts)
-        transfer_s = slowdown * exchange_s(profile, most, allowed.wire)
+        transfer_s = slowdown * exchange_s(profile, most, allowed.wire) + agreed_s
         steps = max(1, ceil(transfer_s / busy_s - 1e-9))
         return _Option(parts, transfer_s, steps, steps + (allowed.rule == "periodic"))
 
@@ -267,8 +275,9 @@ class _Option:
 
     @property
     def age(self) -> tuple[float, int]:
-        """Steps that a group's view of the others is old, on average; fewer parts where that is equal."""
-        return self.every * self.parts / 2 + self.delay, self.parts
+        """Steps that a group's view of the others is old, those of the delay weighed; fewer parts where that
+        is equal."""
+        return self.every * self.parts / 2 + STEPS_OF_DELAY * self.delay, self.parts
 
 
 def exchange_s(profile: Profile, elements: int, wire: Format) -> float:

@@ -92,15 +92,15 @@ class _Trainer:
         made = optimizer_named(plan.optimizer)
         model = workload.made(self.device, plan.model.dtype)
         self.model, self.optimizer = parallelize(model, plan, made.func, lr=options.lr, **made.keywords)
-        torch.manual_seed(options.seed + self.rank)  # dropout differs between ranks
         self.keeper = Keeper(options, plan, watcher.on_remark)
+        relaxed = self.optimizer.engine.relaxed
+        self.group = 0 if relaxed is None else relaxed.group
+        # Dropout differs between ranks.
+        torch.manual_seed(options.seed + self.rank + self.group * self.world)
         self.start = self.keeper.begin(self.model, self.optimizer)
-        self.group = 0
-        if (relaxed := self.optimizer.engine.relaxed) is not None:
-            self.group = relaxed.group
-            torch.manual_seed(options.seed + self.rank + self.group * self.world)
-            met = self.optimizer.engine.meet_groups()
-            if met != self.start.step:
+        if relaxed is not None:
+            met = self.optimizer.engine.meet_groups(self.start.step)
+            if relaxed.came:
                 self.start = self.keeper.go_on_after(met)
                 watcher.on_remark(f"the other groups have done {met} steps: going on with their parameters")
         self.ending = False  # whether SIGTERM has come to any rank
@@ -174,7 +174,7 @@ class _Trainer:
             if met > step + 1:
                 self.watcher.on_remark(f"step {step}: the others went on without this group, to step {met}")
                 self.untimed |= {*range(step + 1, met + 1)}
-            step = max(step + 1, met)
+            step = max(step + 1, min(met, self.options.steps - 1))  # the last one saves and evaluates
 
     def compare_replicas(self, step: int) -> None:
         """JobFailed naming units and ranks when what should be equal is not; before every save too."""

@@ -67,32 +67,25 @@ class Round:
 class Link:
     """Rounds of one rank, in the order that they are sent in. ``place``: this rank's, in its group."""
 
-    def __init__(self, store: Any, roll: Roll, policy: Policy, place: int, state_copies: int) -> None:
-        """``state_copies``: how many times as long as a part its outer state is."""
+    def __init__(self, store: Any, roll: Roll, policy: Policy, place: int, allow_s: float) -> None:
+        """``allow_s``: how long an exchange may take."""
         self._store, self.roll, self._policy, self._place = store, roll, policy, place
-        self._state_copies = state_copies
-        self._records: dict[int, Record] = {}
+        self._allowed = timedelta(seconds=allow_s)
+        self._record: Record | None = None  # of the round before the one that is next
         self._groups: dict[tuple[int, tuple[int, ...]], SiteGroup] = {}
-        self._broken: set[int] = set()  # generations
+        self._broken = -1  # a generation
         self._jobs: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._abandoned = False
 
-    def begin_with(self, first: int, record: Record) -> None:
-        """Of the rounds from ``first`` on the record of who takes part in the first ``ahead`` of them."""
-        ahead = self._policy.timetable.ahead
-        self._records |= {number - ahead: record for number in range(first, first + ahead)}
-
-    def members(self, number: int) -> Record:
-        """Who takes part in a round."""
-        return self._records[number - self._policy.timetable.ahead]
-
-    def learn(self, number: int, record: Record) -> None:
-        """What became of a round, from another rank of the group."""
-        self._records[number] = record
+    def begin_with(self, record: Record) -> None:
+        """Who takes part in the first round."""
+        self._record = record
 
     def now(self, one: Round) -> None:
-        """A round that is waited for, and that no group may be missing from: RuntimeError where one is."""
-        self._exchange(one, self._records[min(self._records)])
+        """A round that is waited for, and that no group may be missing from: an error where one is."""
+        assert self._record is not None
+        self._exchange(one, self._record)
 
     def send(self, one: Round) -> None:
         """Put a round under way."""
@@ -100,6 +93,12 @@ class Link:
             self._thread = threading.Thread(target=self._work, name="hzplan link", daemon=True)
             self._thread.start()
         self._jobs.put(one)
+
+    def abandon(self) -> None:
+        """Have the thread end as soon as it can, with nothing more said to the others."""
+        self._abandoned = True
+        self._jobs.put(None)
+        self.roll.leave()
 
     def close(self) -> None:
         """End the thread when what was sent is through, and be away from the roll."""
@@ -112,54 +111,68 @@ class Link:
     def _work(self) -> None:
         while (one := self._jobs.get()) is not None:
             try:
-                one.record = self._run(one)
-                self.learn(one.number, one.record)
-            except (RuntimeError, KeyError):  # the store is gone, or this group is not of the round
-                one.record = None
-            one.done.set()
+                if self._record is not None and not self._abandoned:
+                    one.record = self._record = self._run(one, self._record)
+            except Exception:  # the store is gone, or what came from it makes no sense: for others to go on
+                self._record = None
+            finally:
+                one.done.set()
 
-    def _run(self, one: Round) -> Record:
-        record = self.members(one.number)
-        well = self.roll.group in record.members
-        if well:
-            try:
-                self._exchange(one, record)
-            except (RuntimeError, OSError):
-                self._broken.add(record.generation)
-                well = False
+    def _run(self, one: Round, before: Record) -> Record | None:
+        """``before``: the record of the round before; None where this group is not of the round."""
+        if self.roll.group not in before.members:
+            return None
+        try:
+            self._exchange(one, before)
+            well = True
+        except Exception:
+            self._broken = before.generation
+            well = False
+        if self._abandoned:
+            return None
         self.roll.report(one.number, well=well)
-        before = self._records.get(one.number - 1, record)
-        return self.roll.outcome(one.number, record.members, record.generation, before)
+        return self.roll.outcome(one.number, before)
 
     @torch.no_grad()
     def _exchange(self, one: Round, record: Record) -> None:
         """Make ``values`` the weighted mean, the same to the bit in all groups."""
-        parts, own, number = self._policy.timetable.parts, self.roll.group, one.number
-        weights = {g: self.roll.weight(g) for g in record.members if record.weighs(g, number, parts)}
+        own, number, parts = self.roll.group, one.number, self._policy.timetable.parts
+        weights = {g: self.roll.weight(g) for g in record.weighs(number, parts)}
         coming = [g for g in record.members if record.receives(g, number, parts)]
+        if not weights:
+            raise RuntimeError("nobody in this round has trained")
         values = one.values
         if own in weights:
             values.mul_(weights[own] / sum(weights.values()))
         else:
             values.zero_()
-        if len(record.members) == 1:
-            return
-        if record.generation in self._broken:
-            raise RuntimeError("the connections of this generation broke")
-        group = self._group(record)
-        exact = self._policy.wire == "exact"
-        form = None if exact else form_of(self._policy.wire, dithered=self._policy.rule == "periodic")
+        if len(record.members) > 1:
+            if record.generation == self._broken:
+                raise RuntimeError("the connections of this generation broke")
+            if own in coming:
+                self.roll.await_others(number, record.members)
+            else:
+                self.roll.sends(number)
+            group = self._group(record)
+            self._sum(values, group)
+            self._hand_on(one, group, [*weights], coming)
+        if not bool(values.isfinite().all()):  # the same in all groups: nobody takes it
+            raise RuntimeError("what was sent is not finite")
+
+    def _sum(self, values: Tensor, group: SiteGroup) -> None:
+        """All groups' values in the place of this one's."""
+        wire, periodic = self._policy.wire, self._policy.rule == "periodic"
+        form = None if wire == "exact" else form_of(wire, dithered=periodic)
         share = -(-len(values) // (BLOCK * group.size)) * BLOCK
         whole = values.new_zeros(share * group.size)
         whole[: len(values)] = values
         part = whole[group.place * share : (group.place + 1) * share]
         group.all_reduce([Buffers(whole, part, form)], whole.new_empty(share)).run()
         values.copy_(whole[: len(values)])
-        self._hand_on(one, group, [g for g in weights if g in record.members], coming)
 
     def _hand_on(self, one: Round, group: SiteGroup, sources: list[int], coming: list[int]) -> None:
         """The outer state after the round, from the first group that has it to those that come."""
-        if not self._state_copies or not coming or not sources:
+        if self._policy.rule != "periodic" or not coming:
             return
         places, own = {g: place for place, g in enumerate(group.ranks)}, self.roll.group
         if own == sources[0]:
@@ -167,18 +180,19 @@ class Link:
             for work in [group.send([state], places[g], STATE_TAG) for g in coming]:
                 work.wait()
         elif own in coming:
-            one.arrived = one.values.new_empty(self._state_copies * len(one.values))
+            copies = 2 if self._policy.momentum else 1
+            one.arrived = one.values.new_empty(copies * len(one.values))
             group.recv([one.arrived], places[sources[0]], STATE_TAG).wait()
 
     def _group(self, record: Record) -> SiteGroup:
         key = record.generation, record.members
         if key not in self._groups:
-            self._groups = {of: g for of, g in self._groups.items() if of[0] + 8 > record.generation}
-            name = f"{PREFIX}/groups/{record.generation}/{self._place}"
+            self._groups.clear()
+            self.roll.forget_weights()
+            name = f"{PREFIX}/{self.roll.epoch}/groups/{record.generation}/{self._place}"
             place = record.members.index(self.roll.group)
             handle = ProcessGroupGloo(
-                PrefixStore(name, self._store),
-                *(place, len(record.members), timedelta(seconds=self.roll.patience_s)),
+                PrefixStore(name, self._store), place, len(record.members), self._allowed
             )
             self._groups[key] = SiteGroup(handle, record.members, place)
         return self._groups[key]

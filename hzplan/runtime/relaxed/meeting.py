@@ -19,7 +19,7 @@ CONNECT_S = 10.0
 """How long a connection to the store may take."""
 
 
-def here(groups: int, weight: float, env: Mapping[str, str] = os.environ) -> Groups:
+def here(groups: int, weight: float, transfer_s: float = 0.0, env: Mapping[str, str] = os.environ) -> Groups:
     """What the environment says: HZPLAN_GROUP, this group's number from 0 on; HZPLAN_MEET, host and port of
     ``hzplan meet``; HZPLAN_PATIENCE, seconds that a result which is due is waited for (120).
 
@@ -40,7 +40,7 @@ def here(groups: int, weight: float, env: Mapping[str, str] = os.environ) -> Gro
         patience_s = 0.0
     if not 1 <= patience_s <= 1e6:
         raise UserError(f"--patience {env[PATIENCE]}: seconds, from 1 on")
-    return Groups(int(group), partial(connected, host, int(port), prefix), weight, patience_s)
+    return Groups(int(group), partial(connected, host, int(port), prefix), weight, patience_s, transfer_s)
 
 
 def connected(host: str, port: int, prefix: str = "") -> Store:

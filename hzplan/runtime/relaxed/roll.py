@@ -1,12 +1,13 @@
 """Who is there: the groups that take part in a round, and what became of it, agreed on in a store.
 
 For every round there is one record, which the first group that knows writes and all others read. It says
-whether the round is applied, and who takes part in the round ``ahead`` after it, so that nobody begins a
-round without knowing with whom. A record follows from the one before, what ranks have reported of the round,
-who shows signs of life, and who wants to come in.
+whether the round is applied, and who takes part in the next one, so that nobody begins a round without
+knowing with whom. A record follows from the one before, what ranks have reported of the round, who shows
+signs of life, and who wants to come in.
 
 A group that comes (back) takes part for one turn of all parts, sends nothing, and receives each part's state;
-for another turn it trains without weight.
+for another turn it trains without weight. Where nobody is left to let it in, those who ask begin anew: an
+*epoch*, under keys of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hzplan.errors import UserError
+
 PREFIX = "hzplan/relaxed"
 LOOK_S = 0.02
 """Seconds between two looks into the store."""
@@ -27,13 +30,15 @@ BEAT_S = 0.5
 """Seconds between two signs of life."""
 SILENT_S = 4.0
 """A group that gives none for so long, after a round has failed, is taken for lost."""
+KEPT_ROUNDS = 16
+"""Rounds whose keys stay in the store."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What became of a round, and who takes part in the one ``ahead`` after it: ``members``, in
-    ``generation``, the connections' number. ``since``: by group the first round of one that came later;
-    ``answered``: by group the question that it has been let in for."""
+    """What became of a round, and who takes part in the next one: ``members``, in ``generation``, the
+    connections' number. ``since``: by group the first round of one that came later; ``answered``: by group
+    the question that it has been let in for."""
 
     applied: bool
     members: tuple[int, ...]
@@ -57,9 +62,12 @@ class Record:
         """Whether a group only receives in a round, for it has not trained yet."""
         return group in self.since and number < self.since[group] + parts
 
-    def weighs(self, group: int, number: int, parts: int) -> bool:
-        """Whether what a group sends in a round counts."""
-        return group not in self.since or number >= self.since[group] + 2 * parts
+    def weighs(self, number: int, parts: int) -> tuple[int, ...]:
+        """The groups whose values count in a round: those that have trained a turn of all parts; where there
+        are none, those that train at all."""
+        train = tuple(g for g in self.members if not self.receives(g, number, parts))
+        long = tuple(g for g in train if g not in self.since or number >= self.since[g] + 2 * parts)
+        return long or train
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,15 @@ class Begin:
     first: int
     record: Record
     comes: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What groups compare before they begin. ``kind``: of plan and shapes, the same everywhere; ``state``: of
+    what groups have in common, the same in all that begin in one round."""
+
+    kind: str
+    state: str
 
 
 class Roll:
@@ -83,62 +100,111 @@ class Roll:
         groups: int,
         ranks: int,
         *,
-        ahead: int,
         weight: float,
         speaks: bool,
         patience_s: float,
     ) -> None:
         self._store, self.group, self.groups, self._ranks = store, group, groups, ranks
-        self._ahead, self._weight, self._speaks, self.patience_s = ahead, weight, speaks, patience_s
+        self._weight, self._speaks, self.patience_s = weight, speaks, patience_s
+        self.epoch = 0
         self._weights: dict[int, float] = {}
         self._ended = threading.Event()
 
     # The group's first rank.
 
-    def enter(self, first: int) -> Begin:
+    def enter(self, first: int, mark: Mark) -> Begin:
         """Come in with everybody at the begin, or to those who train already. ``first``: the round that this
-        group would take part in first. Groups that are behind the others come in later."""
-        threading.Thread(target=self._beat, daemon=True).start()
-        self._set(f"weight/{self.group}", repr(self._weight))
-        if self._check("begin"):
-            return self.come()
-        self._set(f"came/{self.group}", str(first))
+        group would take part in first. Groups that are behind the others come in later.
+
+        UserError where groups do not fit each other.
+        """
+        while True:
+            self.epoch = int(self._store.add(f"{PREFIX}/epoch", 0))
+            begin = self._join(first, mark) if self._check("begin") else self._begin(first, mark)
+            if begin is not None:
+                self._start()
+                return begin
+            # Nobody is left to let this group in: whoever asks begins anew.
+            if self._store.add(f"{PREFIX}/left/{self.epoch}", 1) == 1:
+                self._store.add(f"{PREFIX}/epoch", 1)
+            while int(self._store.add(f"{PREFIX}/epoch", 0)) == self.epoch:
+                time.sleep(LOOK_S)
+
+    def _begin(self, first: int, mark: Mark) -> Begin | None:
+        """Begin together with all that come in time; of those that are behind, later."""
+        mine = json.dumps([first, mark.kind, mark.state])
+        self._set(f"came/{self.group}", mine)
         until = time.monotonic() + self.patience_s
         while not self._check("begin"):
             came = [one for one in range(self.groups) if self._check(f"came/{one}")]
             if len(came) == self.groups or time.monotonic() > until:
-                firsts = {one: int(self._get(f"came/{one}")) for one in came}
-                latest = max(firsts.values())
-                members = tuple(one for one, of in sorted(firsts.items()) if of == latest)
-                self._agree("begin", json.dumps([latest, Record(True, members, latest).text()]))
+                self._agree("begin", self._beginning({one: self._get(f"came/{one}") for one in came}))
             time.sleep(LOOK_S)
-        number, text = json.loads(self._get("begin"))
+        number, text, kind = json.loads(self._get("begin"))
+        if kind != mark.kind:
+            raise UserError(
+                f"group {self.group}: another model, plan or number of ranks than the other groups have; "
+                "start all of them with the same plan file"
+            )
         record = Record.of(text)
-        if self.group in record.members and first == number and self._get(f"came/{self.group}") == str(first):
+        if self.group in record.members and self._get(f"came/{self.group}") == mine:
             return Begin(number, record, comes=False)
-        return self.come()
+        return self._join(first, mark)
 
-    def come(self) -> Begin:
-        """Ask to be let in, and wait until a record does."""
-        number = int(self._get("head")) if self._check("head") else json.loads(self._get("begin"))[0] - 1
+    @staticmethod
+    def _beginning(came: Mapping[int, str]) -> str:
+        """The first round, who takes part in it, and what kind all are of: of the groups that are furthest
+        those that have the same as the first of them."""
+        said = {group: json.loads(text) for group, text in came.items()}
+        latest = max(first for first, _, _ in said.values())
+        ahead = [group for group in sorted(said) if said[group][0] == latest]
+        members = tuple(group for group in ahead if said[group] == said[ahead[0]])
+        return json.dumps([latest, Record(True, members, latest).text(), said[ahead[0]][1]])
+
+    def _join(self, first: int, mark: Mark) -> Begin | None:
+        """Ask to be let in, and wait until a record does; None where nobody is left to write one."""
+        number, text, kind = json.loads(self._get("begin"))
+        if kind != mark.kind:
+            raise UserError(
+                f"group {self.group}: another model, plan or number of ranks than the other groups have; "
+                "start all of them with the same plan file, and another hzplan meet for another run"
+            )
+        members = Record.of(text).members
+        number = int(self._get("head")) if self._check("head") else number - 1
         question = uuid.uuid4().hex
         self._set(f"wants/{self.group}", question)
         while True:
             number += 1
+            looked = time.monotonic()
             while not self._check(f"outcome/{number}"):
+                if time.monotonic() - looked > SILENT_S:
+                    if self._check("head") and int(self._get("head")) > number:  # and its keys are gone
+                        number = int(self._get("head"))
+                    elif not self._alive(members, own=False):
+                        return None
+                    looked = time.monotonic()
                 time.sleep(LOOK_S)
             record = Record.of(self._get(f"outcome/{number}"))
+            members = tuple(g for g in record.members if g != self.group) or record.members
             if record.answered.get(self.group) == question:
-                return Begin(record.since[self.group], record, comes=True)
+                if record.since[self.group] == number + 1:
+                    return Begin(number + 1, record, comes=True)
+                question = uuid.uuid4().hex  # too late for that answer
+                self._set(f"wants/{self.group}", question)
+
+    def _start(self) -> None:
+        """From now on this group takes part: it gives signs of life."""
+        self._set(f"weight/{self.group}", repr(self._weight))
+        threading.Thread(target=self._beat, args=(self.epoch,), daemon=True).start()
 
     def leave(self) -> None:
         """Give no more signs of life."""
         self._ended.set()
 
-    def _beat(self) -> None:
+    def _beat(self, epoch: int) -> None:
         while not self._ended.is_set():
             with suppress(RuntimeError):
-                self._store.add(f"{PREFIX}/beat/{self.group}", 1)
+                self._store.add(f"{PREFIX}/{epoch}/beat/{self.group}", 1)
             self._ended.wait(BEAT_S)
 
     # Every rank.
@@ -149,48 +215,70 @@ class Roll:
             self._weights[group] = float(self._get(f"weight/{group}"))
         return self._weights[group]
 
+    def forget_weights(self) -> None:
+        """Groups have come or gone."""
+        self._weights.clear()
+
+    def sends(self, number: int) -> None:
+        """Say that this group's values of a round are there."""
+        if self._speaks:
+            self._set(f"sent/{number}", "")
+
+    def await_others(self, number: int, members: tuple[int, ...]) -> None:
+        """Return when others send in a round; RuntimeError where none of them is alive any more."""
+        looked = time.monotonic()
+        while not self._check(f"sent/{number}"):
+            if time.monotonic() - looked > SILENT_S:
+                if not self._alive(members, own=False):
+                    raise RuntimeError("nobody sends any more")
+                looked = time.monotonic()
+            time.sleep(LOOK_S)
+
     def report(self, number: int, *, well: bool) -> None:
         """Say that this rank has what the others sent in a round, or will not have it."""
-        self._store.add(f"{PREFIX}/{'well' if well else 'ill'}/{number}/{self.group}", 1)
+        self._add(f"{'well' if well else 'ill'}/{number}/{self.group}", 1)
 
-    def outcome(self, number: int, members: tuple[int, ...], generation: int, before: Record) -> Record:
+    def outcome(self, number: int, before: Record) -> Record:
         """What became of a round, when that is decided. ``before``: the record of the round before."""
+        if int(self._store.add(f"{PREFIX}/epoch", 0)) != self.epoch:
+            raise RuntimeError("others have begun anew without this group")
         began = time.monotonic()
         while not self._check(f"outcome/{number}"):
-            late = time.monotonic() - began > self.patience_s
-            well, ill = ({one: self._reports(how, number, one) for one in members} for how in ("well", "ill"))
-            applied = all(count == self._ranks for count in well.values())
-            if self._speaks and (late or applied or any(ill.values())):
-                alive = {*members} if applied else self._alive(members)
-                if late and not applied:  # some are not even there
-                    alive &= {one for one in members if well[one] + ill[one] == self._ranks} | {self.group}
-                record = following(
-                    *(before, number + self._ahead, applied),
-                    broken=not applied and generation == before.generation,
-                    lost={*members} - alive,
-                    questions=self._questions(),
-                )
-                self._agree(f"outcome/{number}", record.text())
-                self._set("head", str(number))
-            else:
-                time.sleep(LOOK_S)
+            if self._speaks:
+                self._decide(number, before, late=time.monotonic() - began > self.patience_s)
+            time.sleep(LOOK_S)
         return Record.of(self._get(f"outcome/{number}"))
 
-    def _reports(self, how: str, number: int, group: int) -> int:
-        return int(self._store.add(f"{PREFIX}/{how}/{number}/{group}", 0))
+    def _decide(self, number: int, before: Record, *, late: bool) -> None:
+        """Write a round's record where enough is known."""
+        members = before.members
+        well = {one: self._add(f"well/{number}/{one}", 0) for one in members}
+        ill = {one: self._add(f"ill/{number}/{one}", 0) for one in members}
+        applied = all(count == self._ranks for count in well.values())
+        if not (late or applied or any(ill.values())):
+            return
+        alive = {*members} if applied else self._alive(members) | {self.group}
+        if late and not applied:  # some are not even there
+            alive &= {one for one in members if well[one] + ill[one] == self._ranks} | {self.group}
+        lost = {*members} - alive
+        record = following(before, number + 1, applied=applied, lost=lost, questions=self._questions())
+        self._agree(f"outcome/{number}", record.text())
+        self._set("head", str(number))
+        old = number - KEPT_ROUNDS
+        for key in [f"{how}/{old}/{one}" for how in ("well", "ill") for one in range(self.groups)]:
+            self._delete(key)
+        for key in (f"outcome/{old}", f"sent/{old}"):
+            self._delete(key)
 
-    def _alive(self, members: tuple[int, ...]) -> set[int]:
-        """Of the members those that give signs of life."""
-        before = {one: self._beats(one) for one in members}
-        found = {self.group}
+    def _alive(self, members: tuple[int, ...], *, own: bool = True) -> set[int]:
+        """Of the members those that give signs of life; ``own``: this one does."""
+        before = {one: self._add(f"beat/{one}", 0) for one in members if not own or one != self.group}
+        found = {self.group} if own else set()
         until = time.monotonic() + SILENT_S
-        while time.monotonic() < until and len(found) < len(members):
+        while time.monotonic() < until and not found >= before.keys():
             time.sleep(BEAT_S / 2)
-            found |= {one for one, beats in before.items() if self._beats(one) > beats}
+            found |= {one for one, beats in before.items() if self._add(f"beat/{one}", 0) > beats}
         return found
-
-    def _beats(self, group: int) -> int:
-        return int(self._store.add(f"{PREFIX}/beat/{group}", 0))
 
     def _questions(self) -> dict[int, str]:
         """Of the groups that have asked to be let in what they asked last."""
@@ -198,28 +286,38 @@ class Roll:
 
     # The store.
 
+    def _key(self, key: str) -> str:
+        return f"{PREFIX}/{self.epoch}/{key}"
+
     def _check(self, key: str) -> bool:
-        return bool(self._store.check([f"{PREFIX}/{key}"]))
+        return bool(self._store.check([self._key(key)]))
 
     def _get(self, key: str) -> str:
-        return str(self._store.get(f"{PREFIX}/{key}").decode())
+        return str(self._store.get(self._key(key)).decode())
 
     def _set(self, key: str, value: str) -> None:
-        self._store.set(f"{PREFIX}/{key}", value)
+        self._store.set(self._key(key), value)
+
+    def _add(self, key: str, count: int) -> int:
+        return int(self._store.add(self._key(key), count))
+
+    def _delete(self, key: str) -> None:
+        with suppress(RuntimeError):
+            self._store.delete_key(self._key(key))
 
     def _agree(self, key: str, value: str) -> None:
         """Set a key that nobody has set."""
-        self._store.compare_set(f"{PREFIX}/{key}", "", value)
+        self._store.compare_set(self._key(key), "", value)
 
 
 def following(
-    before: Record, number: int, applied: bool, broken: bool, lost: Set[int], questions: Mapping[int, str]
+    before: Record, number: int, *, applied: bool, lost: Set[int], questions: Mapping[int, str]
 ) -> Record:
-    """The record about who takes part in round ``number``. ``broken``: the connections of the newest
-    generation are; ``lost``: groups that are gone; ``questions``: see ``Record.answered``."""
+    """The record about who takes part in round ``number``. ``lost``: groups that are gone; ``questions``: see
+    ``Record.answered``. A group that asks has begun anew: it is let in as one that comes."""
     new = {group: asked for group, asked in questions.items() if before.answered.get(group) != asked}
     members = tuple(sorted(({*before.members} - lost) | {*new}))
-    changed = broken or bool(new) or members != before.members
+    changed = not applied or bool(new) or members != before.members
     return Record(
         applied,
         members,

@@ -36,9 +36,8 @@ class Slice:
             return {}
         return outer_step(self.policy, {name: of[low:high] for name, of in self.kept.items()}, mean)
 
-    def apply(self, values: Tensor, mean: Tensor, low: int, high: int, *, first: bool) -> None:
-        """Change elements [low, high) of the parameters by the mean of what groups have sent. ``first``: no
-        round was about them before."""
+    def apply(self, values: Tensor, mean: Tensor, low: int, high: int) -> None:
+        """Change elements [low, high) of the parameters by the mean of what groups have sent."""
         policy, now = self.policy, values[low:high]
         if policy.rule == "periodic":
             for name, new in self.advanced(mean, low, high).items():
@@ -56,7 +55,10 @@ class Slice:
             now.copy_(mean)
         else:
             kept = self.kept["outer_drift"][low:high]
-            kept.copy_(drift) if first else kept.mul_(policy.decay).add_(drift, alpha=1 - policy.decay)
+            if bool(kept.any()):
+                kept.mul_(policy.decay).add_(drift, alpha=1 - policy.decay)
+            else:  # the first time
+                kept.copy_(drift)
             now.copy_(mean).add_(kept)
 
 

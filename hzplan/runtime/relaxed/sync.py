@@ -6,6 +6,8 @@ that a group's step is the one that was planned. What travels does so on a threa
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hzplan.core.relaxed import Policy, part_bounds, parts_of_units
-from hzplan.errors import JobFailed
+from hzplan.errors import JobFailed, UserError, one_line
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.relaxed.link import Link, Round, agreed
-from hzplan.runtime.relaxed.roll import Begin, Record, Roll
+from hzplan.runtime.relaxed.roll import Begin, Mark, Record, Roll
 from hzplan.runtime.relaxed.rules import Slice
 from hzplan.runtime.world import MAX, World
 
@@ -26,7 +28,9 @@ OUTER = "outer"
 """How the keys of what checkpoints have of a relaxed tier begin."""
 COUNT = "outer_updates"
 """The key of the number of updates among them."""
-RETRY_S = 10.0
+LOOK_S = 1.0
+"""How long ranks of a group that comes wait before they look whether each of them is done."""
+RETRY_S = 30.0
 """Seconds between two tries to reach the others."""
 
 
@@ -49,17 +53,19 @@ class Groups:
     """Where a rank's group stands: its number, who it is to others, and how to reach them.
 
     ``connect``: a store that all groups see; ``weight``: how many sequences this group trains on in a step;
-    ``patience_s``: how long a result that is due is waited for.
+    ``patience_s``: how long a result that is due is waited for; ``transfer_s``: how long one takes besides.
     """
 
     group: int
     connect: Callable[[], Any]
     weight: float = 1.0
     patience_s: float = 120.0
+    transfer_s: float = 0.0
 
 
 class GroupSync:
-    """The state and the timetable of a rank's slices. ``entered``: whether the group has come in.
+    """The state and the timetable of a rank's slices. ``entered``: whether the group has come in; ``came``:
+    to others that trained already.
 
     Updates are counted from those that ``base`` says were done before this process's first.
     ``applied``, ``missed``: rounds; ``waited_s``: seconds that results which were due were waited for.
@@ -70,14 +76,22 @@ class GroupSync:
     ) -> None:
         """``units``: their trained buckets; ``control``: the group's ranks, with messages of their own."""
         policy.check()
+        trained = sum(map(bool, units.values()))
+        if policy.rule == "periodic" and policy.timetable.parts > trained:
+            raise UserError(
+                f"{policy.timetable.parts} parts, but {trained} units are trained, and each part "
+                "has one at least; solve with fewer fragments"
+            )
         self.policy, self._groups, self._control = policy, groups, control
         self._buckets = [bucket for buckets in units.values() for bucket in buckets]
         self._slices = {id(bucket): Slice(policy, bucket.master) for bucket in self._buckets}
         self._parts = _places(policy, units)
         self._place_of = [{id(place.bucket): place for place in part} for part in self._parts]
-        self.entered, self.base = False, 0
+        self.entered, self.came, self.base = False, False, 0
         self._out_since: int | None = None  # the update after which others went on without this group
-        self._tried_s = 0.0
+        self._why = ""
+        self._tried_s, self._answers = 0.0, False
+        self._probe: threading.Thread | None = None
         self._loaded: Callable[[], Tensor] | None = None
         self._link: Link | None = None
         self._sending: tuple[Round, set[int]] | None = None
@@ -92,75 +106,145 @@ class GroupSync:
 
     # Coming in.
 
-    def enter(self, refresh: Callable[[], None]) -> None:
-        """Come in; every rank of the group calls it, between steps. ``refresh``: gathers parameters from what
-        was written to master weights."""
+    def enter(self, done: int, refresh: Callable[[], None]) -> None:
+        """Come in; every rank of the group calls it, between steps. ``done``: how many updates the group has
+        done where no checkpoint of a relaxed run says so; ``refresh``: gathers parameters from what was
+        written to master weights. UserError where others do not answer, or do not fit.
+        """
         self.entered = True
         table = self.policy.timetable
-        if self._loaded is not None:
-            self.base = int(self._loaded())
-        else:
+        counts = torch.tensor([-1 if self._loaded is None else int(self._loaded())], dtype=torch.int64)
+        self._most(counts)  # a rank may have no piece of anything
+        self.base = done if int(counts) < 0 else int(counts)
+        if int(counts) < 0:
             for bucket in self._buckets:
                 if (outer := self._slices[id(bucket)].kept.get("outer")) is not None:
                     outer.copy_(bucket.master)
-        link = self._connected()
-        in_flight = table.in_flight(self.base)
+        in_flight = table.in_flight(self.base) if int(counts) >= 0 else range(0)
         first = in_flight.start if in_flight else self.base // table.every
-        begin = self._told(lambda roll: roll.enter(first))
-        link.begin_with(begin.first, begin.record)
-        if begin.comes:
-            self._come(begin, 0, refresh)
-            return
+        while True:
+            begin = self._asked(first)
+            if begin is None:
+                raise UserError(f"group {self.group}: {self._why or 'a rank did not reach the others'}")
+            if table.delay == 0 and (begin.comes or len(begin.record.members) < self.policy.groups):
+                raise JobFailed("without a delay all groups begin together, and not all have come")
+            if not begin.comes:
+                break
+            if self._come(begin, 0, refresh):
+                self.came = True
+                return
+        assert self._link is not None
         for number in in_flight:  # as they were sent before
             one = self._round(number)
             for place in self._parts[table.part(number)]:
                 kept = self._slices[id(place.bucket)].kept["outer_sent"]
                 place.of(one.values).copy_(kept[place.low : place.high])
             self._in_flight[number] = one
-            link.send(one)
+            self._link.send(one)
 
-    def _connected(self) -> Link:
-        policy, control, groups = self.policy, self._control, self._groups
-        store = groups.connect()
-        roll = Roll(
-            *(store, groups.group, policy.groups, control.size),
-            ahead=policy.timetable.ahead,
-            weight=groups.weight,
-            speaks=control.rank == 0,
-            patience_s=groups.patience_s,
+    def _asked(self, first: int) -> Begin | None:
+        """What the group's first rank is told when it asks to be let in, on all ranks; None where one of them
+        does not reach the others, and ``_why`` says why."""
+        self._why = ""
+        begin: Begin | None = None
+        mark = self._mark()
+        try:
+            policy, control, groups = self.policy, self._control, self._groups
+            store = groups.connect()
+            roll = Roll(
+                *(store, groups.group, policy.groups, control.size),
+                weight=groups.weight,
+                speaks=control.rank == 0,
+                patience_s=groups.patience_s,
+            )
+            reached = 0
+        except (RuntimeError, OSError) as error:
+            self._why, reached = f"the meeting place does not answer ({one_line(error)}); see --meet", 1
+        failed = torch.tensor([reached], dtype=torch.int64)
+        self._most(failed)
+        if int(failed):
+            return None
+        found = self._patiently(lambda: roll.enter(first, mark))
+        if isinstance(found, Exception):
+            self._why = one_line(found)
+        begin = found if isinstance(found, Begin) else None
+        failed = torch.tensor([int(isinstance(found, Exception))], dtype=torch.int64)
+        self._most(failed)
+        if int(failed):
+            return None
+        record = agreed(None if begin is None else begin.record, policy.groups, self._most)
+        numbers = torch.tensor(
+            [-1, -1, -1] if begin is None else [begin.first, begin.comes, roll.epoch], dtype=torch.int64
         )
-        copies = len(policy.kept()) - (policy.timetable.delay > 0) if policy.rule == "periodic" else 0
-        self._link = Link(store, roll, policy, control.rank, copies)
-        return self._link
-
-    def _told(self, ask: Callable[[Roll], Begin]) -> Begin:
-        """What the group's first rank is told, on all its ranks."""
-        assert self._link is not None
-        begin = ask(self._link.roll) if self._control.rank == 0 else None
-        record = agreed(None if begin is None else begin.record, self.policy.groups, self._most)
-        numbers = torch.tensor([-1, -1] if begin is None else [begin.first, begin.comes], dtype=torch.int64)
         self._most(numbers)
         assert record is not None
+        roll.epoch = int(numbers[2])
+        if self._link is not None:
+            self._link.abandon()
+        self._link = Link(store, roll, policy, control.rank, groups.patience_s + groups.transfer_s)
+        self._link.begin_with(record)
         return Begin(int(numbers[0]), record, comes=bool(numbers[1]))
 
-    def _come(self, begin: Begin, done: int, refresh: Callable[[], None]) -> None:
-        """Receive each part's state, one round after the other, and begin with it. ``done``: updates."""
+    def _patiently(self, work: Callable[[], Begin]) -> Begin | Exception | None:
+        """What the group's first rank does, however long that takes: the others are told that it lives. On
+        those None."""
+        found: list[Begin | Exception] = []
+
+        def do() -> None:
+            try:
+                found.append(work())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=do, daemon=True)
+        if self._control.rank == 0:
+            thread.start()
+        waits = True
+        while waits:
+            if self._control.rank == 0:
+                thread.join(timeout=LOOK_S)
+            busy = torch.tensor([int(self._control.rank == 0 and thread.is_alive())], dtype=torch.int64)
+            self._most(busy)
+            waits = bool(int(busy))
+        return found[0] if found else None
+
+    def _mark(self) -> Mark:
+        """What groups compare: of all ranks of this one."""
+        places = [[p.low, p.high, p.bucket.layout.tensors[0].name] for part in self._parts for p in part]
+        said = [*self.policy, self._control.size, str(self._buckets[0].master.dtype), places]
+        kind = hashlib.sha256(repr(said).encode()).digest()
+        state = hashlib.sha256()
+        for bucket in self._buckets:
+            for name in ("outer", "outer_momentum"):
+                if (values := self._slices[id(bucket)].kept.get(name)) is not None:
+                    state.update(values.cpu().view(torch.uint8).numpy().tobytes())
+        own = [int.from_bytes(of[:7], "big") for of in (kind, state.digest())]
+        every = torch.zeros(self._control.size, 2, dtype=torch.int64)
+        every[self._control.rank] = torch.tensor(own, dtype=torch.int64)
+        self._most(every)
+        kinds, states = (hashlib.sha256(repr(of).encode()).hexdigest() for of in every.t().tolist())
+        return Mark(kinds, states)
+
+    def _come(self, begin: Begin, done: int, refresh: Callable[[], None]) -> bool:
+        """Receive each part's state, one round after the other, and begin with it; False where that did not
+        succeed. ``done``: updates of this process."""
         table, link = self.policy.timetable, self._link
         assert link is not None
         last = begin.first + table.parts - 1
         for number in range(begin.first, last + 1):
             one = self._round(number)
             link.send(one)
-            record = self._settled(one)
+            record = self._settled(one, forever=True)
             if record is None or not record.applied:
-                begin = self._told(lambda roll: roll.come())
-                link.begin_with(begin.first, begin.record)
-                return self._come(begin, done, refresh)
+                return False
             for place in self._parts[table.part(number)]:
                 kept, master = self._slices[id(place.bucket)].kept, place.bucket.master
-                if one.arrived is None:
+                if self.policy.rule != "periodic":
                     master[place.low : place.high] = place.of(one.values)
+                    if (drift := kept.get("outer_drift")) is not None:
+                        drift[place.low : place.high] = 0
                     continue
+                assert one.arrived is not None
                 named = [name for name in ("outer", "outer_momentum") if name in kept]
                 for name, flat in zip(named, one.arrived.view(len(named), -1), strict=True):
                     kept[name][place.low : place.high] = place.of(flat)
@@ -168,6 +252,7 @@ class GroupSync:
         self._in_flight, self._sending = {}, None
         self.base, self._out_since = table.sent_after(last) - done, None
         refresh()
+        return True
 
     def after_step(self, done: int, synchronize: Callable[[], None], refresh: Callable[[], None]) -> None:
         """Come in again where the others have gone on without this group; every rank calls it after a step,
@@ -175,26 +260,45 @@ class GroupSync:
         what came of them."""
         if self._out_since is None or self._out_since >= self.base + done:
             return
+        if self._link is not None:
+            self._link.abandon()
+            self._link = None
         reached = torch.tensor([int(self._reaches())], dtype=torch.int64)
         self._most(reached)
-        if reached:
+        if int(reached):
             synchronize()
-            if self._link is not None:
-                self._link.roll.leave()
-            link = self._connected()
-            begin = self._told(lambda roll: roll.come())
-            link.begin_with(begin.first, begin.record)
-            self._come(begin, done, refresh)
+            begin = self._asked((self.base + done) // self.policy.timetable.every)
+            if begin is None:
+                return
+            if begin.comes:
+                self._come(begin, done, refresh)
+            else:  # nobody was left, and all that asked have begun anew
+                self._in_flight, self._sending, self._out_since = {}, None, None
+                self.base = begin.first * self.policy.timetable.every - done
 
     def _reaches(self) -> bool:
-        if self._control.rank or time.monotonic() - self._tried_s < RETRY_S:
+        """Whether the meeting place answers, which a thread of its own finds out."""
+        if self._control.rank:
             return False
-        self._tried_s = time.monotonic()
+        probe = self._probe
+        if probe is not None and probe.is_alive():
+            return False
+        if probe is not None and self._answers:
+            self._probe, self._answers = None, False
+            return True
+        if probe is None or time.monotonic() - self._tried_s > RETRY_S:
+            self._tried_s = time.monotonic()
+            self._probe = threading.Thread(target=self._try, daemon=True)
+            self._probe.start()
+        return False
+
+    def _try(self) -> None:
         try:
             self._groups.connect().check([OUTER])
+            self._answers = True
         except (RuntimeError, OSError):
-            return False
-        return True
+            self._answers = False
+        self._tried_s = time.monotonic()
 
     # In the tasks of updates.
 
@@ -242,7 +346,7 @@ class GroupSync:
                 self.missed += 1
         if one.record is not None and one.record.applied:
             mean = place.of(one.values).to(values.device)
-            self._slices[id(bucket)].apply(values, mean, place.low, place.high, first=number < table.parts)
+            self._slices[id(bucket)].apply(values, mean, place.low, place.high)
         one.left -= 1
         if not one.left:
             del self._in_flight[number]
@@ -257,21 +361,22 @@ class GroupSync:
         assert self._link is not None
         try:
             self._link.now(Round(number, mean))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise JobFailed(
                 f"a group is gone, and without a delay the others wait for it: {error}"
             ) from error
-        first = number < self.policy.timetable.parts
-        state.apply(values, mean.to(values.device), low, high, first=first)
+        state.apply(values, mean.to(values.device), low, high)
 
-    def _settled(self, one: Round) -> Record | None:
-        """What became of a round, when all ranks of the group know."""
-        assert self._link is not None
+    def _settled(self, one: Round, *, forever: bool = False) -> Record | None:
+        """What became of a round, when all ranks of the group know. ``forever``: the others take their time
+        until they send it; the ranks of this one say now and then that they wait."""
         began = time.perf_counter()
-        one.done.wait(timeout=2 * self._groups.patience_s)
+        while forever:
+            done = torch.tensor([-int(one.done.wait(timeout=LOOK_S))], dtype=torch.int64)
+            self._most(done)
+            forever = bool(int(done) == 0)
+        one.done.wait(timeout=2 * self._groups.patience_s + self._groups.transfer_s)
         record = agreed(one.record if one.done.is_set() else None, self.policy.groups, self._most)
-        if record is not None:
-            self._link.learn(one.number, record)
         self.waited_s += time.perf_counter() - began
         return record
 
@@ -284,9 +389,11 @@ class GroupSync:
 
         def advanced(mean: Tensor) -> Tensor:
             """Outer weights of all places, then their momentum."""
-            found = [
-                [*self._slices[id(p.bucket)].advanced(p.of(mean), p.low, p.high).values()] for p in places
-            ]
+            found = []
+            for p in places:
+                state = self._slices[id(p.bucket)]
+                of = state.advanced(p.of(mean).to(state.kept["outer"].device), p.low, p.high)
+                found.append([one.cpu() for one in of.values()])
             return torch.cat([one for kind in zip(*found, strict=True) for one in kind])
 
         return Round(number, values, advanced, left=len(places))
@@ -307,7 +414,11 @@ class GroupSync:
 
     def load(self, count: Callable[[], Tensor]) -> None:
         """What ``state_of`` gives is being filled from a checkpoint; ``count``: how many updates it had, when
-        that is done."""
+        that is done. UserError once the group has come in."""
+        if self.entered:
+            raise UserError(
+                "a checkpoint is loaded while the group trains with others: load it before the first step"
+            )
         self._loaded = count
 
     def close(self) -> None:
