@@ -117,8 +117,9 @@ def _campaign(folder: Path, where: str, times: int, steps: int, rng: random.Rand
             continue
         time.sleep(rng.uniform(0.0, 3.0))
         one = rng.randrange(2)
-        before, other = groups[one].step(), groups[1 - one]
+        other = groups[1 - one]
         groups[one].kill()
+        before = groups[one].step()
         killed += 1
         time.sleep(rng.uniform(0.0, 1.0))
         began, goes_on = time.monotonic(), other.step()
@@ -143,10 +144,10 @@ def _campaign(folder: Path, where: str, times: int, steps: int, rng: random.Rand
         [
             TITLE,
             "",
-            f"By `python -m tests.group_faults`: two groups of two ranks (gpt:nano, {steps} steps), one of "
-            f"them killed {killed} times at random moments, all of its processes at once, and started anew with "
-            "`--resume`. It is back, and trains, after a median of "
-            f"{statistics.median(back):.1f} s ({max(back):.1f} at most), starting Python and torch included. "
+            f"By `python -m tests.group_faults`: two groups of two ranks (gpt:nano, {steps} steps). One of "
+            f"them was killed {killed} times at random moments, all of its processes at once, and started "
+            f"anew with `--resume`. It trains again after a median of {statistics.median(back):.1f} s "
+            f"({max(back):.1f} at most), starting Python and torch included. "
             f"Held-out losses in the end: {', '.join(f'{loss:.4f}' for loss in losses)}; of undisturbed runs "
             f"with {SEEDS} seeds {', '.join(f'{loss:.4f}' for loss in calm)}. "
             + (f"**Not as it should be: {'; '.join(wrong)}.**" if wrong else "All ended as they should."),

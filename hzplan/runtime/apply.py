@@ -35,7 +35,7 @@ from hzplan.models.recompute import recompute, recomputed_modules
 from hzplan.models.saved import Saved
 from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
 from hzplan.runtime import cuda, launcher
-from hzplan.runtime.backends.groups import STREAMS
+from hzplan.runtime.backends.groups import STREAMS, job_timeout
 from hzplan.runtime.bucket import Bucket, Forms
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
@@ -185,6 +185,12 @@ def parallelize(
         # What a transfer may take, however busy the link is, and how far apart groups may be in their steps.
         slack_s = SLACK * tier.transfer_s + tier.delay * tier.step_s
         groups = here(tier.groups, plan.batch.global_batch, slack_s)
+        if (timeout := job_timeout()) is not None and (waits_s := groups.most_s) > timeout.total_seconds():
+            raise UserError(
+                f"a result of another group is waited for up to {waits_s:.0f} s (twice the patience, and "
+                f"{slack_s:.0f} s for transfers), and ranks of the job for each other "
+                f"{timeout.total_seconds():.0f} s: give a longer --timeout, or less --patience"
+            )
     return apply(
         *(model, Choice.of(plan), optimizer_class),
         params=params,

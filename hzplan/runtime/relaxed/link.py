@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from hzplan.core.relaxed import Policy
 from hzplan.core.wire import BLOCK
 from hzplan.runtime.backends.base import Buffers
-from hzplan.runtime.backends.exchange import ExchangeGroup
+from hzplan.runtime.backends.exchange import ExchangeGroup, Message
 from hzplan.runtime.backends.packing import form_of
-from hzplan.runtime.faults import Work
+from hzplan.runtime.faults import Transfer, Work
 from hzplan.runtime.relaxed.roll import PREFIX, Record, Roll
 
 STATE_TAG = 1 << 20
@@ -35,6 +35,14 @@ class SiteGroup(ExchangeGroup):
     def __init__(self, handle: Any, members: tuple[int, ...], place: int) -> None:
         super().__init__(members, place)
         self.handle = handle
+
+    def post_send(self, message: Message, tag: int) -> Transfer:
+        """See ExchangeGroup. Groups are no ranks of the job: they are not told of as late ones."""
+        return super().post_send(message, tag)._replace(peer=None)
+
+    def post_receive(self, message: Message, tag: int) -> Transfer:
+        """See ExchangeGroup."""
+        return super().post_receive(message, tag)._replace(peer=None)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         """See ExchangeGroup."""
@@ -85,10 +93,13 @@ class Link:
     def now(self, one: Round) -> None:
         """A round that is waited for, and that no group may be missing from: an error where one is."""
         assert self._record is not None
-        self._exchange(one, self._record)
+        self._exchange(one, self._record, at_once=True)
 
     def send(self, one: Round) -> None:
         """Put a round under way."""
+        if self._abandoned:
+            one.done.set()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hzplan link", daemon=True)
             self._thread.start()
@@ -99,6 +110,7 @@ class Link:
         self._abandoned = True
         self._jobs.put(None)
         self.roll.leave()
+        self._groups.clear()  # connections that are closed are noticed at once
 
     def close(self) -> None:
         """End the thread when what was sent is through, and be away from the roll."""
@@ -134,7 +146,7 @@ class Link:
         return self.roll.outcome(one.number, before)
 
     @torch.no_grad()
-    def _exchange(self, one: Round, record: Record) -> None:
+    def _exchange(self, one: Round, record: Record, *, at_once: bool = False) -> None:
         """Make ``values`` the weighted mean, the same to the bit in all groups."""
         own, number, parts = self.roll.group, one.number, self._policy.timetable.parts
         weights = {g: self.roll.weight(g) for g in record.weighs(number, parts)}
@@ -151,7 +163,7 @@ class Link:
                 raise RuntimeError("the connections of this generation broke")
             if own in coming:
                 self.roll.await_others(number, record.members)
-            else:
+            elif not at_once:
                 self.roll.sends(number)
             group = self._group(record)
             self._sum(values, group)
@@ -198,20 +210,24 @@ class Link:
         return self._groups[key]
 
 
-def agreed(found: Record | None, groups: int, all_reduce: Callable[[Tensor], None]) -> Record | None:
-    """A record on all ranks of a group, where any of them has it. ``all_reduce``: the largest numbers of all
-    ranks, in place."""
-    said = torch.full((3 + groups,), -1, dtype=torch.int64)
+def agreed(
+    found: Record | None, groups: int, all_reduce: Callable[[Tensor], None]
+) -> tuple[Record | None, bool]:
+    """A record on all ranks of a group, where any of them has it, and whether all have. ``all_reduce``: the
+    largest numbers of all ranks, in place."""
+    said = torch.full((4 + groups,), -1, dtype=torch.int64)
+    said[-1] = int(found is None)
     if found is not None:
         said[0] = int(found.applied)
         said[1], said[2] = sum(1 << g for g in found.members), found.generation
         for g, first in found.since.items():
             said[3 + g] = first
     all_reduce(said)
-    applied, members, generation, *since = (int(one) for one in said)
+    applied, members, generation, *since, missed = (int(one) for one in said)
     if applied < 0:
-        return None
+        return None, False
     if found is not None:  # which has all that the store has
-        return found
+        return found, not missed
     came = {g: first for g, first in enumerate(since) if first >= 0}
-    return Record(bool(applied), tuple(g for g in range(groups) if members >> g & 1), generation, came)
+    taking_part = tuple(g for g in range(groups) if members >> g & 1)
+    return Record(bool(applied), taking_part, generation, came), not missed

@@ -16,7 +16,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,16 +95,21 @@ class Roll:
 
     def __init__(
         self,
-        store: Any,
+        connect: Callable[[], Any],
         group: int,
         groups: int,
         ranks: int,
         *,
+        turn: int,
         weight: float,
         speaks: bool,
         patience_s: float,
     ) -> None:
-        self._store, self.group, self.groups, self._ranks = store, group, groups, ranks
+        """``connect``: to the store; ``turn``: rounds until a part's turn comes again."""
+        self._connect, self._store, self._turn = connect, connect(), turn
+        self.group, self.groups, self._ranks = group, groups, ranks
+        self._beaten_s = 0.0
+        self._given_up: set[tuple[int, str]] = set()  # questions whose askers have ended
         self._weight, self._speaks, self.patience_s = weight, speaks, patience_s
         self.epoch = 0
         self._weights: dict[int, float] = {}
@@ -119,16 +124,19 @@ class Roll:
         UserError where groups do not fit each other.
         """
         while True:
-            self.epoch = int(self._store.add(f"{PREFIX}/epoch", 0))
+            self.epoch = self._now()
             begin = self._join(first, mark) if self._check("begin") else self._begin(first, mark)
             if begin is not None:
                 self._start()
                 return begin
             # Nobody is left to let this group in: whoever asks begins anew.
-            if self._store.add(f"{PREFIX}/left/{self.epoch}", 1) == 1:
-                self._store.add(f"{PREFIX}/epoch", 1)
-            while int(self._store.add(f"{PREFIX}/epoch", 0)) == self.epoch:
-                time.sleep(LOOK_S)
+            expected = str(self.epoch) if self.epoch else ""
+            self._store.compare_set(f"{PREFIX}/epoch", expected, str(self.epoch + 1))
+
+    def _now(self) -> int:
+        """The newest epoch."""
+        key = f"{PREFIX}/epoch"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _begin(self, first: int, mark: Mark) -> Begin | None:
         """Begin together with all that come in time; of those that are behind, later."""
@@ -136,7 +144,11 @@ class Roll:
         self._set(f"came/{self.group}", mine)
         until = time.monotonic() + self.patience_s
         while not self._check("begin"):
+            self._beat(f"here/{self.group}")
             came = [one for one in range(self.groups) if self._check(f"came/{one}")]
+            all_came = len(came) == self.groups
+            if all_came or time.monotonic() > until:
+                came = sorted(self._alive(tuple(came), key="here"))
             if len(came) == self.groups or time.monotonic() > until:
                 self._agree("begin", self._beginning({one: self._get(f"came/{one}") for one in came}))
             time.sleep(LOOK_S)
@@ -162,25 +174,32 @@ class Roll:
         return json.dumps([latest, Record(True, members, latest).text(), said[ahead[0]][1]])
 
     def _join(self, first: int, mark: Mark) -> Begin | None:
-        """Ask to be let in, and wait until a record does; None where nobody is left to write one."""
+        """Ask to be let in, and wait until a record does; None where nobody is left to write one, or this
+        group is far ahead of those that are there: then it is they who have to take what it has."""
         number, text, kind = json.loads(self._get("begin"))
+        head = int(self._get("head")) if self._check("head") else number
+        if first > head + 2 * self._turn:
+            return None
         if kind != mark.kind:
             raise UserError(
                 f"group {self.group}: another model, plan or number of ranks than the other groups have; "
                 "start all of them with the same plan file, and another hzplan meet for another run"
             )
         members = Record.of(text).members
-        number = int(self._get("head")) if self._check("head") else number - 1
+        number = head if self._check("head") else number - 1
         question = uuid.uuid4().hex
         self._set(f"wants/{self.group}", question)
         while True:
             number += 1
-            looked = time.monotonic()
+            heard = looked = time.monotonic()
             while not self._check(f"outcome/{number}"):
+                self._beat(f"asks/{self.group}")
                 if time.monotonic() - looked > SILENT_S:
                     if self._check("head") and int(self._get("head")) > number:  # and its keys are gone
                         number = int(self._get("head"))
-                    elif not self._alive(members, own=False):
+                    if self._alive(members, own=False):
+                        heard = time.monotonic()
+                    elif time.monotonic() - heard > max(SILENT_S, self.patience_s / 4):
                         return None
                     looked = time.monotonic()
                 time.sleep(LOOK_S)
@@ -195,17 +214,27 @@ class Roll:
     def _start(self) -> None:
         """From now on this group takes part: it gives signs of life."""
         self._set(f"weight/{self.group}", repr(self._weight))
-        threading.Thread(target=self._beat, args=(self.epoch,), daemon=True).start()
+        threading.Thread(target=self._live, args=(self._key(f"beat/{self.group}"),), daemon=True).start()
 
     def leave(self) -> None:
-        """Give no more signs of life."""
+        """Give no more signs of life, and end whatever is waited for."""
         self._ended.set()
 
-    def _beat(self, epoch: int) -> None:
+    def _live(self, key: str) -> None:
+        """Over a connection of its own: one that somebody waits on answers nobody else."""
         while not self._ended.is_set():
-            with suppress(RuntimeError):
-                self._store.add(f"{PREFIX}/{epoch}/beat/{self.group}", 1)
+            with suppress(RuntimeError, OSError):
+                store = self._connect()
+                while not self._ended.is_set():
+                    store.add(key, 1)
+                    self._ended.wait(BEAT_S)
             self._ended.wait(BEAT_S)
+
+    def _beat(self, key: str) -> None:
+        """A sign of life of who waits, at most every so often."""
+        if time.monotonic() - self._beaten_s > BEAT_S:
+            self._beaten_s = time.monotonic()
+            self._add(key, 1)
 
     # Every rank.
 
@@ -228,6 +257,8 @@ class Roll:
         """Return when others send in a round; RuntimeError where none of them is alive any more."""
         looked = time.monotonic()
         while not self._check(f"sent/{number}"):
+            if self._ended.is_set():
+                raise RuntimeError("this group has ended")
             if time.monotonic() - looked > SILENT_S:
                 if not self._alive(members, own=False):
                     raise RuntimeError("nobody sends any more")
@@ -240,14 +271,24 @@ class Roll:
 
     def outcome(self, number: int, before: Record) -> Record:
         """What became of a round, when that is decided. ``before``: the record of the round before."""
-        if int(self._store.add(f"{PREFIX}/epoch", 0)) != self.epoch:
-            raise RuntimeError("others have begun anew without this group")
-        began = time.monotonic()
+        began = looked = time.monotonic()
+        self._check_place(number)
         while not self._check(f"outcome/{number}"):
+            if time.monotonic() - looked > SILENT_S:
+                self._check_place(number)
+                looked = time.monotonic()
             if self._speaks:
                 self._decide(number, before, late=time.monotonic() - began > self.patience_s)
             time.sleep(LOOK_S)
         return Record.of(self._get(f"outcome/{number}"))
+
+    def _check_place(self, number: int) -> None:
+        """RuntimeError where others have gone on without this group, or it has ended itself."""
+        if self._ended.is_set() or self._now() != self.epoch:
+            raise RuntimeError("others have begun anew without this group")
+        head = int(self._get("head")) if self._check("head") else -1
+        if head >= number and not self._check(f"outcome/{number}"):
+            raise RuntimeError(f"others have gone on to round {head} without this group")
 
     def _decide(self, number: int, before: Record, *, late: bool) -> None:
         """Write a round's record where enough is known."""
@@ -261,7 +302,7 @@ class Roll:
         if late and not applied:  # some are not even there
             alive &= {one for one in members if well[one] + ill[one] == self._ranks} | {self.group}
         lost = {*members} - alive
-        record = following(before, number + 1, applied=applied, lost=lost, questions=self._questions())
+        record = following(before, number + 1, applied=applied, lost=lost, questions=self._questions(before))
         self._agree(f"outcome/{number}", record.text())
         self._set("head", str(number))
         old = number - KEPT_ROUNDS
@@ -270,19 +311,29 @@ class Roll:
         for key in (f"outcome/{old}", f"sent/{old}"):
             self._delete(key)
 
-    def _alive(self, members: tuple[int, ...], *, own: bool = True) -> set[int]:
-        """Of the members those that give signs of life; ``own``: this one does."""
-        before = {one: self._add(f"beat/{one}", 0) for one in members if not own or one != self.group}
+    def _alive(self, members: tuple[int, ...], *, own: bool = True, key: str = "beat") -> set[int]:
+        """Of the members those that give signs of life; ``own``: this one does. ``key``: of the signs."""
+        before = {one: self._add(f"beat/{one}", 0) for one in members if one != self.group}
         found = {self.group} if own else set()
         until = time.monotonic() + SILENT_S
         while time.monotonic() < until and not found >= before.keys():
             time.sleep(BEAT_S / 2)
-            found |= {one for one, beats in before.items() if self._add(f"beat/{one}", 0) > beats}
+            if key != "beat":
+                self._beat(f"{key}/{self.group}")
+            found |= {one for one, beats in before.items() if self._add(f"{key}/{one}", 0) > beats}
         return found
 
-    def _questions(self) -> dict[int, str]:
-        """Of the groups that have asked to be let in what they asked last."""
-        return {one: self._get(f"wants/{one}") for one in range(self.groups) if self._check(f"wants/{one}")}
+    def _questions(self, before: Record) -> dict[int, str]:
+        """Of the groups that ask to be let in what they asked last; those that have ended do not ask any
+        more."""
+        asked = {one: self._get(f"wants/{one}") for one in range(self.groups) if self._check(f"wants/{one}")}
+        known = {*before.answered.items(), *self._given_up}
+        new = {one: question for one, question in asked.items() if (one, question) not in known}
+        if not new:
+            return {}
+        living = self._alive(tuple(new), own=False, key="asks")
+        self._given_up |= {(one, question) for one, question in new.items() if one not in living}
+        return {one: question for one, question in new.items() if one in living}
 
     # The store.
 

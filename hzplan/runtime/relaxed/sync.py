@@ -30,6 +30,8 @@ COUNT = "outer_updates"
 """The key of the number of updates among them."""
 LOOK_S = 1.0
 """How long ranks of a group that comes wait before they look whether each of them is done."""
+OLDEST = "outer_round"
+"""That of the first round that was under way, or would be the next."""
 RETRY_S = 30.0
 """Seconds between two tries to reach the others."""
 
@@ -62,6 +64,11 @@ class Groups:
     patience_s: float = 120.0
     transfer_s: float = 0.0
 
+    @property
+    def most_s(self) -> float:
+        """How long a result that is due is waited for at most: of one that began late."""
+        return 2 * self.patience_s + self.transfer_s
+
 
 class GroupSync:
     """The state and the timetable of a rank's slices. ``entered``: whether the group has come in; ``came``:
@@ -92,7 +99,7 @@ class GroupSync:
         self._why = ""
         self._tried_s, self._answers = 0.0, False
         self._probe: threading.Thread | None = None
-        self._loaded: Callable[[], Tensor] | None = None
+        self._loaded: Callable[[], tuple[Tensor, Tensor]] | None = None
         self._link: Link | None = None
         self._sending: tuple[Round, set[int]] | None = None
         self._in_flight: dict[int, Round] = {}
@@ -113,14 +120,17 @@ class GroupSync:
         """
         self.entered = True
         table = self.policy.timetable
-        counts = torch.tensor([-1 if self._loaded is None else int(self._loaded())], dtype=torch.int64)
+        counts = torch.tensor([-1 if self._loaded is None else int(self._loaded()[0])], dtype=torch.int64)
         self._most(counts)  # a rank may have no piece of anything
         self.base = done if int(counts) < 0 else int(counts)
         if int(counts) < 0:
             for bucket in self._buckets:
                 if (outer := self._slices[id(bucket)].kept.get("outer")) is not None:
                     outer.copy_(bucket.master)
+        sent = torch.tensor([-1 if self._loaded is None else int(self._loaded()[1])], dtype=torch.int64)
+        self._most(sent)
         in_flight = table.in_flight(self.base) if int(counts) >= 0 else range(0)
+        in_flight = in_flight[max(0, int(sent) - in_flight.start) :]  # those that were really sent
         first = in_flight.start if in_flight else self.base // table.every
         while True:
             begin = self._asked(first)
@@ -147,12 +157,12 @@ class GroupSync:
         does not reach the others, and ``_why`` says why."""
         self._why = ""
         begin: Begin | None = None
-        mark = self._mark()
         try:
             policy, control, groups = self.policy, self._control, self._groups
             store = groups.connect()
             roll = Roll(
-                *(store, groups.group, policy.groups, control.size),
+                *(groups.connect, groups.group, policy.groups, control.size),
+                turn=policy.timetable.parts,
                 weight=groups.weight,
                 speaks=control.rank == 0,
                 patience_s=groups.patience_s,
@@ -164,6 +174,10 @@ class GroupSync:
         self._most(failed)
         if int(failed):
             return None
+        mark = self._mark()
+        if self._link is not None:  # this group begins anew, and gives no signs of life before
+            self._link.abandon()
+            self._link = None
         found = self._patiently(lambda: roll.enter(first, mark))
         if isinstance(found, Exception):
             self._why = one_line(found)
@@ -172,15 +186,13 @@ class GroupSync:
         self._most(failed)
         if int(failed):
             return None
-        record = agreed(None if begin is None else begin.record, policy.groups, self._most)
+        record, _ = agreed(None if begin is None else begin.record, policy.groups, self._most)
         numbers = torch.tensor(
             [-1, -1, -1] if begin is None else [begin.first, begin.comes, roll.epoch], dtype=torch.int64
         )
         self._most(numbers)
         assert record is not None
         roll.epoch = int(numbers[2])
-        if self._link is not None:
-            self._link.abandon()
         self._link = Link(store, roll, policy, control.rank, groups.patience_s + groups.transfer_s)
         self._link.begin_with(record)
         return Begin(int(numbers[0]), record, comes=bool(numbers[1]))
@@ -234,8 +246,8 @@ class GroupSync:
         for number in range(begin.first, last + 1):
             one = self._round(number)
             link.send(one)
-            record = self._settled(one, forever=True)
-            if record is None or not record.applied:
+            record, all_know = self._settled(one, forever=True)
+            if record is None or not all_know or not record.applied:
                 return False
             for place in self._parts[table.part(number)]:
                 kept, master = self._slices[id(place.bucket)].kept, place.bucket.master
@@ -283,8 +295,8 @@ class GroupSync:
         probe = self._probe
         if probe is not None and probe.is_alive():
             return False
-        if probe is not None and self._answers:
-            self._probe, self._answers = None, False
+        if self._answers:
+            self._answers = False
             return True
         if probe is None or time.monotonic() - self._tried_s > RETRY_S:
             self._tried_s = time.monotonic()
@@ -337,8 +349,8 @@ class GroupSync:
             return
         one = self._in_flight[number]
         if not one.settled:
-            one.settled, one.record = True, self._settled(one)
-            if one.record is None or self._groups.group not in one.record.members:
+            one.settled, (one.record, all_know) = True, self._settled(one)
+            if one.record is None or not all_know or self._groups.group not in one.record.members:
                 self._out_since = updates
             if one.record is not None and one.record.applied:
                 self.applied += 1
@@ -367,18 +379,18 @@ class GroupSync:
             ) from error
         state.apply(values, mean.to(values.device), low, high)
 
-    def _settled(self, one: Round, *, forever: bool = False) -> Record | None:
-        """What became of a round, when all ranks of the group know. ``forever``: the others take their time
-        until they send it; the ranks of this one say now and then that they wait."""
+    def _settled(self, one: Round, *, forever: bool = False) -> tuple[Record | None, bool]:
+        """What became of a round, and whether all ranks of the group know it themselves. ``forever``: the
+        others take their time until they send it; the ranks of this one say now and then that they wait."""
         began = time.perf_counter()
         while forever:
             done = torch.tensor([-int(one.done.wait(timeout=LOOK_S))], dtype=torch.int64)
             self._most(done)
             forever = bool(int(done) == 0)
-        one.done.wait(timeout=2 * self._groups.patience_s + self._groups.transfer_s)
-        record = agreed(one.record if one.done.is_set() else None, self.policy.groups, self._most)
+        one.done.wait(timeout=self._groups.most_s)
+        found = agreed(one.record if one.done.is_set() else None, self.policy.groups, self._most)
         self.waited_s += time.perf_counter() - began
-        return record
+        return found
 
     def _round(self, number: int) -> Round:
         part = self.policy.timetable.part(number)
@@ -410,11 +422,16 @@ class GroupSync:
         start = bucket.bounds(bucket.layout.levels.optim)[0]
         kept = self._slices[id(bucket)].kept
         found = {name: kept[name][low - start : high - start] for name in self.policy.kept()}
-        return {**found, COUNT: torch.tensor(float(self.base + done), dtype=torch.float64)}
+        number = min(self._in_flight, default=(self.base + done) // self.policy.timetable.every)
+        return {
+            **found,
+            COUNT: torch.tensor(float(self.base + done), dtype=torch.float64),
+            OLDEST: torch.tensor(float(number), dtype=torch.float64),
+        }
 
-    def load(self, count: Callable[[], Tensor]) -> None:
-        """What ``state_of`` gives is being filled from a checkpoint; ``count``: how many updates it had, when
-        that is done. UserError once the group has come in."""
+    def load(self, count: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """What ``state_of`` gives is being filled from a checkpoint; ``count``: how many updates it had, and
+        the first round that was under way, when that is done. UserError once the group has come in."""
         if self.entered:
             raise UserError(
                 "a checkpoint is loaded while the group trains with others: load it before the first step"
