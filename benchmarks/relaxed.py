@@ -42,7 +42,7 @@ def main(
     steps: Annotated[
         int, typer.Option(help="Steps of the synchronous run whose loss is to be reached.")
     ] = 600,
-    timed: Annotated[int, typer.Option(help="Steps whose seconds are measured.")] = 60,
+    timed: Annotated[int, typer.Option(help="Steps whose seconds are measured.")] = 50,
     seeds: Annotated[int, typer.Option(help="Runs of each.")] = 3,
     rule: Annotated[str, typer.Option(help="As --allow-stale takes it.")] = "periodic",
     output: Annotated[Path, typer.Option(help="What was found; links that are there are kept.")] = Path(
@@ -93,9 +93,8 @@ def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict
     said = json.loads(_hzplan(["solve", profile, *ask, "--allow-stale", rule, "-o", relaxed, "--json"]))
     against = _on_cluster(2, link, ["run", plan, "--against", "ddp", "--steps", timed, "--json"])
     contenders = {one["name"]: one["step_s"]["median"] for one in json.loads(against)["contenders"]}
-    alone = json.loads(
-        _on_cluster(1, None, ["run", plan.with_name("plan.alone.json"), "--steps", timed, "--json"])
-    )
+    by_itself = ["run", plan.with_name("plan.alone.json"), "--steps", timed, "--json"]
+    alone = json.loads(_hzplan(by_itself, ["taskset", "-c", "0"]))
     metrics = folder / "metrics.jsonl"
     run = ["run", relaxed, "--steps", steps, "--lr", LR, "--metrics", metrics, "--json"]
     end = json.loads(_on_cluster(2, link, run))
