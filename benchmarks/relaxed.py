@@ -62,8 +62,8 @@ def main(
                 found[link] = {"seconds": _seconds(link, Path(folder), rule, timed, steps)}
             write_text(output, json.dumps(found, indent=1) + "\n")
             print(link, json.dumps(found[link]["seconds"]), flush=True)
-        one = found[link]
-        for seed in range(seeds):
+    for seed in range(seeds):  # which may share the machine with anything
+        for link, one in found.items():
             known = one.setdefault("losses", {})
             if str(seed) not in known:
                 known[str(seed)] = _losses(Policy(**_policy(one["seconds"]["policy"])), steps, seed)
