@@ -94,11 +94,6 @@ class RunRequest:
             raise UserError("--weights and --from-dcp: a run begins with one of them; leave the other out")
         if (self.group is None) != (self.meet is None):
             raise UserError("--group and --meet: give both, or none of them to start all groups here")
-        if not 1 <= self.patience_s <= self.timeout_s * MOST_PATIENCE:
-            raise UserError(
-                f"--patience {self.patience_s:g}: from 1 second to {MOST_PATIENCE:.0%} of --timeout "
-                f"{self.timeout_s:g}, for a group's ranks wait for each other while one waits for others"
-            )
         if self.resume and self.checkpoint is None:
             raise UserError("--resume: say from where with --checkpoint DIR")
         of_one = {
@@ -158,6 +153,11 @@ class RunRequest:
             if self.group is not None:
                 raise UserError(f"--group: under {self.plan} all ranks wait for each other; leave it out")
             return 1
+        if not 1 <= self.patience_s <= self.timeout_s * MOST_PATIENCE:
+            raise UserError(
+                f"--patience {self.patience_s:g}: from 1 second to {MOST_PATIENCE:.0%} of --timeout "
+                f"{self.timeout_s:g}, for a group's ranks wait for each other while one waits for others"
+            )
         if self.replans:
             raise UserError("--replan: groups of other sizes do not fit each other; solve with --allow-stale")
         if self.against is not None:
