@@ -167,7 +167,9 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for link, one in found.items():
-        seconds, runs = one["seconds"], one["losses"]
+        seconds, runs = one["seconds"], one.get("losses", {})
+        if not runs:
+            continue
         reached = {
             "one group": [EVERY * len(of["one group"]) for of in runs.values()],
             "all, waiting": [steps for _ in runs],
