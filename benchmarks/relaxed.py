@@ -161,8 +161,8 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         "latency: this kernel has no netem). The loss to reach is the held-out one of the synchronous run "
         f"after {steps} steps; steps to it by seed, looked at every {EVERY}; *seconds* are their mean times "
         "those of a step. *Sooner*: than one group by itself, and than the synchronous plan, mean over seeds "
-        "with its 95% interval. The loss *end to end* is of the run on the cluster, under the rate of `hzplan "
-        "run`, which decays, and of a group's own weights on other windows: not to be compared.",
+        "with its 95% interval. The loss *end to end* is of the run on the cluster, under the rate of "
+        "`hzplan run`, which decays, and of a group's own weights on other windows: not to be compared.",
         "",
         "| link | who trains | step | steps to the loss | tokens | seconds | |",
         "| --- | --- | --- | --- | --- | --- | --- |",
