@@ -252,7 +252,7 @@ def test_a_run_corrects_the_profile(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
     wrong = {when: abs(found["step_s"][when] - found["step_s"]["measured"]) for when in ("before", "after")}
-    # Twelve short steps on a machine that does other things too: how well it fits, tests/unit/test_calibrate.py.
+    # Twelve short steps on a busy machine: how well a fit is, tests/unit/test_calibrate.py says.
     assert wrong["after"] <= max(wrong["before"], 0.3 * found["step_s"]["measured"])
     said = hzplan("calibrate", "plan.json", "m.jsonl", cwd=tmp_path).stdout
     following = said.strip().splitlines()[-1].split()[1:]
