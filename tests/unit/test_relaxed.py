@@ -26,7 +26,7 @@ from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.relaxed import roll, sync
-from hzplan.runtime.relaxed.roll import Record, following
+from hzplan.runtime.relaxed.roll import Record, Roll, following
 from hzplan.runtime.relaxed.sync import Groups
 
 STEPS, RATE = 50, 0.01
@@ -583,6 +583,32 @@ def test_rounds_that_are_sent_are_due_once_and_in_flight_between(table: tuple[in
             flying.add(sent)
         assert flying == {*times.in_flight(updates)}
         assert len(flying) <= max(1, -(-times.delay // times.every))
+
+
+def test_who_asks_is_let_in_however_long_it_has_trained_before() -> None:
+    """Its signs of life as an asker are counted by themselves; one that has ended does not ask any more."""
+    store = dist.HashStore()
+
+    def of(group: int) -> Roll:
+        return Roll(lambda: store, group, 2, 1, turn=1, weight=1.0, speaks=True, patience_s=5.0)
+
+    first, second = of(0), of(1)
+    first._add("beat/1", 1000)
+    first._set("wants/1", "a question")
+    record = Record(True, (0,), 0)
+    asking = threading.Event()
+
+    def ask() -> None:
+        while not asking.is_set():
+            second._beat("asks/1")
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert first._questions(record) == {1: "a question"}
+    asking.set()
+    thread.join()
+    assert of(0)._questions(record) == {}
 
 
 def test_records_follow_from_each_other() -> None:

@@ -313,7 +313,7 @@ class Roll:
 
     def _alive(self, members: tuple[int, ...], *, own: bool = True, key: str = "beat") -> set[int]:
         """Of the members those that give signs of life; ``own``: this one does. ``key``: of the signs."""
-        before = {one: self._add(f"beat/{one}", 0) for one in members if one != self.group}
+        before = {one: self._add(f"{key}/{one}", 0) for one in members if one != self.group}
         found = {self.group} if own else set()
         until = time.monotonic() + SILENT_S
         while time.monotonic() < until and not found >= before.keys():
