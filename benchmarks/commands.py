@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import ROOT, NoResult
+from hzplan.formats.base import write_text
 
 Ratio = tuple[str, float, float, float]
 """A contender's name, and its step over the plan's with a 95% interval."""
@@ -50,6 +51,13 @@ def ratio_text(ratio: Ratio | None) -> str:
         return "none fits"
     name, value, low, high = ratio
     return f"{name}: {value:.2f} ({low:.2f}–{high:.2f})"
+
+
+def write_section(docs: Path, title: str, text: str) -> None:
+    """Replace a section of a page, up to the next title of its rank, or add it at the end."""
+    before, _, rest = docs.read_text(encoding="utf-8").partition(title)
+    _, follows, after = rest.partition("\n## ")
+    write_text(docs, f"{before.rstrip()}\n\n{text.rstrip()}\n" + (f"\n## {after}" if follows else ""))
 
 
 def measured(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.commands import write_section
 from hzplan.core.hierarchy import Mesh
 from hzplan.cost.memory import budget_bytes
 from hzplan.formats.cluster import find_cluster
@@ -59,8 +60,7 @@ def main(
             output.write_text(json.dumps(found, indent=1) + "\n")
         print(question.name, found[question.name], flush=True)
     if docs is not None:
-        before = docs.read_text().partition(TITLE)[0].rstrip()
-        docs.write_text(f"{before}\n\n{_table(found)}")
+        write_section(docs, TITLE, _table(found))
 
 
 def _asked(question: Question) -> dict[str, Any]:

@@ -20,10 +20,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.commands import write_section
 from benchmarks.measure import ROOT, NoResult
-from benchmarks.relaxed_study import interval, write_section
 from benchmarks.replicas import Replicas
-from hzplan.core.relaxed import Policy
+from benchmarks.wire_convergence import apart as interval
+from hzplan.core.relaxed import Policy, Timetable
 from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import load
@@ -79,8 +80,6 @@ def main(
 
 
 def _policy(stored: dict[str, Any]) -> dict[str, Any]:
-    from hzplan.core.relaxed import Timetable
-
     return {**stored, "timetable": Timetable(*stored["timetable"])}
 
 

@@ -8,8 +8,6 @@ later, beside DiLoCo's outer steps every 20 and 100 steps, which send as many by
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.commands import write_section
 from benchmarks.replicas import Replicas
-from benchmarks.wire_convergence import T_95
+from benchmarks.wire_convergence import apart as interval
 from hzplan.core.relaxed import Policy, Rule, Timetable
 from hzplan.formats.base import write_text
 from hzplan.models.workload import load
@@ -107,14 +106,6 @@ def main(
         write_section(docs, TITLE, text)
 
 
-def write_section(docs: Path, title: str, text: str) -> None:
-    """Replace a section of a page, up to the next title of its rank, or add it."""
-    before, _, rest = docs.read_text(encoding="utf-8").partition(title)
-    after = rest.partition("\n## ")
-    following = f"## {after[2]}" if after[1] else ""
-    write_text(docs, f"{before.rstrip()}\n\n{text.rstrip()}\n" + (f"\n{following}" if following else ""))
-
-
 def _markdown(found: dict[str, Any]) -> str:
     runs = list(found.values())
     steps = max(one["steps"] for one in runs)
@@ -145,14 +136,6 @@ def _markdown(found: dict[str, Any]) -> str:
             apart = "" if name == "every step, waiting" else interval(pairs)
             lines.append(f"| {groups} | {name} | {', '.join(f'{of[s]:.4f}' for s in sorted(of))} | {apart} |")
     return "\n".join([*lines, ""])
-
-
-def interval(values: list[float]) -> str:
-    """A mean with its 95% interval."""
-    mean = statistics.fmean(values)
-    if len(values) not in T_95:
-        return f"{mean:+.4f}"
-    return f"{mean:+.4f} ± {T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.4f}"
 
 
 if __name__ == "__main__":

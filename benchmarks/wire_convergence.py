@@ -23,6 +23,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from benchmarks.commands import write_section
 from benchmarks.models import Sized
 from benchmarks.plans import given
 from hzplan.core.hierarchy import Levels, Mesh
@@ -166,8 +167,7 @@ def main(
     if docs is None:
         print(text)
     else:
-        before = docs.read_text(encoding="utf-8").partition(TITLE)[0].rstrip()
-        write_text(docs, f"{before}\n\n{text}")
+        write_section(docs, TITLE, text)
 
 
 def _final(losses: list[float]) -> float:
@@ -281,12 +281,13 @@ def _markdown(found: dict[str, Any]) -> str:
             finals = {one["seed"]: one["final"] for one in runs if one["case"] == name}
             pairs = [finals[seed] - exact[seed] for seed in finals if seed in exact]
             by_seed = ", ".join(f"{finals[seed]:.4f}" for seed in sorted(finals))
-            apart = "" if name == "exact" else _apart(pairs)
-            lines.append(f"| {sized[model]} | {steps} | {name} | {by_seed} | {apart} | {spread} |")
+            off = "" if name == "exact" else apart(pairs)
+            lines.append(f"| {sized[model]} | {steps} | {name} | {by_seed} | {off} | {spread} |")
     return "\n".join([*lines, ""])
 
 
-def _apart(pairs: list[float]) -> str:
+def apart(pairs: list[float]) -> str:
+    """The mean of paired differences with its 95% interval (Student's t); alone where there are too few."""
     mean = statistics.fmean(pairs)
     if len(pairs) not in T_95:
         return f"{mean:+.4f}"

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.commands import write_section
 from hzplan.core.hierarchy import Mesh
 from hzplan.core.layout import REDUCE_DTYPES
 from hzplan.core.wire import Admitted
@@ -53,10 +54,7 @@ def main(
         ]
     )
     if docs is not None:
-        before, _, after = docs.read_text(encoding="utf-8").partition(TITLE)
-        following = after.partition("\n## ")
-        rest = f"\n## {following[2]}" if following[1] else ""
-        docs.write_text(f"{before.rstrip()}\n\n{text}{rest}", encoding="utf-8")
+        write_section(docs, TITLE, text)
 
 
 def _rows() -> Iterator[str]:

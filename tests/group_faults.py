@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.relaxed_study import write_section
+from benchmarks.commands import write_section
 from tests.cli.command import environment, hzplan
 from tests.unit.test_wire import profile_with
 

@@ -32,18 +32,19 @@ from hzplan.core.relaxed import (
 from hzplan.core.wire import FORMATS, Format, packed_bytes
 from hzplan.cost.collectives import with_ranks
 from hzplan.cost.curves import interpolate
+from hzplan.cost.interference import MAX_COMPUTE_LOSS
 from hzplan.errors import UserError
 from hzplan.formats.plan import RelaxedTier
 from hzplan.formats.profile import CollectiveCurve, Profile
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Outcome, Solved
 
-MOST_PARTS = 64
+MOST_PARTS = 256
 """Parts that are tried."""
 LOOKS = 4
 """How many messages of next to no bytes it takes to agree on what became of a round."""
 STEPS_OF_DELAY = 10.0
-"""How many steps of the interval one step of the delay harms as much as: in docs/relaxed.md ten steps of
+"""How many steps of the interval one step of the delay harms as much as: in docs/relaxed.md nine steps of
 delay cost more than eighty of the interval."""
 LEAST_GAIN = 0.05
 """By how much more sequences a second groups have to train that do not wait, else they wait."""
@@ -180,72 +181,18 @@ def of_group(profile: Profile, allowed: Allowed) -> Profile:
 def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) -> RelaxedTier:
     """How often and in which parts groups exchange what one has under its plan; UserError where that does not
     hide, with the least that does."""
-    groups = prod(profile.mesh.tiers[-1])
-    best = solved.best
-    disturbs = profile.interference[-1] if profile.interference else None
-    loss = min(0.95, disturbs.compute_loss) if disturbs is not None else 0.0
-    slowdown = disturbs.communication_slowdown if disturbs is not None else 1.0
-    compute_ns = sum(best.model.compute_ns(use, best.micro_batch) for use in range(len(profile.uses)))
-    compute_s = compute_ns * best.schedule.accumulation / 1e9
-    busy_s = best.step_s + compute_s * loss / (1 - loss)  # a step beside which something travels throughout
-    trained = {unit.name: sum(t.spec.numel for t in unit.tensors if t.spec.trainable) for unit in one.units}
-    elements = {name: -(-count // one.mesh.world) for name, count in trained.items() if count}
-
-    agreed_s = LOOKS * exchange_s(profile, 1, "exact")
-
-    def option(parts: int) -> _Option:
-        if allowed.rule == "periodic":
-            part_of = parts_of_units(elements, parts)
-            loads = [sum(n for unit, n in elements.items() if part_of[unit] == part) for part in range(parts)]
-            most = max(loads)
-        else:
-            most = -(-sum(elements.values()) // parts)
-        transfer_s = slowdown * exchange_s(profile, most, allowed.wire) + agreed_s
-        steps = max(1, ceil(transfer_s / busy_s - 1e-9))
-        return _Option(parts, transfer_s, steps, steps + (allowed.rule == "periodic"))
-
-    most = len(elements) if allowed.rule == "periodic" else MOST_PARTS
-    if allowed.parts is not None and allowed.parts > most:
-        raise UserError(f"--allow-stale fragments={allowed.parts}: at most {most}, of which each has a unit")
-    least = 2 if allowed.rule == "delta" else 1  # a difference is mended before it is sent again
-    counts = [allowed.parts] if allowed.parts else range(min(least, most), min(most, MOST_PARTS) + 1)
-    options = [option(parts) for parts in counts]
-    chosen = min(options, key=lambda one: one.age)
-    every, delay = chosen.every, chosen.delay
-    shortest = min(one.every * one.parts for one in options)
-    if allowed.interval is not None:
-        fitting = [
-            one
-            for one in options
-            if allowed.interval % one.parts == 0 and one.every <= allowed.interval // one.parts
-        ]
-        if not fitting:
-            raise UserError(
-                f"--allow-stale interval={allowed.interval}: transfers over the "
-                f"{profile.cluster.tier_names[-1]} do not hide: they take {chosen.transfer_s:.3g} s each, a "
-                f"step {busy_s:.3g} s; the shortest interval that hides is {shortest}"
-            )
-        chosen = min(fitting, key=lambda one: one.age)
-        every, delay = allowed.interval // chosen.parts, chosen.delay
-    if allowed.delay is not None:
-        if allowed.delay < chosen.delay:
-            raise UserError(
-                f"--allow-stale delay={allowed.delay}: a transfer takes {chosen.transfer_s:.3g} s, a step "
-                f"{busy_s:.3g} s; the shortest delay that hides it is {chosen.delay}"
-            )
-        delay = allowed.delay
-        if allowed.rule == "periodic" and allowed.interval is None:
-            every = max(every, delay + 1)
-    share = min(1.0, chosen.transfer_s / (every * busy_s))
-    step_s = best.step_s + share * (busy_s - best.step_s)
+    costs = _Costs.of(profile, one, solved)
+    chosen = _chosen(allowed, costs)
+    share = min(1.0, chosen.transfer_s / (chosen.every * costs.busy_s))
+    step_s = costs.step_s + share * (costs.busy_s - costs.step_s)
     try:
         return RelaxedTier(
             rule=allowed.rule,
-            groups=groups,
+            groups=prod(profile.mesh.tiers[-1]),
             tier=profile.cluster.tier_names[-1],
-            every=every,
+            every=chosen.every,
             parts=chosen.parts,
-            delay=delay,
+            delay=chosen.delay,
             wire=allowed.wire,
             mixing=allowed.mixing,
             outer_lr=allowed.outer_lr,
@@ -256,6 +203,84 @@ def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) 
         )
     except ValueError as error:
         raise UserError(f"--allow-stale: {_first(str(error))}") from None
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What a timetable is made of: seconds of one group's step by itself, and while something travels
+    throughout; by unit the elements that a rank exchanges; how many times as long a transfer takes beside
+    compute, and the seconds in which groups agree."""
+
+    profile: Profile
+    step_s: float
+    busy_s: float
+    elements: Mapping[str, int]
+    slowdown: float
+    agreed_s: float
+
+    @classmethod
+    def of(cls, profile: Profile, one: Profile, solved: Solved) -> _Costs:
+        """``profile``: of all groups; ``one`` and ``solved``: of one."""
+        best = solved.best
+        disturbs = profile.interference[-1] if profile.interference else None
+        loss = min(MAX_COMPUTE_LOSS, disturbs.compute_loss) if disturbs is not None else 0.0
+        compute_ns = sum(best.model.compute_ns(use, best.micro_batch) for use in range(len(profile.uses)))
+        compute_s = compute_ns * best.schedule.accumulation / 1e9
+        trained = {u.name: sum(t.spec.numel for t in u.tensors if t.spec.trainable) for u in one.units}
+        return cls(
+            profile,
+            best.step_s,
+            best.step_s + compute_s * loss / (1 - loss),
+            {name: -(-count // one.mesh.world) for name, count in trained.items() if count},
+            disturbs.communication_slowdown if disturbs is not None else 1.0,
+            LOOKS * exchange_s(profile, 1, "exact"),
+        )
+
+    def option(self, allowed: Allowed, parts: int) -> _Option:
+        """Rounds of so many parts, as often and as early as they hide."""
+        if allowed.rule == "periodic":
+            loads = [0] * parts
+            for unit, part in parts_of_units(self.elements, parts).items():
+                loads[part] += self.elements[unit]
+            most = max(loads)
+        else:
+            most = -(-sum(self.elements.values()) // parts)
+        transfer_s = self.slowdown * exchange_s(self.profile, most, allowed.wire) + self.agreed_s
+        steps = max(1, ceil(transfer_s / self.busy_s - 1e-9))
+        return _Option(parts, transfer_s, steps, steps + (allowed.rule == "periodic"))
+
+
+def _chosen(allowed: Allowed, costs: _Costs) -> _Option:
+    """The least out of date of what hides and is as the user has it."""
+    units = len(costs.elements)
+    most = units if allowed.rule == "periodic" else MOST_PARTS
+    if allowed.parts is not None and allowed.parts > most:
+        why = f"{units} units are trained, and each fragment has one" if most == units else "each is tried"
+        raise UserError(f"--allow-stale fragments={allowed.parts}: at most {most}; {why}")
+    least = 2 if allowed.rule == "delta" else 1  # a difference is mended before it is sent again
+    counts = [allowed.parts] if allowed.parts else range(min(least, most), min(most, MOST_PARTS) + 1)
+    options = [costs.option(allowed, parts) for parts in counts]
+    chosen = min(options, key=lambda one: one.age)
+    if (interval := allowed.interval) is not None:
+        fitting = [one for one in options if interval % one.parts == 0 and one.every <= interval // one.parts]
+        if not fitting:
+            shortest = min(one.every * one.parts for one in options)
+            raise UserError(
+                f"--allow-stale interval={interval}: transfers over the "
+                f"{costs.profile.cluster.tier_names[-1]} do not hide: they take {chosen.transfer_s:.3g} s "
+                f"each, a step {costs.busy_s:.3g} s; the shortest interval that hides is {shortest}"
+            )
+        chosen = min(fitting, key=lambda one: one.age)
+        chosen = replace(chosen, every=interval // chosen.parts)
+    if (delay := allowed.delay) is not None:
+        if delay < chosen.delay:
+            raise UserError(
+                f"--allow-stale delay={delay}: a transfer takes {chosen.transfer_s:.3g} s, a step "
+                f"{costs.busy_s:.3g} s; the shortest delay that hides it is {chosen.delay}"
+            )
+        every = max(chosen.every, delay + 1) if allowed.rule == "periodic" else chosen.every
+        chosen = replace(chosen, delay=delay, every=chosen.every if allowed.interval is not None else every)
+    return chosen
 
 
 def _first(text: str) -> str:
