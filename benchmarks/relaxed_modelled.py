@@ -42,7 +42,8 @@ def main(
             TITLE,
             "",
             f"By `python -m benchmarks.relaxed_modelled`: Llama-3-8B, sequences of {LENGTH:,} tokens, "
-            f"bfloat16, {SEQUENCES} a GPU and step, sites of A100 80 GB, 1 Gbit/s at each, 20 ms there and back.",
+            f"bfloat16, {SEQUENCES} a GPU and step, sites of A100 80 GB, 1 Gbit/s at each, 20 ms there and "
+            "back.",
             "",
             "| sites | one by itself | all, waiting | all, not waiting | timetable |",
             "| --- | --- | --- | --- | --- |",
