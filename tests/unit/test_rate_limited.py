@@ -43,15 +43,21 @@ def test_what_is_alone_takes_its_time(clock: list[float]) -> None:
     assert clock[0] == pytest.approx(2.0)
 
 
-def test_a_wait_ends_neither_early_nor_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the real clock, of which the last tenth of a wait is not slept."""
+def test_a_wait_ends_not_early_and_is_not_slept_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real clock; a sleep would end late."""
     monkeypatch.setattr(rate_limited, "_lateness_s", lambda: 2e-3)
-    link, late = Link(), []
-    for _ in range(9):
-        began = time.perf_counter()
-        link.wait(link.start(0.02))
-        late.append(time.perf_counter() - began - 0.02)
-    assert min(late) > -1e-4 and sorted(late)[2] < 1e-3
+    link, slept = Link(), []
+    sleep = link._changed.wait
+
+    def noted(timeout: float) -> bool:
+        slept.append(timeout)
+        return sleep(timeout)
+
+    monkeypatch.setattr(link._changed, "wait", noted)
+    began = time.perf_counter()
+    link.wait(link.start(0.02))
+    assert time.perf_counter() - began > 0.02 - 1e-4
+    assert slept and max(slept) <= 0.018
 
 
 def test_what_is_under_way_at_once_shares(clock: list[float]) -> None:
