@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +19,12 @@ from hzplan.solver.relaxed import Allowed, Relaxed, relax
 from hzplan.solver.search import Request
 from hzplan.solver.solve import solve
 
-MODEL, LENGTH, LIMIT_S, SEQUENCES = "hf:llama3-8b", 2048, 40.0, 16
+MODEL, LENGTH, LIMIT_S, SEQUENCES = "hf:llama3-8b", 2048, 80.0, 16
 CLUSTER = "a100-8x200g"
 SITES = ((2, 4), (4, 8))
 """Sites, and GPUs of each."""
+HOST_BYTES = (0, 64 << 30)
+"""Of the host's memory that a GPU may take."""
 SITE_BYTES_PER_S, LATENCY_S = 1e9 / 8, 0.01
 TITLE = "## Modelled"
 
@@ -34,8 +37,8 @@ def main(
     Example: python -m benchmarks.relaxed_modelled --docs docs/relaxed.md
     """
     rows = []
-    for sites, gpus in SITES:
-        rows.append(_row(sites, gpus))
+    for (sites, gpus), host in product(SITES, HOST_BYTES):
+        rows.append(_row(sites, gpus, host))
         print(rows[-1], flush=True)
     text = "\n".join(
         [
@@ -43,10 +46,10 @@ def main(
             "",
             f"By `python -m benchmarks.relaxed_modelled`: Llama-3-8B, sequences of {LENGTH:,} tokens, "
             f"bfloat16, {SEQUENCES} a GPU and step, sites of A100 80 GB, 1 Gbit/s at each, 20 ms there and "
-            "back.",
+            "back; of the host's memory none, or 64 GiB a GPU.",
             "",
-            "| sites | one by itself | all, waiting | all, not waiting | timetable |",
-            "| --- | --- | --- | --- | --- |",
+            "| sites | host | one by itself | all, waiting | all, not waiting | timetable | copies |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
         ]
@@ -55,19 +58,21 @@ def main(
         write_section(docs, TITLE, text)
 
 
-def _row(sites: int, gpus: int) -> str:
+def _row(sites: int, gpus: int, host: int) -> str:
     profile = _profile(sites, gpus)
-    request = Request(budget_bytes(profile.cluster), SEQUENCES * sites * gpus, time_limit_s=LIMIT_S)
+    budget = budget_bytes(profile.cluster)
+    request = Request(budget, SEQUENCES * sites * gpus, time_limit_s=LIMIT_S, host_bytes=host)
     found = relax(Allowed("periodic"), profile, request, solve)
     assert isinstance(found, Relaxed)
     rates = {name: rate * LENGTH for name, rate in found.sequences_per_s.items()}
     alone, tier = rates["one group"], found.tier
-    cells = [f"{sites} of {gpus} GPUs"]
+    cells = [f"{sites} of {gpus} GPUs", f"{host >> 30} GiB"]
     cells += [f"{rates[name]:,.0f} tokens/s" for name in ("one group", "all, waiting")]
     cells += [f"{rates['all, relaxed']:,.0f} ({rates['all, relaxed'] / alone:.2f} ×)"]
     cells += [
         f"every {tier.every} steps one of {tier.parts} parts, {tier.delay} later; a transfer takes "
-        f"{tier.transfer_s:.1f} s, a step {tier.step_s:.2f} s"
+        f"{tier.transfer_s:.1f} s, a step {tier.step_s:.2f} s",
+        f"{found.kept / 2**30:.1f} GiB on the {tier.copies}",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -26,7 +26,7 @@ class RelaxedReport:
         """The keys of ``solve``, of one group's plan, and what is beside it."""
         found, plan, tier = self.found, self.plan, self.found.tier
         seq_len = plan.model.seq_len
-        more = {"interval": tier.policy.interval, "hidden": readable.hidden(tier)}
+        more = {"interval": tier.policy.interval, "hidden": readable.hidden(tier), "kept_bytes": found.kept}
         return json.dumps(
             {
                 "status": found.solved.status,
@@ -51,10 +51,7 @@ class RelaxedReport:
             f"{'measured' if found.profile.modelled is None else 'modelled'}"
         )
         table = console.table(title, "who trains", "step", "tokens/s", "vs one")
-        steps = {"one group": found.solved.best.step_s, "all, relaxed": tier.step_s}
-        if found.together is not None:
-            steps["all, waiting"] = found.together.best.step_s
-        rates = found.sequences_per_s
+        steps, rates = found.step_s, found.sequences_per_s
         for name, rate in rates.items():
             tokens = console.count(rate * plan.model.seq_len)
             table.add_row(name, console.duration(steps[name]), tokens, f"{rate / rates['one group']:.2f}×")
@@ -80,13 +77,12 @@ class RelaxedReport:
                     f"{rates['one group'] / waiting:.3g} times as slow as one group by itself",
                 )
             )
-        kept = len(tier.policy.kept()) * sum(_numel(self.found)) * 4
+        kept = f"{console.size(self.found.kept)} {'of it' if tier.copies == 'device' else 'on the host'}"
         lines += [
             (
                 "memory",
                 f"{console.size(plan.predicted.peak_memory_bytes)} of a budget of "
-                f"{console.size(plan.source.memory_budget_bytes)}, "
-                f"{console.size(kept / plan.mesh.world)} of it for what groups keep of each other",
+                f"{console.size(plan.source.memory_budget_bytes)}, {kept} for what groups keep of each other",
             ),
             (
                 "proof",
@@ -95,10 +91,6 @@ class RelaxedReport:
             ),
         ]
         return lines
-
-
-def _numel(found: Relaxed) -> list[int]:
-    return [t.spec.numel for unit in found.profile.units for t in unit.tensors if t.spec.trainable]
 
 
 def declined(found: Relaxed) -> str:

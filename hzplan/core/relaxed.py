@@ -27,6 +27,8 @@ from hzplan.core.wire import Format
 
 Rule = Literal["periodic", "plain", "delta", "ema"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+Place = Literal["device", "host"]
+PLACES: tuple[Place, ...] = get_args(Place)
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """η and μ of DiLoCo's outer Nesterov step (arXiv 2311.08105)."""
@@ -66,7 +68,8 @@ class Timetable(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How groups stay together without waiting. ``wire``: what travels between them."""
+    """How groups stay together without waiting. ``wire``: what travels between them; ``copies``: whose memory
+    what is kept of the others lies in."""
 
     rule: Rule
     groups: int
@@ -76,6 +79,7 @@ class Policy(NamedTuple):
     outer_lr: float = OUTER_LR
     momentum: float = OUTER_MOMENTUM
     decay: float = DECAY
+    copies: Place = "device"
 
     @property
     def interval(self) -> int:
@@ -87,6 +91,8 @@ class Policy(NamedTuple):
         every, parts, delay = self.timetable
         if self.rule not in RULES:
             raise ValueError(f"rule: {self.rule} is not one of {', '.join(RULES)}")
+        if self.copies not in PLACES:
+            raise ValueError(f"copies: {self.copies} is not one of {', '.join(PLACES)}")
         if self.groups < 2:
             raise ValueError(f"groups: {self.groups}: with one group there is nobody to be late for")
         if min(every, parts) < 1 or delay < 0:

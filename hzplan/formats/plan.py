@@ -13,7 +13,7 @@ from hzplan.core.layout import REDUCE_DTYPES, Dtype
 from hzplan.core.matrices import NamedWay
 from hzplan.core.order import is_ahead
 from hzplan.core.recompute import HOST, PartialWay, Recomputed, Way
-from hzplan.core.relaxed import Policy, Rule, Timetable
+from hzplan.core.relaxed import Place, Policy, Rule, Timetable
 from hzplan.core.schedule import MessageOrder
 from hzplan.core.wire import ADMITTED, Format, Wire
 from hzplan.formats.base import (
@@ -93,7 +93,7 @@ class WireEntry(Strict):
 class RelaxedTier(Strict):
     """How ``groups`` of ranks, each under this plan, stay together over ``tier`` without waiting for each
     other: see ``core.relaxed``. A round is sent every ``every`` steps, about one of ``parts`` in turn, and
-    applied ``delay`` steps later.
+    applied ``delay`` steps later. ``copies``: whose memory what is kept of the others lies in.
 
     ``transfer_s``: what a round takes at most; ``step_s``: a step beside transfers; both predicted.
     """
@@ -109,6 +109,7 @@ class RelaxedTier(Strict):
     outer_lr: float
     momentum: float
     decay: float
+    copies: Place
     transfer_s: Seconds
     step_s: Seconds
 
@@ -119,6 +120,7 @@ class RelaxedTier(Strict):
         return Policy(
             *(self.rule, self.groups, timetable, self.wire),
             *(self.mixing, self.outer_lr, self.momentum, self.decay),
+            copies=self.copies,
         )
 
     @model_validator(mode="after")

@@ -263,7 +263,7 @@ class Updates:
     @property
     def on_host(self) -> list[Tensor]:
         """The buffers in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
-        return self._host.host_buffers
+        return [*self._host.host_buffers, *([] if self.relaxed is None else self.relaxed.on_host)]
 
     def _copies(self, piece: Piece, key: str) -> Offloaded | None:
         return self._host.copies(piece.bucket, piece.low, key)

@@ -87,6 +87,7 @@ def relaxed(tier: RelaxedTier) -> str:
         f"{parts}, so each every {tier.policy.interval} steps, applied {tier.delay} later; a transfer takes "
         f"{duration(tier.transfer_s)}, {hidden(tier):.0%} of it hidden"
         + ("" if tier.wire == "exact" else f", values in {tier.wire}")
+        + ("" if tier.copies == "device" else "; what is kept of the others lies on the host")
     )
 
 

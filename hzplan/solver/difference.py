@@ -105,7 +105,7 @@ def _groups_text(plan: Plan) -> str:
         f"{tier.groups} groups, {tier.rule} every {tier.every} steps, {tier.parts} parts, {tier.delay} later"
     )
     kept = f"mixing {tier.mixing:g}, outer rate {tier.outer_lr:g}, momentum {tier.momentum:g}"
-    return f"{said}, {tier.wire}, {kept}, decay {tier.decay:g}"
+    return f"{said}, {tier.wire}, {kept}, decay {tier.decay:g}, copies on the {tier.copies}"
 
 
 def _place(*, host: bool) -> str:

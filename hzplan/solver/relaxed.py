@@ -9,6 +9,9 @@ has h = d + 1, so that each round is applied before the next is sent; every para
 
 Of all n the one is taken with which groups are the least out of date: H/2 steps on average and d, of which
 each counts as ``STEPS_OF_DELAY``, for it was seen to harm as much.
+
+What a group keeps of the others lies on the device; where the host's memory may be taken and a group's step
+is shorter by more than the gap when the plan has that room, on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from hzplan.core.relaxed import (
     MIXING,
     OUTER_LR,
     OUTER_MOMENTUM,
+    PLACES,
     RULES,
+    Place,
     Policy,
     Rule,
     Timetable,
@@ -73,6 +78,12 @@ class Allowed:
     outer_lr: float = OUTER_LR
     momentum: float = OUTER_MOMENTUM
     decay: float = DECAY
+    copies: Place | None = None
+
+    def kept(self, elements: int, world: int) -> int:
+        """Bytes that each of a group's ranks keeps of the others, of so many parameters."""
+        names = Policy(self.rule, 2, Timetable(1, 1, 1), momentum=self.momentum).kept()
+        return len(names) * 4 * -(-elements // world)
 
     @classmethod
     def parse(cls, text: str) -> Allowed:
@@ -91,8 +102,15 @@ class Allowed:
                     raise UserError(f"--allow-stale {part}: wire is {', '.join(FORMATS)}")
                 found = replace(found, wire=form)
                 continue
+            if key == "copies":
+                place = next((one for one in PLACES if one == value), None)
+                if place is None:
+                    raise UserError(f"--allow-stale {part}: copies is {' or '.join(PLACES)}")
+                found = replace(found, copies=place)
+                continue
             if key not in NUMBERS:
-                raise UserError(f"--allow-stale {part}: write {', '.join([*NUMBERS, 'wire'])}, each with =")
+                known = ", ".join([*NUMBERS, "wire", "copies"])
+                raise UserError(f"--allow-stale {part}: write {known}, each with =")
             whole = key in ("interval", "fragments", "delay")
             try:
                 number = int(value) if whole else float(value)
@@ -107,23 +125,34 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """``profile``, ``request`` and ``solved``: of one group. ``tier``: what is beside its plan; ``together``:
-    the answer where all ranks wait for each other, None where nothing fits or was found."""
+    """``profile``, ``request`` and ``solved``: of one group. ``tier``: what is beside its plan; ``kept``:
+    bytes that a rank keeps of other groups; ``alone``: the answer of one group that keeps nothing of others,
+    and ``together`` where all ranks wait for each other: None where nothing fits or was found."""
 
     profile: Profile
     request: Request
     solved: Solved
     tier: RelaxedTier
+    kept: int
+    alone: Solved | None
     together: Solved | None
 
     @property
-    def sequences_per_s(self) -> dict[str, float]:
-        """Of one group by itself, of all waiting for each other, and of all without waiting."""
-        of_group, step_s = self.request.global_batch, self.solved.best.step_s
-        found = {"one group": of_group / step_s}
+    def step_s(self) -> dict[str, float]:
+        """Seconds of a step by who trains: one group by itself, all waiting for each other, all without."""
+        found = {"one group": (self.alone or self.solved).best.step_s}
         if self.together is not None:
-            found["all, waiting"] = of_group * self.tier.groups / self.together.best.step_s
-        return found | {"all, relaxed": of_group * self.tier.groups / self.tier.step_s}
+            found["all, waiting"] = self.together.best.step_s
+        return found | {"all, relaxed": self.tier.step_s}
+
+    @property
+    def sequences_per_s(self) -> dict[str, float]:
+        """As ``step_s``."""
+        groups = {"one group": 1}
+        return {
+            name: self.request.global_batch * groups.get(name, self.tier.groups) / step_s
+            for name, step_s in self.step_s.items()
+        }
 
     @property
     def pays(self) -> bool:
@@ -137,7 +166,8 @@ def relax(
     allowed: Allowed, profile: Profile, request: Request, solve: Callable[[Profile, Request], Outcome]
 ) -> Relaxed | Outcome:
     """The plan of one group, and its timetable with the others, under a rule; what one group's question came
-    to where it has no plan. ``request`` is of all groups.
+    to where it has no plan. ``request`` is of all groups; host's memory is for optimizer state and
+    activations of who waits or is alone, and for what groups keep of each other.
 
     UserError where there are no groups, or where what is decided already does not hide.
     """
@@ -147,44 +177,64 @@ def relax(
             f"--allow-stale: mesh {profile.mesh} has one group in its slowest tier, so there is nobody to be "
             "late for; profile on several, or leave it out"
         )
-    if profile.parallel is not None or request.target is not None or request.host_bytes:
+    if profile.parallel is not None or request.target is not None:
+        raise UserError("--allow-stale: not with --model-parallel or --for; leave those out, or it")
+    if allowed.copies == "host" and profile.host is None:
         raise UserError(
-            "--allow-stale: not with --model-parallel, --for or --host-memory; leave those out, or it"
+            "--allow-stale copies=host: the profile knows no link to the host's memory; profile again, on "
+            "GPUs or with --analytic"
         )
     if request.global_batch % groups:
         raise UserError(f"--global-batch {request.global_batch}: {groups} groups have equal shares of it")
-    together = solve(profile, replace(request, time_limit_s=request.time_limit_s / 2))
-    one = of_group(profile, allowed)
-    asked = replace(
-        request,
-        global_batch=request.global_batch // groups,
-        time_limit_s=request.time_limit_s / 2,
-        pins=(*request.pins, f"*=*,*,{one.mesh.world}"),
-    )
-    outcome = solve(one, asked)
-    if not isinstance(outcome, Solved):
-        return outcome
-    tier = timetable(allowed, profile, one, outcome)
-    return Relaxed(one, asked, outcome, tier, together if isinstance(together, Solved) else None)
+    by_itself = with_ranks(profile, profile.mesh.world // groups)
+    trained = [t.spec.numel for unit in by_itself.units for t in unit.tensors if t.spec.trainable]
+    kept = allowed.kept(sum(trained), by_itself.mesh.world)
+    request = replace(request, time_limit_s=request.time_limit_s / 4)
+    together = solve(profile, request)
+    request = replace(request, global_batch=request.global_batch // groups)
+    alone = solve(by_itself, request)
+    asked = replace(request, host_bytes=0, pins=(*request.pins, f"*=*,*,{by_itself.mesh.world}"))
+
+    def relaxed(place: Place) -> Relaxed | Outcome:
+        one = by_itself if place == "host" else _keeping(by_itself, allowed)
+        outcome = solve(one, asked)
+        if not isinstance(outcome, Solved):
+            return outcome
+        tier = timetable(replace(allowed, copies=place), profile, one, outcome)
+        return Relaxed(one, asked, outcome, tier, kept, *(_solved(found) for found in (alone, together)))
+
+    if allowed.copies is not None:
+        return relaxed(allowed.copies)
+    found = relaxed("device")
+    if profile.host is None or kept > request.host_bytes:
+        return found
+    other = relaxed("host")
+    if not isinstance(other, Relaxed) or (
+        isinstance(found, Relaxed) and found.tier.step_s <= (1 + request.gap) * other.tier.step_s
+    ):
+        return found
+    return other
 
 
-def of_group(profile: Profile, allowed: Allowed) -> Profile:
-    """The profile of one group of the slowest tier, whose optimizer keeps outer state beside its own: of the
-    parameters' size, in float32, and cut like it."""
-    groups = prod(profile.mesh.tiers[-1])
-    one = with_ranks(profile, profile.mesh.world // groups)
-    kept = len(Policy(allowed.rule, groups, Timetable(1, 1, 1), momentum=allowed.momentum).kept())
+def _solved(outcome: Outcome) -> Solved | None:
+    return outcome if isinstance(outcome, Solved) else None
+
+
+def _keeping(one: Profile, allowed: Allowed) -> Profile:
+    """The profile of a group whose optimizer keeps outer state beside its own: of the parameters' size, in
+    float32, and cut like it."""
+    kept = allowed.kept(1, 1) // 4
     more = {"state_per_element": one.optimizer.state_per_element + kept}
     return one.replaced(optimizer=one.optimizer.model_copy(update=more))
 
 
 def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) -> RelaxedTier:
-    """How often and in which parts groups exchange what one has under its plan; UserError where that does not
-    hide, with the least that does."""
+    """How often and in which parts groups exchange what one has under its plan, with copies in a place that
+    is decided; UserError where that does not hide, with the least that does."""
     costs = _Costs.of(profile, one, solved)
     chosen = _chosen(allowed, costs)
     share = min(1.0, chosen.transfer_s / (chosen.every * costs.busy_s))
-    step_s = costs.step_s + share * (costs.busy_s - costs.step_s)
+    step_s = costs.step_s + share * (costs.busy_s - costs.step_s) + chosen.copies_s / chosen.every
     try:
         return RelaxedTier(
             rule=allowed.rule,
@@ -198,6 +248,7 @@ def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) 
             outer_lr=allowed.outer_lr,
             momentum=allowed.momentum,
             decay=allowed.decay,
+            copies=allowed.copies or "device",
             transfer_s=round(chosen.transfer_s, 9),
             step_s=round(step_s, 9),
         )
@@ -247,7 +298,17 @@ class _Costs:
             most = -(-sum(self.elements.values()) // parts)
         transfer_s = self.slowdown * exchange_s(self.profile, most, allowed.wire) + self.agreed_s
         steps = max(1, ceil(transfer_s / self.busy_s - 1e-9))
-        return _Option(parts, transfer_s, steps, steps + (allowed.rule == "periodic"))
+        every = steps + (allowed.rule == "periodic")
+        return _Option(parts, transfer_s, steps, every, self._copies_s(allowed, most))
+
+    def _copies_s(self, allowed: Allowed, elements: int) -> float:
+        """Seconds in which what a round is about goes between device and host: what is kept both ways, and
+        what is sent once more than it does anyway."""
+        if allowed.copies != "host" or self.profile.host is None:
+            return 0.0
+        curve = [(point.bytes, point.seconds) for point in self.profile.host.points]
+        tensors = allowed.kept(1, 1) // 4 - 1  # without what is sent
+        return (2 * tensors + 1) * interpolate(curve, 4 * elements)
 
 
 def _chosen(allowed: Allowed, costs: _Costs) -> _Option:
@@ -291,12 +352,14 @@ def _first(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Option:
-    """A number of parts: seconds of a round, steps until it is due, and steps between two."""
+    """A number of parts: seconds of a round, steps until it is due, and steps between two; seconds of a
+    round's copies to and from the host."""
 
     parts: int
     transfer_s: float
     delay: int
     every: int
+    copies_s: float
 
     @property
     def age(self) -> tuple[float, int]:

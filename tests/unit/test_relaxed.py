@@ -72,6 +72,7 @@ class Run:
     begin: Path | None = None  # the folder of checkpoints to go on from
     skips: tuple[int, int] = (-1, -1)  # the group and the step that is left out
     arguments: dict[str, Any] = field(default_factory=lambda: {"eps": 1e-4})
+    on_host: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes, by group and rank
 
     def choice(self, model: nn.Module, group: int) -> Choice:
         mesh = Mesh.parse(str(self.ranks))
@@ -117,6 +118,7 @@ class Run:
         def one(group: int, number: int, post: Post) -> None:
             optimizer = self.rank(initial, group, number, post)
             values = full_parameters(optimizer)
+            self.on_host[group, number] = sum(tensor.nbytes for tensor in optimizer.engine.on_host)
             if group == 0:
                 note_parts(optimizer, masks, initial)
             if number == 0:
@@ -343,6 +345,21 @@ def test_what_travels_narrow_leaves_groups_the_same_to_the_bit(initial: nn.Modul
     assert 0 < apart < 0.2
 
 
+@pytest.mark.parametrize("rule", ["periodic", "plain", "delta", "ema"])
+def test_copies_on_the_host_are_worth_the_same(initial: nn.Module, rule: Rule) -> None:
+    """To the bit; and they are not what a plan counts as the device's."""
+    policy = Policy(rule, 2, Timetable(2, 3, 2))
+    run = Run(policy, (2, 1))
+    there = policy._replace(copies="host")
+    host = dataclasses.replace(run, policy=there, store=dist.HashStore(), on_host={})
+    for mine, other in zip(run.parameters(initial), host.parameters(initial), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in mine.items())
+    assert not any(run.on_host.values())
+    everything = sum(parameter.nbytes for parameter in initial.parameters())
+    for ranks in (host.on_host[group, 0] + host.on_host[group, 1] for group in range(2)):
+        assert ranks >= len(policy.kept()) * everything
+
+
 @pytest.mark.parametrize("rule", ["periodic", "ema"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("same_store", [False, True])
@@ -355,7 +372,7 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(
 ) -> None:
     """Saved while rounds are under way; an optimizer may have no state of its own. The store is new, or still
     knows the groups that have ended."""
-    policy = Policy(rule, 2, Timetable(3, 4, 5))
+    policy = Policy(rule, 2, Timetable(3, 4, 5), copies="host" if same_store else "device")
     run = Run(policy, (2, 1), ranks=1, levels=Levels(0, 0, 0), optimizer=optimizer)
     run.arguments = {"eps": 1e-4} if optimizer is torch.optim.AdamW else {}
     whole = run.parameters(initial)

@@ -9,7 +9,7 @@ import pytest
 
 from hzplan.core.relaxed import Rule
 from hzplan.errors import UserError
-from hzplan.formats.profile import InterferenceEntry, Profile
+from hzplan.formats.profile import CopyPoint, HostEntry, InterferenceEntry, Profile
 from hzplan.solver.relaxed import Allowed, Relaxed, relax
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Infeasible, Solved, solve
@@ -98,6 +98,48 @@ def test_outer_state_is_in_the_memory_of_the_plan(profile: Profile) -> None:
     assert isinstance(tight, Infeasible)
 
 
+def with_host(profile: Profile, bytes_per_s: float) -> Profile:
+    sizes = (1 << 10, 1 << 20, 1 << 30)
+    points = tuple(CopyPoint(bytes=n, seconds=n / bytes_per_s, spread=0.0) for n in sizes)
+    return profile.replaced(host=HostEntry(points=points))
+
+
+def test_copies_are_on_the_host_where_that_is_faster_and_allowed(profile: Profile) -> None:
+    """A budget that copies on the device leave too little of, or hardly any."""
+    fast = with_host(profile, 1e10)
+    least = relaxed("periodic,copies=host", fast)
+    peak, kept = least.solved.best.memory.peak, least.kept
+    assert least.tier.copies == "host" and kept > 0
+    trained = sum(t.spec.numel for u in fast.units for t in u.tensors if t.spec.trainable)
+    assert kept == pytest.approx(3 * 4 * trained / least.profile.mesh.world, rel=1e-3)
+    tight = {"memory_bytes": peak + kept // 2, "time_limit_s": 8}
+    chosen = relaxed("periodic", fast, **tight, host_bytes=kept)
+    device = relax(Allowed.parse("periodic"), fast, request(**tight, host_bytes=kept - 1), solve)
+    assert chosen.tier.copies == "host"
+    assert not isinstance(device, Relaxed) or device.tier.step_s > chosen.tier.step_s
+    with pytest.raises(UserError, match="knows no link to the host's memory"):
+        relaxed("periodic,copies=host", profile.replaced(host=None))
+
+
+def test_copies_stay_where_there_is_room(profile: Profile) -> None:
+    assert relaxed("periodic", with_host(profile, 1e10), host_bytes=1 << 40).tier.copies == "device"
+
+
+def test_copies_between_device_and_host_take_their_time(profile: Profile) -> None:
+    fast, slow = (relaxed("periodic,copies=host", with_host(profile, rate)).tier for rate in (1e12, 1e8))
+    assert slow.step_s > fast.step_s and slow.transfer_s == fast.transfer_s
+
+
+def test_one_group_is_compared_without_what_groups_keep(profile: Profile) -> None:
+    """What a budget is short of for copies, one group by itself is not."""
+    free = relaxed("periodic", profile)
+    assert free.alone is not None
+    tight = relaxed("periodic", profile, memory_bytes=free.solved.best.memory.peak - 1)
+    assert tight.alone is not None
+    assert tight.step_s["one group"] <= tight.solved.best.step_s
+    assert tight.alone.best.memory.peak <= free.solved.best.memory.peak - 1
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -106,6 +148,7 @@ def test_outer_state_is_in_the_memory_of_the_plan(profile: Profile) -> None:
         ("periodic,interval=0", "at least 1"),
         ("periodic,wire=int3", "wire is exact"),
         ("periodic,every=3", "write interval"),
+        ("periodic,copies=disk", "copies is device or host"),
         ("periodic,interval=2,fragments=1", "the shortest interval that hides is"),
         ("periodic,delay=1,fragments=1", "the shortest delay that hides it is"),
         ("periodic,fragments=4000", "at most"),

@@ -8,47 +8,55 @@ import torch
 from torch import Tensor
 
 from hzplan.core.relaxed import Policy
+from hzplan.runtime.offload import host_buffer
 
 
 class Slice:
-    """A group's state of one slice of the parameters. ``kept``: by ``Policy.kept``, each as long."""
+    """A group's state of one slice of the parameters. ``kept``: by ``Policy.kept``, each as long, in the
+    memory that the policy says; computed is where the parameters are."""
 
     def __init__(self, policy: Policy, values: Tensor) -> None:
         """``values``: the parameters that training begins with, the same in all groups."""
         self.policy = policy
-        self.kept = {
-            name: values.detach().clone() if name == "outer" else torch.zeros_like(values)
-            for name in policy.kept()
-        }
-        if "outer_sent" not in self.kept:  # nothing happens between a round's begin and its end
-            self.kept["outer_sent"] = torch.zeros_like(values)
+        host = host_buffer(values.device)
+
+        def zeros() -> Tensor:
+            if policy.copies == "device":
+                return torch.zeros_like(values)
+            return host(values.nbytes).view(values.dtype)
+
+        # Without a delay too something is sent, if only from a round's begin to its end.
+        self.kept = {name: zeros() for name in dict.fromkeys((*policy.kept(), "outer_sent"))}
+        if "outer" in self.kept:
+            self.kept["outer"].copy_(values.detach())
 
     def send(self, values: Tensor, low: int, high: int) -> Tensor:
         """What goes out of elements [low, high); it is kept until the result comes."""
         sent = self.kept["outer_sent"][low:high]
         if self.policy.rule == "periodic":
-            return torch.sub(self.kept["outer"][low:high], values[low:high], out=sent)
+            return torch.sub(self.kept["outer"][low:high], values[low:high].to(sent.device), out=sent)
         return sent.copy_(values[low:high])
 
     def advanced(self, mean: Tensor, low: int, high: int) -> dict[str, Tensor]:
-        """The outer state that a mean leads to."""
+        """The outer state that a mean leads to, where the mean is."""
         if self.policy.rule != "periodic":
             return {}
-        return outer_step(self.policy, {name: of[low:high] for name, of in self.kept.items()}, mean)
+        names = [name for name in self.policy.kept() if name != "outer_sent"]
+        return outer_step(self.policy, {n: self.kept[n][low:high].to(mean.device) for n in names}, mean)
 
     def apply(self, values: Tensor, mean: Tensor, low: int, high: int) -> None:
         """Change elements [low, high) of the parameters by the mean of what groups have sent."""
         policy, now = self.policy, values[low:high]
         if policy.rule == "periodic":
-            for name, new in self.advanced(mean, low, high).items():
+            found = self.advanced(mean, low, high)
+            for name, new in found.items():
                 self.kept[name][low:high] = new
-            outer = self.kept["outer"][low:high]
             if policy.mixing:
-                now.mul_(policy.mixing).add_(outer, alpha=1 - policy.mixing)
+                now.mul_(policy.mixing).add_(found["outer"], alpha=1 - policy.mixing)
             else:
-                now.copy_(outer)
+                now.copy_(found["outer"])
             return
-        drift = now - self.kept["outer_sent"][low:high]
+        drift = now - self.kept["outer_sent"][low:high].to(now.device)
         if policy.rule == "delta":
             now.copy_(mean).add_(drift)
         elif policy.rule == "plain":
@@ -56,10 +64,9 @@ class Slice:
         else:
             kept = self.kept["outer_drift"][low:high]
             if bool(kept.any()):
-                kept.mul_(policy.decay).add_(drift, alpha=1 - policy.decay)
-            else:  # the first time
-                kept.copy_(drift)
-            now.copy_(mean).add_(kept)
+                drift.mul_(1 - policy.decay).add_(kept.to(now.device), alpha=policy.decay)
+            kept.copy_(drift)  # which is all of it the first time
+            now.copy_(mean).add_(drift)
 
 
 def outer_step(policy: Policy, kept: Mapping[str, Tensor], mean: Tensor) -> dict[str, Tensor]:

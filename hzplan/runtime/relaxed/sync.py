@@ -221,9 +221,10 @@ class GroupSync:
         return found[0] if found else None
 
     def _mark(self) -> Mark:
-        """What groups compare: of all ranks of this one."""
+        """What groups compare: of all ranks of this one. Where copies lie is each group's own affair."""
         places = [[p.low, p.high, p.bucket.layout.tensors[0].name] for part in self._parts for p in part]
-        said = [*self.policy, self._control.size, str(self._buckets[0].master.dtype), places]
+        dtype, policy = str(self._buckets[0].master.dtype), self.policy._replace(copies="device")
+        said = [*policy, self._control.size, dtype, places]
         kind = hashlib.sha256(repr(said).encode()).digest()
         state = hashlib.sha256()
         for bucket in self._buckets:
@@ -404,7 +405,7 @@ class GroupSync:
             found = []
             for p in places:
                 state = self._slices[id(p.bucket)]
-                of = state.advanced(p.of(mean).to(state.kept["outer"].device), p.low, p.high)
+                of = state.advanced(p.of(mean).to(p.bucket.master.device), p.low, p.high)
                 found.append([one.cpu() for one in of.values()])
             return torch.cat([one for kind in zip(*found, strict=True) for one in kind])
 
@@ -413,6 +414,13 @@ class GroupSync:
     def _most(self, values: Tensor) -> None:
         if self._control.size > 1:
             self._control.all_reduce(values, MAX)
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """What lies in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
+        if self.policy.copies == "device":
+            return []
+        return [kept for of in self._slices.values() for kept in of.kept.values()]
 
     # For checkpoints.
 
