@@ -34,8 +34,8 @@ def command(
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="How much of the host's memory a rank may take, for optimizer state and activations, as in "
-            "100GiB; by default none."
+            help="How much of the host's memory a rank may take, for optimizer state and activations, with "
+            "--allow-stale for what groups keep of each other, as in 100GiB; by default none."
         ),
     ] = None,
     gap: Annotated[float, typer.Option(help="How far from the best possible is good enough.")] = 0.005,
@@ -136,7 +136,7 @@ def command(
             metavar="RULE",
             help="Let the groups of the slowest tier train without waiting for each other, where that is "
             "faster; other mathematics: periodic (DiLoCo), delta, plain or ema (sparse averages), also as in "
-            "periodic,interval=40,fragments=4,delay=5,wire=int8.",
+            "periodic,interval=40,fragments=4,delay=5,wire=int8,copies=host.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
