@@ -119,15 +119,15 @@ class Policy(NamedTuple):
         return ("outer_drift", *sent) if self.rule == "ema" else sent
 
 
-def parts_of_units(nbytes: Mapping[str, int], parts: int) -> dict[str, int]:
-    """By unit the part that it is of: the largest unit first, each into the part with the fewest bytes. Equal
-    layers come out dealt in turn, as Streaming DiLoCo's strided fragments."""
-    order = {unit: place for place, unit in enumerate(nbytes)}
+def parts_of_units(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
+    """By unit the part that it is of: the largest unit first, each into the part with the least. Equal layers
+    come out dealt in turn, as Streaming DiLoCo's strided fragments."""
+    order = {unit: place for place, unit in enumerate(sizes)}
     loads = [0] * parts
     found = {}
-    for unit in sorted(nbytes, key=lambda one: (-nbytes[one], order[one])):
+    for unit in sorted(sizes, key=lambda one: (-sizes[one], order[one])):
         found[unit] = loads.index(min(loads))
-        loads[found[unit]] += nbytes[unit]
+        loads[found[unit]] += sizes[unit]
     return found
 
 

@@ -345,8 +345,7 @@ def apply(
 def _relaxed(
     policy: Policy, groups: Groups, model: nn.Module, states: Sequence[UnitState], world: World
 ) -> GroupSync:
-    """This rank's part in a relaxed tier. UserError for what groups would not have in common, and where outer
-    state would not be in whole shards."""
+    """This rank's part in a relaxed tier. UserError for what groups would not have in common."""
     for state in states:
         if state.offload:
             raise UserError(
@@ -360,12 +359,6 @@ def _relaxed(
                 "for each other do not have in common; take another norm, or a plan in which all wait"
             )
     trained = {state.name: state.trainable_buckets for state in states}
-    for name, buckets in trained.items():
-        if any(b.mesh.shards[b.layout.levels.optim] != b.mesh.world for b in buckets):
-            raise UserError(
-                f"unit {name}: under a relaxed tier optimizer state is in as many shards as a group has "
-                "ranks (optim), for so is outer state; solve with --allow-stale"
-            )
     return GroupSync(policy, groups, trained, world.apart())
 
 

@@ -16,11 +16,12 @@ is shorter by more than the gap when the plan has that room, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
+from hzplan.core.hierarchy import Mesh
 from hzplan.core.relaxed import (
     DECAY,
     MIXING,
@@ -40,7 +41,7 @@ from hzplan.cost.curves import interpolate
 from hzplan.cost.interference import MAX_COMPUTE_LOSS
 from hzplan.errors import UserError
 from hzplan.formats.plan import RelaxedTier
-from hzplan.formats.profile import CollectiveCurve, Profile
+from hzplan.formats.profile import Profile
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Outcome, Solved
 
@@ -80,10 +81,10 @@ class Allowed:
     decay: float = DECAY
     copies: Place | None = None
 
-    def kept(self, elements: int, world: int) -> int:
-        """Bytes that each of a group's ranks keeps of the others, of so many parameters."""
-        names = Policy(self.rule, 2, Timetable(1, 1, 1), momentum=self.momentum).kept()
-        return len(names) * 4 * -(-elements // world)
+    @property
+    def kept(self) -> int:
+        """How many values a rank keeps of the other groups for each of its slice of the parameters."""
+        return len(Policy(self.rule, 2, Timetable(1, 1, 1), momentum=self.momentum).kept())
 
     @classmethod
     def parse(cls, text: str) -> Allowed:
@@ -187,33 +188,32 @@ def relax(
     if request.global_batch % groups:
         raise UserError(f"--global-batch {request.global_batch}: {groups} groups have equal shares of it")
     by_itself = with_ranks(profile, profile.mesh.world // groups)
-    trained = [t.spec.numel for unit in by_itself.units for t in unit.tensors if t.spec.trainable]
-    kept = allowed.kept(sum(trained), by_itself.mesh.world)
     request = replace(request, time_limit_s=request.time_limit_s / 4)
     together = solve(profile, request)
     request = replace(request, global_batch=request.global_batch // groups)
     alone = solve(by_itself, request)
-    asked = replace(request, host_bytes=0, pins=(*request.pins, f"*=*,*,{by_itself.mesh.world}"))
+    asked = replace(request, host_bytes=0)
 
     def relaxed(place: Place) -> Relaxed | Outcome:
         one = by_itself if place == "host" else _keeping(by_itself, allowed)
         outcome = solve(one, asked)
         if not isinstance(outcome, Solved):
             return outcome
-        tier = timetable(replace(allowed, copies=place), profile, one, outcome)
+        costs = _Costs.of(profile, outcome)
+        tier = timetable(replace(allowed, copies=place), costs)
+        kept = 4 * allowed.kept * sum(sum(of.values()) for of in costs.slices.values())
         return Relaxed(one, asked, outcome, tier, kept, *(_solved(found) for found in (alone, together)))
 
     if allowed.copies is not None:
         return relaxed(allowed.copies)
     found = relaxed("device")
-    if profile.host is None or kept > request.host_bytes:
+    if profile.host is None or not request.host_bytes:
         return found
     other = relaxed("host")
-    if not isinstance(other, Relaxed) or (
-        isinstance(found, Relaxed) and found.tier.step_s <= (1 + request.gap) * other.tier.step_s
-    ):
+    if not isinstance(other, Relaxed) or other.kept > request.host_bytes:
         return found
-    return other
+    near = isinstance(found, Relaxed) and found.tier.step_s <= (1 + request.gap) * other.tier.step_s
+    return found if near else other
 
 
 def _solved(outcome: Outcome) -> Solved | None:
@@ -223,18 +223,16 @@ def _solved(outcome: Outcome) -> Solved | None:
 def _keeping(one: Profile, allowed: Allowed) -> Profile:
     """The profile of a group whose optimizer keeps outer state beside its own: of the parameters' size, in
     float32, and cut like it."""
-    kept = allowed.kept(1, 1) // 4
-    more = {"state_per_element": one.optimizer.state_per_element + kept}
+    more = {"state_per_element": one.optimizer.state_per_element + allowed.kept}
     return one.replaced(optimizer=one.optimizer.model_copy(update=more))
 
 
-def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) -> RelaxedTier:
+def timetable(allowed: Allowed, costs: _Costs) -> RelaxedTier:
     """How often and in which parts groups exchange what one has under its plan, with copies in a place that
     is decided; UserError where that does not hide, with the least that does."""
-    costs = _Costs.of(profile, one, solved)
-    chosen = _chosen(allowed, costs)
+    profile, chosen = costs.profile, _chosen(allowed, costs)
     share = min(1.0, chosen.transfer_s / (chosen.every * costs.busy_s))
-    step_s = costs.step_s + share * (costs.busy_s - costs.step_s) + chosen.copies_s / chosen.every
+    step_s = costs.step_s + share * (costs.busy_s - costs.step_s) + chosen.inside_s / chosen.every
     try:
         return RelaxedTier(
             rule=allowed.rule,
@@ -259,30 +257,41 @@ def timetable(allowed: Allowed, profile: Profile, one: Profile, solved: Solved) 
 @dataclass(frozen=True)
 class _Costs:
     """What a timetable is made of: seconds of one group's step by itself, and while something travels
-    throughout; by unit the elements that a rank exchanges; how many times as long a transfer takes beside
-    compute, and the seconds in which groups agree."""
+    throughout; by unit the elements that a rank exchanges, and by level those of its slices; how many times
+    as long a transfer takes beside compute, and the seconds in which groups agree."""
 
     profile: Profile
+    mesh: Mesh
     step_s: float
     busy_s: float
     elements: Mapping[str, int]
+    slices: Mapping[str, Mapping[int, int]]
     slowdown: float
     agreed_s: float
 
     @classmethod
-    def of(cls, profile: Profile, one: Profile, solved: Solved) -> _Costs:
-        """``profile``: of all groups; ``one`` and ``solved``: of one."""
-        best = solved.best
+    def of(cls, profile: Profile, solved: Solved) -> _Costs:
+        """``profile``: of all groups; ``solved``: of one."""
+        best, mesh = solved.best, solved.best.model.profile.mesh
         disturbs = profile.interference[-1] if profile.interference else None
         loss = min(MAX_COMPUTE_LOSS, disturbs.compute_loss) if disturbs is not None else 0.0
         compute_ns = sum(best.model.compute_ns(use, best.micro_batch) for use in range(len(profile.uses)))
         compute_s = compute_ns * best.schedule.accumulation / 1e9
-        trained = {u.name: sum(t.spec.numel for t in u.tensors if t.spec.trainable) for u in one.units}
+        slices: dict[str, dict[int, int]] = {}
+        trained: dict[str, int] = {}
+        for unit, levels in best.levels.items():
+            for spec, of in zip(best.model.tensors[unit], levels, strict=True):
+                if spec.trainable:
+                    known = slices.setdefault(unit, {})
+                    known[of.optim] = known.get(of.optim, 0) + -(-spec.numel // mesh.shards[of.optim])
+                    trained[unit] = trained.get(unit, 0) + spec.numel
         return cls(
             profile,
+            mesh,
             best.step_s,
             best.step_s + compute_s * loss / (1 - loss),
-            {name: -(-count // one.mesh.world) for name, count in trained.items() if count},
+            {unit: -(-count // mesh.world) for unit, count in trained.items()},
+            slices,
             disturbs.communication_slowdown if disturbs is not None else 1.0,
             LOOKS * exchange_s(profile, 1, "exact"),
         )
@@ -299,16 +308,27 @@ class _Costs:
         transfer_s = self.slowdown * exchange_s(self.profile, most, allowed.wire) + self.agreed_s
         steps = max(1, ceil(transfer_s / self.busy_s - 1e-9))
         every = steps + (allowed.rule == "periodic")
-        return _Option(parts, transfer_s, steps, every, self._copies_s(allowed, most))
+        return _Option(parts, transfer_s, steps, every, self._inside_s(allowed, parts))
 
-    def _copies_s(self, allowed: Allowed, elements: int) -> float:
-        """Seconds in which what a round is about goes between device and host: what is kept both ways, and
-        what is sent once more than it does anyway."""
-        if allowed.copies != "host" or self.profile.host is None:
-            return 0.0
-        curve = [(point.bytes, point.seconds) for point in self.profile.host.points]
-        tensors = allowed.kept(1, 1) // 4 - 1  # without what is sent
-        return (2 * tensors + 1) * interpolate(curve, 4 * elements)
+    def _inside_s(self, allowed: Allowed, parts: int) -> float:
+        """Seconds that a round takes of a group's ranks themselves, in the mean: ranks with the same slices
+        gather what each of them has received a share of; where copies lie on the host what is kept goes both
+        ways, and what is sent once more than it does anyway."""
+        by_level: dict[int, float] = {}
+        for of in self.slices.values():
+            for level, count in of.items():
+                by_level[level] = by_level.get(level, 0) + 4 * count / parts
+        found = sum(self._gathered_s(level, nbytes) for level, nbytes in by_level.items())
+        if allowed.copies == "host" and self.profile.host is not None:
+            curve = [(point.bytes, point.seconds) for point in self.profile.host.points]
+            found += (2 * allowed.kept - 1) * interpolate(curve, sum(by_level.values()))
+        return found
+
+    def _gathered_s(self, level: int, nbytes: float) -> float:
+        """Seconds in which ranks with the same slices at a level have so many bytes of each other's."""
+        mesh = self.mesh
+        stages = (mesh.stage_in_tier(tier, level, mesh.levels) for tier in range(len(mesh.tiers)))
+        return sum(_curve_s(self.profile, "all_gather", *stage, nbytes) for stage in stages if stage)
 
 
 def _chosen(allowed: Allowed, costs: _Costs) -> _Option:
@@ -352,14 +372,14 @@ def _first(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Option:
-    """A number of parts: seconds of a round, steps until it is due, and steps between two; seconds of a
-    round's copies to and from the host."""
+    """A number of parts: seconds of a round, steps until it is due, and steps between two; seconds that a
+    round takes inside of a group."""
 
     parts: int
     transfer_s: float
     delay: int
     every: int
-    copies_s: float
+    inside_s: float
 
     @property
     def age(self) -> tuple[float, int]:
@@ -372,18 +392,13 @@ def exchange_s(profile: Profile, elements: int, wire: Format) -> float:
     """Seconds in which ranks at the same place of all groups of the slowest tier average so many values."""
     low, high = profile.mesh.tier_bounds[-1]
     nbytes = packed_bytes(wire, elements, 4)
-    return sum(
-        interpolate([(point.bytes, point.seconds) for point in curve.points], nbytes)
-        for curve in _curves(profile, low, high)
-    )
+    return sum(_curve_s(profile, how, low, high, nbytes) for how in ("reduce_scatter", "all_gather"))
 
 
-def _curves(profile: Profile, low: int, high: int) -> Iterator[CollectiveCurve]:
-    for operation in ("reduce_scatter", "all_gather"):
-        found = [c for c in profile.collectives if (c.operation, c.low, c.high) == (operation, low, high)]
-        if not found:
-            raise UserError(
-                f"--allow-stale: the profile has no {operation} between the groups of its slowest tier; "
-                "profile again"
-            )
-        yield found[0]
+def _curve_s(profile: Profile, operation: str, low: int, high: int, nbytes: float) -> float:
+    found = [c for c in profile.collectives if (c.operation, c.low, c.high) == (operation, low, high)]
+    if not found:
+        raise UserError(
+            f"--allow-stale: the profile has no {operation} between levels {low} and {high}; profile again"
+        )
+    return interpolate([(point.bytes, point.seconds) for point in found[0].points], nbytes)

@@ -66,18 +66,21 @@ class Run:
     steps: int = STEPS
     ranks: int = 2
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    mesh: str = ""
     levels: Levels | None = None
+    others: Mapping[str, Levels] = field(default_factory=dict)  # of some parameters
     clip: bool = False
     store: Any = field(default_factory=dist.HashStore)
     begin: Path | None = None  # the folder of checkpoints to go on from
     skips: tuple[int, int] = (-1, -1)  # the group and the step that is left out
     arguments: dict[str, Any] = field(default_factory=lambda: {"eps": 1e-4})
+    sent: list[int] = field(default_factory=list)  # elements in a turn, by rank of the first group
     on_host: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes, by group and rank
 
     def choice(self, model: nn.Module, group: int) -> Choice:
-        mesh = Mesh.parse(str(self.ranks))
+        mesh = Mesh.parse(self.mesh or str(self.ranks))
         plan = make_plan_of(model, mesh, self.levels or Levels(1, 1, 1), self.accumulations[group], self.clip)
-        return Choice(**{**plan, "relaxed": self.policy})
+        return Choice(**{**plan, "levels": {**plan["levels"], **self.others}, "relaxed": self.policy})
 
     def rank(
         self, initial: nn.Module, group: int, number: int, post: Post, each: Callable[..., None] | None = None
@@ -119,8 +122,12 @@ class Run:
             optimizer = self.rank(initial, group, number, post)
             values = full_parameters(optimizer)
             self.on_host[group, number] = sum(tensor.nbytes for tensor in optimizer.engine.on_host)
+            relaxed = optimizer.engine.relaxed
+            assert relaxed is not None
             if group == 0:
                 note_parts(optimizer, masks, initial)
+                self.sent.append(sum(places[-1].end for places in relaxed._parts))
+                self.numel = sum(bucket.layout.numel for bucket in relaxed._buckets)
             if number == 0:
                 found[group] = values
             optimizer.engine.close()
@@ -188,8 +195,11 @@ def note_parts(optimizer: ShardedOptimizer, masks: dict[str, list[Tensor]], mode
     for part, places in enumerate(relaxed._parts):
         for place in places:
             start = place.bucket.bounds(place.bucket.layout.levels.optim)[0]
-            pieces = place.bucket.layout.pieces(start + place.low, start + place.high)
-            for index, low, high in pieces:
+            for index, low, high in (
+                piece
+                for first, end in place.pieces
+                for piece in place.bucket.layout.pieces(start + first, start + end)
+            ):
                 name = place.bucket.layout.tensors[index].name
                 of = masks.setdefault(
                     name, [torch.zeros(shapes[name], dtype=torch.bool) for _ in relaxed._parts]
@@ -309,7 +319,23 @@ def test_every_step_and_an_outer_step_of_one_is_synchronous_training(initial: nn
     close(mine, [together, together])
 
 
-@pytest.mark.parametrize("levels", [Levels(0, 0, 1), Levels(0, 1, 1), Levels(1, 1, 1)], ids=str)
+@pytest.mark.parametrize("rule", ["periodic", "plain", "delta", "ema"])
+@pytest.mark.parametrize("table", [(2, 3, 2), (2, 2, 0)], ids=str)
+def test_ranks_with_the_same_slices_send_a_share_each(
+    initial: nn.Module, rule: Rule, table: tuple[int, int, int]
+) -> None:
+    """Of four ranks two, all and one have the same slices; shares of eleven elements do not come out even."""
+    sharded = {f"layers.{i}.{of}": Levels(0, 0, 2) for i in (0, 3) for of in ("weight", "bias")}
+    replicated = {"layers.2.weight": Levels(0, 0, 0), "layers.2.bias": Levels(0, 0, 0)}
+    run = Run(Policy(rule, 2, Timetable(*table)), (2, 1), ranks=4, steps=20)
+    run.mesh, run.levels, run.others = "2,2", Levels(0, 0, 1), sharded | replicated
+    close(run.parameters(initial), simulated(run, initial))
+    assert len(run.sent) == 4 and sum(run.sent) == run.numel
+
+
+@pytest.mark.parametrize(
+    "levels", [Levels(0, 0, 0), Levels(0, 0, 1), Levels(0, 1, 1), Levels(1, 1, 1)], ids=str
+)
 @pytest.mark.parametrize("clip", [False, True])
 def test_inside_of_a_group_all_is_as_planned(initial: nn.Module, levels: Levels, clip: bool) -> None:
     run = Run(Policy("periodic", 2, Timetable(2, 2, 2)), (1, 2), levels=levels, clip=clip)
@@ -393,10 +419,11 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(
         assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_a_group_that_dies_is_done_without_and_comes_back(initial: nn.Module) -> None:
+@pytest.mark.parametrize("levels", [Levels(1, 1, 1), Levels(0, 0, 0)], ids=str)
+def test_a_group_that_dies_is_done_without_and_comes_back(initial: nn.Module, levels: Levels) -> None:
     """In the end groups have the same outer weights, to the bit."""
     policy = Policy("periodic", 2, Timetable(2, 2, 2))
-    run = Run(policy, (1, 1), ranks=2, steps=700)
+    run = Run(policy, (1, 1), ranks=2, steps=700, levels=levels)
     found: dict[int, list[Tensor]] = {}
     back = threading.Event()
     waited: list[float] = []
@@ -544,35 +571,6 @@ def test_batch_norm_is_refused() -> None:
     groups = Groups(0, dist.HashStore)
     with pytest.raises(UserError, match="1 has running statistics"):
         apply(model, choice, torch.optim.SGD, world=ThreadWorld(Post(1), 0), among=groups, lr=0.1)
-
-
-def test_outer_state_that_would_not_be_in_shards_is_refused() -> None:
-    model = Net().double()
-    choice = Choice(
-        **make_plan_of(model, Mesh.parse("2"), Levels(0, 0, 0), 1, False),
-        relaxed=Policy("periodic", 2, Timetable(2, 1, 1)),
-    )
-    groups = Groups(0, dist.HashStore)
-    with pytest.raises(UserError, match="optimizer state is in as many shards"):
-        post = Post(2)
-        failed: list[BaseException] = []
-
-        def other() -> None:
-            try:
-                apply(
-                    copy.deepcopy(model),
-                    choice,
-                    torch.optim.SGD,
-                    world=ThreadWorld(post, 1),
-                    among=groups,
-                    lr=0.1,
-                )
-            except UserError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
-        apply(copy.deepcopy(model), choice, torch.optim.SGD, world=ThreadWorld(post, 0), among=groups, lr=0.1)
 
 
 def test_parts_are_dealt_by_size() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
 import pytest
 
+from hzplan.core.layout import TensorSpec
 from hzplan.core.relaxed import Rule
 from hzplan.errors import UserError
 from hzplan.formats.profile import CopyPoint, HostEntry, InterferenceEntry, Profile
@@ -90,12 +92,29 @@ def test_outer_state_is_in_the_memory_of_the_plan(profile: Profile) -> None:
     found = relaxed("periodic", profile)
     before = found.profile.optimizer.state_per_element - 3
     assert before == profile.optimizer.state_per_element
-    assert all(
-        levels.optim == found.profile.mesh.levels for of in found.solved.best.levels.values() for levels in of
-    )
     peak = found.solved.best.memory.peak
     tight = relax(Allowed.parse("periodic"), profile, request(memory_bytes=peak // 4), solve)
     assert isinstance(tight, Infeasible)
+
+
+def shards(found: Relaxed) -> Iterator[tuple[TensorSpec, int]]:
+    """Tensors of one group's plan, and how many shards their optimizer state has."""
+    best = found.solved.best
+    for unit, levels in best.levels.items():
+        for spec, of in zip(best.model.tensors[unit], levels, strict=True):
+            yield spec, found.profile.mesh.shards[of.optim]
+
+
+def test_shares_of_the_same_slices_are_gathered_in_the_group(profile: Profile) -> None:
+    """What ranks with the same slices send takes as long as where slices are their own; then they gather."""
+    free = relaxed("periodic", profile)
+    sharded = relaxed("periodic", profile, pins=(f"*=*,*,{free.profile.mesh.world}",))
+    replicated = relaxed("periodic", profile, pins=("*=1,1,1",))
+    assert sharded.tier.transfer_s == pytest.approx(replicated.tier.transfer_s)
+    assert replicated.kept == pytest.approx(sharded.kept * free.profile.mesh.world, rel=1e-3)
+    assert sharded.tier.step_s - sharded.solved.best.step_s < 1e-12
+    assert replicated.tier.step_s > replicated.solved.best.step_s
+    assert free.tier.step_s <= min(sharded.tier.step_s, replicated.tier.step_s) * 1.01
 
 
 def with_host(profile: Profile, bytes_per_s: float) -> Profile:
@@ -110,8 +129,7 @@ def test_copies_are_on_the_host_where_that_is_faster_and_allowed(profile: Profil
     least = relaxed("periodic,copies=host", fast)
     peak, kept = least.solved.best.memory.peak, least.kept
     assert least.tier.copies == "host" and kept > 0
-    trained = sum(t.spec.numel for u in fast.units for t in u.tensors if t.spec.trainable)
-    assert kept == pytest.approx(3 * 4 * trained / least.profile.mesh.world, rel=1e-3)
+    assert kept == sum(3 * 4 * -(-s.numel // n) for s, n in shards(least) if s.trainable)
     tight = {"memory_bytes": peak + kept // 2, "time_limit_s": 8}
     chosen = relaxed("periodic", fast, **tight, host_bytes=kept)
     device = relax(Allowed.parse("periodic"), fast, request(**tight, host_bytes=kept - 1), solve)

@@ -70,7 +70,8 @@ def process_group(
     made = _made.setdefault(world, {})
     members = tuple(ranks[member] for member in mesh.group(rank, stage))
     if (kind, members) not in made:
-        backend, timeout = str(world._get_backend(device).name()), _timeout(mesh, kind, stage)
+        own = "gloo" if device.type == "cpu" else str(world._get_backend(device).name())
+        backend, timeout = own, _timeout(mesh, kind, stage)
         given = None
         if backend == "nccl":
             sms = torch.cuda.get_device_properties(device).multi_processor_count

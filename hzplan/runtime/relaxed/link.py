@@ -173,6 +173,8 @@ class Link:
 
     def _sum(self, values: Tensor, group: SiteGroup) -> None:
         """All groups' values in the place of this one's."""
+        if not len(values):
+            return
         wire, periodic = self._policy.wire, self._policy.rule == "periodic"
         form = None if wire == "exact" else form_of(wire, dithered=periodic)
         share = -(-len(values) // (BLOCK * group.size)) * BLOCK

@@ -7,17 +7,20 @@ that a group's step is the one that was planned. What travels does so on a threa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hzplan.core.hierarchy import Stage
 from hzplan.core.relaxed import Policy, part_bounds, parts_of_units
 from hzplan.errors import JobFailed, UserError, one_line
+from hzplan.runtime.backends.base import Buffers, Group
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.relaxed.link import Link, Round, agreed
 from hzplan.runtime.relaxed.roll import Begin, Mark, Record, Roll
@@ -38,16 +41,33 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where elements [low, high) of a bucket's slice lie in what a part sends: from ``start`` on."""
+    """What of a bucket's slice a part is about. ``pieces``: elements [low, high) by the rank that sends them,
+    of those with the same slice; this one is the ``own``-th, and its piece lies from ``start`` on in what the
+    part sends."""
 
     bucket: Bucket
-    low: int
-    high: int
+    pieces: tuple[tuple[int, int], ...]
+    own: int
     start: int
 
+    @property
+    def level(self) -> int:
+        """That of the slice."""
+        return self.bucket.layout.levels.optim
+
+    @property
+    def end(self) -> int:
+        """Where the piece of this rank ends in what the part sends."""
+        low, high = self.pieces[self.own]
+        return self.start + high - low
+
     def of(self, flat: Tensor) -> Tensor:
-        """The place's values in a part's."""
-        return flat[self.start : self.start + self.high - self.low]
+        """This rank's piece in a part's values."""
+        return flat[self.start : self.end]
+
+
+Means = dict[int, list[tuple[int, int, Tensor]]]
+"""By bucket (its id) the pieces of its slice, [low, high), with values."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,8 @@ class GroupSync:
         self.policy, self._groups, self._control = policy, groups, control
         self._buckets = [bucket for buckets in units.values() for bucket in buckets]
         self._slices = {id(bucket): Slice(policy, bucket.master) for bucket in self._buckets}
-        self._parts = _places(policy, units)
+        self._parts = _places(policy, units, control.rank)
+        self._replicas = _replicas(self._parts, control)
         self._place_of = [{id(place.bucket): place for place in part} for part in self._parts]
         self.entered, self.came, self.base = False, False, 0
         self._out_since: int | None = None  # the update after which others went on without this group
@@ -103,6 +124,7 @@ class GroupSync:
         self._link: Link | None = None
         self._sending: tuple[Round, set[int]] | None = None
         self._in_flight: dict[int, Round] = {}
+        self._means: dict[int, Means] = {}  # of rounds that are due
         self.applied = self.missed = 0  # rounds
         self.waited_s = 0.0
 
@@ -147,8 +169,8 @@ class GroupSync:
         for number in in_flight:  # as they were sent before
             one = self._round(number)
             for place in self._parts[table.part(number)]:
-                kept = self._slices[id(place.bucket)].kept["outer_sent"]
-                place.of(one.values).copy_(kept[place.low : place.high])
+                low, high = place.pieces[place.own]
+                place.of(one.values).copy_(self._slices[id(place.bucket)].kept["outer_sent"][low:high])
             self._in_flight[number] = one
             self._link.send(one)
 
@@ -222,7 +244,7 @@ class GroupSync:
 
     def _mark(self) -> Mark:
         """What groups compare: of all ranks of this one. Where copies lie is each group's own affair."""
-        places = [[p.low, p.high, p.bucket.layout.tensors[0].name] for part in self._parts for p in part]
+        places = [[p.pieces, p.bucket.layout.tensors[0].name] for part in self._parts for p in part]
         dtype, policy = str(self._buckets[0].master.dtype), self.policy._replace(copies="device")
         said = [*policy, self._control.size, dtype, places]
         kind = hashlib.sha256(repr(said).encode()).digest()
@@ -250,22 +272,31 @@ class GroupSync:
             record, all_know = self._settled(one, forever=True)
             if record is None or not all_know or not record.applied:
                 return False
-            for place in self._parts[table.part(number)]:
-                kept, master = self._slices[id(place.bucket)].kept, place.bucket.master
-                if self.policy.rule != "periodic":
-                    master[place.low : place.high] = place.of(one.values)
-                    if (drift := kept.get("outer_drift")) is not None:
-                        drift[place.low : place.high] = 0
-                    continue
+            places = self._parts[table.part(number)]
+            if self.policy.rule == "periodic":
                 assert one.arrived is not None
-                named = [name for name in ("outer", "outer_momentum") if name in kept]
-                for name, flat in zip(named, one.arrived.view(len(named), -1), strict=True):
-                    kept[name][place.low : place.high] = place.of(flat)
-                master[place.low : place.high] = kept["outer"][place.low : place.high]
-        self._in_flight, self._sending = {}, None
+                arrived = one.arrived.view(1 + bool(self.policy.momentum), -1)
+                self._take(places, arrived[0], "outer", None)
+                if self.policy.momentum:
+                    self._take(places, arrived[1], "outer_momentum")
+            else:
+                self._take(places, one.values, None)
+                for place in places if self.policy.rule == "ema" else ():
+                    for low, high in place.pieces:
+                        self._slices[id(place.bucket)].kept["outer_drift"][low:high] = 0
+        self._in_flight, self._sending, self._means = {}, None, {}
         self.base, self._out_since = table.sent_after(last) - done, None
         refresh()
         return True
+
+    def _take(self, places: Sequence[Place], flat: Tensor, *names: str | None) -> None:
+        """What has arrived of a part, into what is kept by these names; None: into parameters."""
+        means = self._everywhere(places, flat)
+        for place, name in itertools.product(places, names):
+            bucket = place.bucket
+            into = bucket.master if name is None else self._slices[id(bucket)].kept[name]
+            for low, high, values in means[id(bucket)]:
+                into[low:high] = values
 
     def after_step(self, done: int, synchronize: Callable[[], None], refresh: Callable[[], None]) -> None:
         """Come in again where the others have gone on without this group; every rank calls it after a step,
@@ -286,7 +317,7 @@ class GroupSync:
             if begin.comes:
                 self._come(begin, done, refresh)
             else:  # nobody was left, and all that asked have begun anew
-                self._in_flight, self._sending, self._out_since = {}, None, None
+                self._in_flight, self._sending, self._out_since, self._means = {}, None, None, {}
                 self.base = begin.first * self.policy.timetable.every - done
 
     def _reaches(self) -> bool:
@@ -337,7 +368,8 @@ class GroupSync:
         if self._sending is None or self._sending[0].number != number:
             self._sending = self._round(number), set()
         one, filled = self._sending
-        place.of(one.values).copy_(self._slices[id(bucket)].send(values, place.low, place.high))
+        sent = [self._slices[id(bucket)].send(values, low, high) for low, high in place.pieces]
+        place.of(one.values).copy_(sent[place.own])
         filled.add(id(bucket))
         if len(filled) == len(self._parts[part]):
             self._in_flight[number], self._sending = one, None
@@ -346,7 +378,7 @@ class GroupSync:
 
     def _apply(self, bucket: Bucket, values: Tensor, number: int, updates: int) -> None:
         table = self.policy.timetable
-        if (place := self._place_of[table.part(number)].get(id(bucket))) is None:
+        if id(bucket) not in self._place_of[table.part(number)]:
             return
         one = self._in_flight[number]
         if not one.settled:
@@ -358,19 +390,23 @@ class GroupSync:
             else:
                 self.missed += 1
         if one.record is not None and one.record.applied:
-            mean = place.of(one.values).to(values.device)
-            self._slices[id(bucket)].apply(values, mean, place.low, place.high)
+            if number not in self._means:
+                self._means[number] = self._everywhere(self._parts[table.part(number)], one.values)
+            for low, high, mean in self._means[number][id(bucket)]:
+                self._slices[id(bucket)].apply(values, mean.to(values.device), low, high)
         one.left -= 1
         if not one.left:
             del self._in_flight[number]
+            self._means.pop(number, None)
 
     def _at_once(self, bucket: Bucket, values: Tensor, number: int | None) -> None:
         if number is None:
             return
         if (place := self._place_of[self.policy.timetable.part(number)].get(id(bucket))) is None:
             return
-        state, low, high = self._slices[id(bucket)], place.low, place.high
-        mean = state.send(values, low, high).cpu().clone()
+        state = self._slices[id(bucket)]
+        sent = [state.send(values, low, high) for low, high in place.pieces]
+        mean = sent[place.own].cpu().clone()
         assert self._link is not None
         try:
             self._link.now(Round(number, mean))
@@ -378,7 +414,31 @@ class GroupSync:
             raise JobFailed(
                 f"a group is gone, and without a delay the others wait for it: {error}"
             ) from error
-        state.apply(values, mean.to(values.device), low, high)
+        for low, high, of in self._everywhere([replace(place, start=0)], mean)[id(bucket)]:
+            state.apply(values, of.to(values.device), low, high)
+
+    def _everywhere(self, places: Sequence[Place], flat: Tensor) -> Means:
+        """What all ranks with the same slices have of a part's values, where each has its pieces: they all
+        call it, in the same order."""
+        found: Means = {}
+        for level, listed in itertools.groupby(places, lambda place: place.level):
+            together = [*listed]
+            own = flat[together[0].start : together[-1].end]
+            group = self._replicas.get(level)
+            by_rank = zip(*(place.pieces for place in together), strict=True)
+            lengths = [sum(high - low for low, high in pieces) for pieces in by_rank]
+            most, whole = max(lengths), own.view(1, -1)
+            if group is not None and most:
+                whole = own.new_zeros(group.size, most)
+                whole[group.place, : len(own)] = own
+                group.all_gather([Buffers(whole.view(-1), whole[group.place])]).run()
+            starts = [0] * len(lengths)
+            for place in together:
+                of_bucket = found[id(place.bucket)] = []
+                for index, (low, high) in enumerate(place.pieces):
+                    start, starts[index] = starts[index], starts[index] + high - low
+                    of_bucket.append((low, high, whole[index, start : starts[index]]))
+        return found
 
     def _settled(self, one: Round, *, forever: bool = False) -> tuple[Record | None, bool]:
         """What became of a round, and whether all ranks of the group know it themselves. ``forever``: the
@@ -396,16 +456,14 @@ class GroupSync:
     def _round(self, number: int) -> Round:
         part = self.policy.timetable.part(number)
         places = self._parts[part]
-        length = sum(place.high - place.low for place in places)
-        dtype = places[0].bucket.master.dtype
-        values = torch.zeros(length, dtype=dtype)
+        values = torch.zeros(places[-1].end, dtype=places[0].bucket.master.dtype)
 
         def advanced(mean: Tensor) -> Tensor:
             """Outer weights of all places, then their momentum."""
             found = []
             for p in places:
                 state = self._slices[id(p.bucket)]
-                of = state.advanced(p.of(mean).to(p.bucket.master.device), p.low, p.high)
+                of = state.advanced(p.of(mean).to(p.bucket.master.device), *p.pieces[p.own])
                 found.append([one.cpu() for one in of.values()])
             return torch.cat([one for kind in zip(*found, strict=True) for one in kind])
 
@@ -452,25 +510,48 @@ class GroupSync:
             self._link.close()
 
 
-def _places(policy: Policy, units: Mapping[str, Sequence[Bucket]]) -> list[list[Place]]:
-    """By part what it takes of every bucket's slice: of *periodic* whole units, else a share of each."""
-    parts = policy.timetable.parts
-    nbytes = {unit: sum(b.master.nbytes for b in buckets) for unit, buckets in units.items() if buckets}
-    part_of = parts_of_units(nbytes, parts) if policy.rule == "periodic" else {}
+def _replicas(parts: Sequence[Sequence[Place]], control: World) -> dict[int, Group]:
+    """By level of their slices the ranks that have the same ones, this one among them; none where it is
+    alone."""
+    found: dict[int, Group] = {}
+    for level, place in sorted(
+        {place.level: place for places in parts for place in places}.items(), key=lambda one: one[0]
+    ):
+        mesh, stage = place.bucket.mesh, Stage(level, place.bucket.mesh.levels)
+        if len(place.pieces) > 1:
+            found[level] = control.new_group(mesh, "relaxed", stage, torch.device("cpu"))
+    return found
 
-    def pieces(part: int) -> Iterator[tuple[Bucket, int, int]]:
-        for unit, buckets in units.items():
-            for bucket in buckets:
-                if policy.rule != "periodic":
-                    yield bucket, *part_bounds(bucket.master.numel(), part, parts)
-                elif part_of[unit] == part:
-                    yield bucket, 0, bucket.master.numel()
+
+def _places(policy: Policy, units: Mapping[str, Sequence[Bucket]], rank: int) -> list[list[Place]]:
+    """By part what it takes of every bucket's slice, of *periodic* whole units, else a share of each, and
+    what of that each of the ranks with this slice sends. Places at one level stand together."""
+    parts = policy.timetable.parts
+    sizes = {unit: sum(b.layout.numel for b in buckets) for unit, buckets in units.items() if buckets}
+    part_of = parts_of_units(sizes, parts) if policy.rule == "periodic" else {}
+
+    listed = [(unit, bucket) for unit, buckets in units.items() for bucket in buckets]
+    listed.sort(key=lambda one: one[1].layout.levels.optim)
+
+    def pieces(part: int, bucket: Bucket, size: int) -> Iterator[tuple[int, int]]:
+        length = bucket.master.numel()
+        share = -(-length // size)
+        for index in range(size):
+            first, end = min(index * share, length), min((index + 1) * share, length)
+            if policy.rule == "periodic":
+                yield first, end
+            else:
+                low, high = part_bounds(end - first, part, parts)
+                yield first + low, first + high
 
     found = []
     for part in range(parts):
         start, places = 0, []
-        for bucket, low, high in pieces(part):
-            places.append(Place(bucket, low, high, start))
-            start += high - low
+        for unit, bucket in listed:
+            if part_of.get(unit, part) == part:
+                members = bucket.mesh.group(rank, Stage(bucket.layout.levels.optim, bucket.mesh.levels))
+                of_each = tuple(pieces(part, bucket, len(members)))
+                places.append(Place(bucket, of_each, members.index(rank), start))
+                start = places[-1].end
         found.append(places)
     return found
