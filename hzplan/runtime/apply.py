@@ -39,9 +39,9 @@ from hzplan.runtime.backends.groups import STREAMS, job_timeout
 from hzplan.runtime.bucket import Bucket, Forms
 from hzplan.runtime.engine import Engine
 from hzplan.runtime.executor import Streams
+from hzplan.runtime.host_memory import host_buffer
 from hzplan.runtime.joined import lay_side_by_side
 from hzplan.runtime.muon import by_method
-from hzplan.runtime.offload import host_buffer
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.relaxed.meeting import here
 from hzplan.runtime.relaxed.sync import Groups, GroupSync

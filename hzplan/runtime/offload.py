@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hzplan.errors import UserError
-from hzplan.models.saved import unseen_host_buffer
 from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.host_memory import host_buffer
 from hzplan.runtime.unit import UnitState
 
 MASTER = "master"
@@ -94,34 +92,6 @@ class HostStates:
     def store(self, unit: str) -> None:
         """Copy a unit's state back to the host."""
         self._units[unit].host.copy_(self._units[unit].device, non_blocking=True)
-
-
-def host_buffer(device: torch.device) -> Callable[[int], Tensor]:
-    """What makes memory of so many bytes, of zeros, on the host of a device."""
-    return _locked if device.type == "cuda" else unseen_host_buffer
-
-
-def _locked(nbytes: int) -> Tensor:
-    host = torch.zeros(nbytes, dtype=torch.uint8)
-    _lock(host)
-    return host
-
-
-def _lock(host: Tensor) -> None:
-    """Lock a buffer's pages, so that a GPU copies it by itself. NOT RUN ON A GPU YET.
-
-    torch's own page-locked memory is rounded up to a power of two, up to twice what the plan counts.
-    """
-    if not host.numel():
-        return
-    address, runtime = host.data_ptr(), torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, host.numel(), 0))
-    if code:
-        raise UserError(
-            f"{host.numel()} bytes of the host's memory could not be page-locked (CUDA error {code}); allow "
-            "more locked memory (ulimit -l), or solve with less --host-memory"
-        )
-    weakref.finalize(host.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 def _parts(

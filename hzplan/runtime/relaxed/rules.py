@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hzplan.core.relaxed import Policy
-from hzplan.runtime.offload import host_buffer
+from hzplan.runtime.host_memory import host_buffer
 
 
 class Slice:

@@ -1,0 +1,40 @@
+"""Memory on the host of a device, that the device copies from and to by itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hzplan.errors import UserError
+from hzplan.models.saved import unseen_host_buffer
+
+
+def host_buffer(device: torch.device) -> Callable[[int], Tensor]:
+    """What makes memory of so many bytes, of zeros, on the host of a device."""
+    return _locked if device.type == "cuda" else unseen_host_buffer
+
+
+def _locked(nbytes: int) -> Tensor:
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    _lock(host)
+    return host
+
+
+def _lock(host: Tensor) -> None:
+    """Lock a buffer's pages, so that a GPU copies it by itself. NOT RUN ON A GPU YET.
+
+    torch's own page-locked memory is rounded up to a power of two, up to twice what the plan counts.
+    """
+    if not host.numel():
+        return
+    address, runtime = host.data_ptr(), torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, host.numel(), 0))
+    if code:
+        raise UserError(
+            f"{host.numel()} bytes of the host's memory could not be page-locked (CUDA error {code}); allow "
+            "more locked memory (ulimit -l), or solve with less --host-memory"
+        )
+    weakref.finalize(host.untyped_storage(), runtime.cudaHostUnregister, address)
