@@ -58,25 +58,31 @@ def main(
     found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     torch.set_num_threads(1)
     for link in LINKS:
-        if link not in found:
+        if "seconds" not in found.get(link, {}):
             with tempfile.TemporaryDirectory() as folder:
                 found[link] = {"seconds": _seconds(link, Path(folder), rule, timed, steps)}
             write_text(output, json.dumps(found, indent=1) + "\n")
             print(link, json.dumps(found[link]["seconds"]), flush=True)
-    for seed in range(seeds):  # which may share the machine with anything
-        for link, one in found.items():
-            known = one.setdefault("losses", {})
-            if str(seed) not in known:
-                known[str(seed)] = _losses(Policy(**_policy(one["seconds"]["policy"])), steps, seed)
-                write_text(output, json.dumps(found, indent=1) + "\n")
-                print(
-                    link,
-                    seed,
-                    json.dumps({name: of[-1] for name, of in known[str(seed)].items()}),
-                    flush=True,
-                )
+    for seed in map(str, range(seeds)):  # which may share the machine with anything
+        same = found.setdefault("any link", {}).setdefault(seed, {})
+        for who, groups, most in (("waiting", 2, steps), ("one group", 1, 4 * steps)):
+            if who not in same:
+                until = same["waiting"][-1] if who != "waiting" else 0.0
+                same[who] = list(_losses(groups, None, most, until, int(seed)))
+                _noted(output, found, who, seed, same[who])
+        for link in LINKS:
+            known = found[link].setdefault("losses", {})
+            if seed not in known:
+                policy = Policy(**_policy(found[link]["seconds"]["policy"]))
+                known[seed] = list(_losses(2, policy, 3 * steps, same["waiting"][-1], int(seed)))
+                _noted(output, found, link, seed, known[seed])
     text = _markdown(found, steps)
     print(text) if docs is None else write_section(docs, TITLE, text)
+
+
+def _noted(output: Path, found: dict[str, Any], who: str, seed: str, losses: list[float]) -> None:
+    write_text(output, json.dumps(found, indent=1) + "\n")
+    print(f"{who}, seed {seed}: {losses[-1]} after {EVERY * len(losses)} steps", flush=True)
 
 
 def _policy(stored: dict[str, Any]) -> dict[str, Any]:
@@ -129,26 +135,17 @@ def _on_cluster(nodes: int, link: str | None, words: Sequence[object]) -> str:
     return _hzplan([*command, "bash", "-c", f"exec taskset -c $GROUP_RANK {inner}"])
 
 
-def _losses(policy: Policy, steps: int, seed: int) -> dict[str, list[float]]:
-    """Held-out losses every so many steps, until the synchronous run's last one is reached."""
+def _losses(groups: int, rule: Policy | None, most: int, until: float, seed: int) -> Iterator[float]:
+    """Held-out losses every so many steps, until one is reached."""
     workload = load(MODEL)
     corpus = load_corpus(None, seq_len=workload.seq_len)
-
-    def train(groups: int, rule: Policy | None, most: int, until: float = 0.0) -> Iterator[float]:
-        runs = Replicas(workload, corpus, groups, SEQUENCES, rule, LR, seed)
-        for step, _ in enumerate(runs.losses(most)):
-            if (step + 1) % EVERY == 0:
-                loss = runs.heldout()
-                yield round(loss, 5)
-                if loss <= until:
-                    return
-
-    waiting = list(train(2, None, steps))
-    return {
-        "waiting": waiting,
-        "relaxed": list(train(2, policy, 3 * steps, waiting[-1])),
-        "one group": list(train(1, None, 4 * steps, waiting[-1])),
-    }
+    runs = Replicas(workload, corpus, groups, SEQUENCES, rule, LR, seed)
+    for step, _ in enumerate(runs.losses(most)):
+        if (step + 1) % EVERY == 0:
+            loss = runs.heldout()
+            yield round(loss, 5)
+            if loss <= until:
+                return
 
 
 def _markdown(found: dict[str, Any], steps: int) -> str:
@@ -166,15 +163,13 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         "| link | who trains | step | steps to the loss | tokens | seconds | |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for link, one in found.items():
-        seconds, runs = one["seconds"], one.get("losses", {})
-        if not runs:
-            continue
+    for link in LINKS:
+        seconds, runs = found[link]["seconds"], found[link]["losses"]
         reached = {
-            "one group": [EVERY * len(of["one group"]) for of in runs.values()],
+            "one group": [EVERY * len(found["any link"][seed]["one group"]) for seed in runs],
             "all, waiting": [steps for _ in runs],
             "ddp": [steps for _ in runs],
-            "relaxed": [EVERY * len(of["relaxed"]) for of in runs.values()],
+            "relaxed": [EVERY * len(losses) for losses in runs.values()],
         }
         length = load(MODEL).seq_len
         for name, counts in reached.items():
