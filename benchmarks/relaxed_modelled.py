@@ -72,7 +72,7 @@ def _row(sites: int, gpus: int, host: int) -> str:
     cells += [
         f"every {tier.every} steps one of {tier.parts} parts, {tier.delay} later; a transfer takes "
         f"{tier.transfer_s:.1f} s, a step {tier.step_s:.2f} s",
-        f"{found.kept / 2**30:.1f} GiB on the {tier.copies}",
+        f"{tier.kept_bytes / 2**30:.1f} GiB on the {tier.copies}",
     ]
     return f"| {' | '.join(cells)} |"
 

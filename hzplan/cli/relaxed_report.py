@@ -26,7 +26,7 @@ class RelaxedReport:
         """The keys of ``solve``, of one group's plan, and what is beside it."""
         found, plan, tier = self.found, self.plan, self.found.tier
         seq_len = plan.model.seq_len
-        more = {"interval": tier.policy.interval, "hidden": readable.hidden(tier), "kept_bytes": found.kept}
+        more = {"interval": tier.policy.interval, "hidden": readable.hidden(tier)}
         return json.dumps(
             {
                 "status": found.solved.status,
@@ -77,7 +77,7 @@ class RelaxedReport:
                     f"{rates['one group'] / waiting:.3g} times as slow as one group by itself",
                 )
             )
-        kept = f"{console.size(self.found.kept)} {'of it' if tier.copies == 'device' else 'on the host'}"
+        kept = f"{console.size(tier.kept_bytes)} {'of it' if tier.copies == 'device' else 'on the host'}"
         lines += [
             (
                 "memory",

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import ceil
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.layout import REDUCE_DTYPES, Dtype
@@ -95,7 +95,8 @@ class RelaxedTier(Strict):
     other: see ``core.relaxed``. A round is sent every ``every`` steps, about one of ``parts`` in turn, and
     applied ``delay`` steps later. ``copies``: whose memory what is kept of the others lies in.
 
-    ``transfer_s``: what a round takes at most; ``step_s``: a step beside transfers; both predicted.
+    ``transfer_s``: what a round takes at most; ``step_s``: a step in the mean, and ``busy_s`` one with a
+    transfer beside all of it; ``kept_bytes``: what a rank keeps of the others; all predicted.
     """
 
     rule: Rule
@@ -112,6 +113,8 @@ class RelaxedTier(Strict):
     copies: Place
     transfer_s: Seconds
     step_s: Seconds
+    busy_s: Seconds
+    kept_bytes: NonNegativeInt
 
     @property
     def policy(self) -> Policy:
@@ -259,7 +262,10 @@ class Plan(Document):
     copy_uses: PositiveInt | None = None
     sync_ahead: NonNegativeInt | None = None
     ctas: tuple[PositiveInt, ...] | None = None
-    replica_sync: Literal["every_step"] | RelaxedTier = "every_step"
+    replica_sync: Annotated[
+        Annotated[Literal["every_step"], Tag("every_step")] | Annotated[RelaxedTier, Tag("relaxed")],
+        Discriminator(lambda one: "relaxed" if isinstance(one, dict | RelaxedTier) else "every_step"),
+    ] = "every_step"
     source: Source
     proof: Proof
     predicted: Predicted

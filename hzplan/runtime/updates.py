@@ -21,7 +21,7 @@ from hzplan.models.local import split_over
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.muon import Muon
 from hzplan.runtime.offload import HostStates, Keys, Offloaded, state_keys
-from hzplan.runtime.relaxed.sync import COUNT, OLDEST, OUTER, GroupSync
+from hzplan.runtime.relaxed.sync import COUNT, NUMBERS, OUTER, GroupSync
 from hzplan.runtime.unit import UnitState, is_absent
 
 NEVER = 2**62
@@ -234,7 +234,7 @@ class Updates:
         """Replace a piece's state, between steps only. Tensors may come from ``room_for``, filled later."""
         made = {key: value for key, value in state.items() if not key.startswith(OUTER)}
         if self.relaxed is not None and COUNT in state:
-            self.relaxed.load(lambda: (state[COUNT], state[OLDEST]))
+            self.relaxed.load(lambda: [state.get(name, torch.tensor(-1.0)) for name in NUMBERS])
         for key, value in made.copy().items():
             if (copies := self._copies(piece, key)) is not None and value is copies.host:
                 made[key] = copies.device

@@ -93,7 +93,7 @@ def relaxed(tier: RelaxedTier) -> str:
 
 def hidden(tier: RelaxedTier) -> float:
     """The share of a round's transfer that steps hide, as predicted."""
-    return min(1.0, tier.delay * tier.step_s / tier.transfer_s) if tier.transfer_s else 1.0
+    return min(1.0, tier.delay * tier.busy_s / tier.transfer_s) if tier.transfer_s else 1.0
 
 
 def cluster(sizes: Sequence[int], tier_names: Sequence[str], device: str) -> str:

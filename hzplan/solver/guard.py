@@ -172,7 +172,7 @@ def _hidden(plan: Plan, now: Evaluation) -> Iterator[Change]:
     tier = plan.replica_sync
     if isinstance(tier, str):
         return
-    longest_s = tier.delay * tier.step_s / plan.predicted.step_s * now.step_s
+    longest_s = tier.delay * tier.busy_s / plan.predicted.step_s * now.step_s
     if tier.transfer_s > longest_s * (1 + EXACT):
         steps = f"{tier.delay} steps {longest_s:.6g} s"
         what = f"a transfer to other groups takes {tier.transfer_s:.6g} s, {steps}"

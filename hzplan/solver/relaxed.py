@@ -16,12 +16,13 @@ is shorter by more than the gap when the plan has that room, on the host.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
-from hzplan.core.hierarchy import Mesh
+from hzplan.core.layout import bucketise
 from hzplan.core.relaxed import (
     DECAY,
     MIXING,
@@ -126,15 +127,14 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """``profile``, ``request`` and ``solved``: of one group. ``tier``: what is beside its plan; ``kept``:
-    bytes that a rank keeps of other groups; ``alone``: the answer of one group that keeps nothing of others,
-    and ``together`` where all ranks wait for each other: None where nothing fits or was found."""
+    """``profile``, ``request`` and ``solved``: of one group. ``tier``: what is beside its plan; ``alone``:
+    the answer of one group that keeps nothing of others, and ``together`` where all ranks wait for each
+    other: None where nothing fits or was found."""
 
     profile: Profile
     request: Request
     solved: Solved
     tier: RelaxedTier
-    kept: int
     alone: Solved | None
     together: Solved | None
 
@@ -193,6 +193,8 @@ def relax(
     request = replace(request, global_batch=request.global_batch // groups)
     alone = solve(by_itself, request)
     asked = replace(request, host_bytes=0)
+    if profile.cluster.device != "cpu":  # where the gather of shares, over the host, has not been measured
+        asked = replace(asked, pins=(*request.pins, f"*=*,*,{by_itself.mesh.world}"))
 
     def relaxed(place: Place) -> Relaxed | Outcome:
         one = by_itself if place == "host" else _keeping(by_itself, allowed)
@@ -201,19 +203,26 @@ def relax(
             return outcome
         costs = _Costs.of(profile, outcome)
         tier = timetable(replace(allowed, copies=place), costs)
-        kept = 4 * allowed.kept * sum(sum(of.values()) for of in costs.slices.values())
-        return Relaxed(one, asked, outcome, tier, kept, *(_solved(found) for found in (alone, together)))
+        if place == "host" and request.host_bytes and tier.kept_bytes > request.host_bytes:
+            raise UserError(
+                f"--allow-stale copies=host: a rank keeps {tier.kept_bytes} bytes of other groups, and "
+                f"--host-memory is {request.host_bytes}; allow as much, or leave copies=host out"
+            )
+        return Relaxed(one, asked, outcome, tier, *(_solved(found) for found in (alone, together)))
 
     if allowed.copies is not None:
         return relaxed(allowed.copies)
     found = relaxed("device")
     if profile.host is None or not request.host_bytes:
         return found
-    other = relaxed("host")
-    if not isinstance(other, Relaxed) or other.kept > request.host_bytes:
+    try:
+        other = relaxed("host")
+    except UserError:  # a shorter step may hide less, and copies may be too large
         return found
-    near = isinstance(found, Relaxed) and found.tier.step_s <= (1 + request.gap) * other.tier.step_s
-    return found if near else other
+    near = isinstance(found, Relaxed) and (
+        not isinstance(other, Relaxed) or found.tier.step_s <= (1 + request.gap) * other.tier.step_s
+    )
+    return found if near or not isinstance(other, Relaxed) else other
 
 
 def _solved(outcome: Outcome) -> Solved | None:
@@ -223,8 +232,12 @@ def _solved(outcome: Outcome) -> Solved | None:
 def _keeping(one: Profile, allowed: Allowed) -> Profile:
     """The profile of a group whose optimizer keeps outer state beside its own: of the parameters' size, in
     float32, and cut like it."""
-    more = {"state_per_element": one.optimizer.state_per_element + allowed.kept}
-    return one.replaced(optimizer=one.optimizer.model_copy(update=more))
+    optimizer = one.optimizer
+    more: dict[str, Any] = {"state_per_element": optimizer.state_per_element + allowed.kept}
+    if (matrix := optimizer.matrix) is not None:
+        of_matrices = {"state_per_element": matrix.state_per_element + allowed.kept}
+        more["matrix"] = matrix.model_copy(update=of_matrices)
+    return one.replaced(optimizer=optimizer.model_copy(update=more))
 
 
 def timetable(allowed: Allowed, costs: _Costs) -> RelaxedTier:
@@ -249,6 +262,8 @@ def timetable(allowed: Allowed, costs: _Costs) -> RelaxedTier:
             copies=allowed.copies or "device",
             transfer_s=round(chosen.transfer_s, 9),
             step_s=round(step_s, 9),
+            busy_s=round(costs.busy_s, 9),
+            kept_bytes=4 * allowed.kept * sum(sum(of.values()) for of in costs.slices.values()),
         )
     except ValueError as error:
         raise UserError(f"--allow-stale: {_first(str(error))}") from None
@@ -261,7 +276,7 @@ class _Costs:
     as long a transfer takes beside compute, and the seconds in which groups agree."""
 
     profile: Profile
-    mesh: Mesh
+    one: Profile
     step_s: float
     busy_s: float
     elements: Mapping[str, int]
@@ -272,25 +287,26 @@ class _Costs:
     @classmethod
     def of(cls, profile: Profile, solved: Solved) -> _Costs:
         """``profile``: of all groups; ``solved``: of one."""
-        best, mesh = solved.best, solved.best.model.profile.mesh
+        best, one = solved.best, solved.best.model.profile
+        world = one.mesh.world
         disturbs = profile.interference[-1] if profile.interference else None
         loss = min(MAX_COMPUTE_LOSS, disturbs.compute_loss) if disturbs is not None else 0.0
         compute_ns = sum(best.model.compute_ns(use, best.micro_batch) for use in range(len(profile.uses)))
         compute_s = compute_ns * best.schedule.accumulation / 1e9
-        slices: dict[str, dict[int, int]] = {}
-        trained: dict[str, int] = {}
+        slices: dict[str, Counter[int]] = {}
         for unit, levels in best.levels.items():
-            for spec, of in zip(best.model.tensors[unit], levels, strict=True):
-                if spec.trainable:
-                    known = slices.setdefault(unit, {})
-                    known[of.optim] = known.get(of.optim, 0) + -(-spec.numel // mesh.shards[of.optim])
-                    trained[unit] = trained.get(unit, 0) + spec.numel
+            specs = best.model.tensors[unit]
+            for bucket in bucketise(zip(specs, levels, strict=True), one.mesh) if specs else ():
+                if bucket.trainable:
+                    level = bucket.levels.optim
+                    slices.setdefault(unit, Counter())[level] += bucket.numel // one.mesh.shards[level]
+        shards = one.mesh.shards
         return cls(
             profile,
-            mesh,
+            one,
             best.step_s,
             best.step_s + compute_s * loss / (1 - loss),
-            {unit: -(-count // mesh.world) for unit, count in trained.items()},
+            {unit: sum(n * shards[k] for k, n in of.items()) // world for unit, of in slices.items()},
             slices,
             disturbs.communication_slowdown if disturbs is not None else 1.0,
             LOOKS * exchange_s(profile, 1, "exact"),
@@ -326,9 +342,9 @@ class _Costs:
 
     def _gathered_s(self, level: int, nbytes: float) -> float:
         """Seconds in which ranks with the same slices at a level have so many bytes of each other's."""
-        mesh = self.mesh
+        mesh = self.one.mesh
         stages = (mesh.stage_in_tier(tier, level, mesh.levels) for tier in range(len(mesh.tiers)))
-        return sum(_curve_s(self.profile, "all_gather", *stage, nbytes) for stage in stages if stage)
+        return sum(_curve_s(self.one, "all_gather", *stage, nbytes) for stage in stages if stage)
 
 
 def _chosen(allowed: Allowed, costs: _Costs) -> _Option:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from hzplan.errors import UserError
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.relaxed import roll, sync
+from hzplan.runtime.relaxed import roll, rules, sync
 from hzplan.runtime.relaxed.roll import Record, Roll, following
 from hzplan.runtime.relaxed.sync import Groups
 
@@ -333,6 +334,19 @@ def test_ranks_with_the_same_slices_send_a_share_each(
     assert len(run.sent) == 4 and sum(run.sent) == run.numel
 
 
+@pytest.mark.parametrize("table", [(1, 60, 4), (1, 60, 0)], ids=str)
+def test_more_parts_than_a_share_has_elements(initial: nn.Module, table: tuple[int, int, int]) -> None:
+    """Ranks with the same slices of five elements: of most parts none sends any."""
+    run = Run(Policy("plain", 2, Timetable(*table)), (2, 1), levels=Levels(0, 0, 0))
+    close(run.parameters(initial), simulated(run, initial))
+
+
+def test_values_are_changed_piece_by_piece(initial: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "ELEMENTS", 7)
+    run = Run(Policy("ema", 2, Timetable(2, 3, 2)), (2, 1))
+    close(run.parameters(initial), simulated(run, initial))
+
+
 @pytest.mark.parametrize(
     "levels", [Levels(0, 0, 0), Levels(0, 0, 1), Levels(0, 1, 1), Levels(1, 1, 1)], ids=str
 )
@@ -417,6 +431,63 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(
     rest = dataclasses.replace(run, store=store if same_store else dist.HashStore(), begin=tmp_path)
     for before, after in zip(whole, rest.parameters(initial), strict=True):
         assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Policy("ema", 2, Timetable(3, 4, 5)), Policy("periodic", 2, Timetable(3, 4, 5))),
+        (Policy("periodic", 2, Timetable(3, 4, 5)), Policy("periodic", 2, Timetable(2, 2, 3))),
+        (Policy("periodic", 2, Timetable(3, 4, 5)), Policy("periodic", 2, Timetable(3, 2, 5))),
+    ],
+    ids=["another rule", "another timetable", "other parts"],
+)
+def test_under_another_policy_a_run_goes_on_with_nothing_under_way(
+    initial: nn.Module, before: Policy, after: Policy, tmp_path: Path
+) -> None:
+    """Outer weights are the checkpoint's where the rule keeps any, else those that a group has."""
+    saved_after = 26
+    assert before.timetable.in_flight(saved_after)
+    first = Run(before, (1, 1), ranks=1, levels=Levels(0, 0, 0), steps=saved_after)
+    kept: dict[int, dict[str, Tensor]] = {}
+
+    def save(group: int, number: int, step: int, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+        if step + 1 == saved_after:
+            checkpoints = Checkpoints(tmp_path / f"group-{group}")
+            checkpoints.save(model, optimizer, saved_after)
+            checkpoints.settle()
+            kept[group] = outer_of(optimizer)
+
+    def outer_of(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+        relaxed = optimizer.engine.relaxed
+        assert relaxed is not None
+        found = {}
+        for bucket in relaxed._buckets:
+            outer = relaxed._slices[id(bucket)].kept.get("outer", bucket.master)
+            found[bucket.layout.tensors[0].name] = outer.clone()
+        return found
+
+    def train(group: int, number: int, post: Post) -> None:
+        first.rank(initial, group, number, post, save).engine.close()
+
+    in_threads(first, train)
+    if before.rule != "periodic":  # groups that differ would not begin together
+        shutil.rmtree(tmp_path / "group-1")
+        shutil.copytree(tmp_path / "group-0", tmp_path / "group-1")
+        kept[1] = kept[0]
+    second = Run(after, (1, 1), ranks=1, levels=Levels(0, 0, 0), steps=saved_after, begin=tmp_path)
+    found: dict[int, dict[str, Tensor]] = {}
+
+    def begin(group: int, number: int, post: Post) -> None:
+        optimizer = second.rank(initial, group, number, post)
+        relaxed = optimizer.engine.relaxed
+        assert relaxed is not None and not relaxed._in_flight
+        found[group] = outer_of(optimizer)
+        optimizer.engine.close()
+
+    in_threads(second, begin)
+    for group in range(2):
+        assert all(torch.equal(value, kept[group][name]) for name, value in found[group].items())
 
 
 @pytest.mark.parametrize("levels", [Levels(1, 1, 1), Levels(0, 0, 0)], ids=str)

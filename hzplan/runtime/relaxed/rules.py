@@ -10,6 +10,9 @@ from torch import Tensor
 from hzplan.core.relaxed import Policy
 from hzplan.runtime.host_memory import host_buffer
 
+ELEMENTS = 1 << 22
+"""Up to so many are changed at once."""
+
 
 class Slice:
     """A group's state of one slice of the parameters. ``kept``: by ``Policy.kept``, each as long, in the
@@ -45,7 +48,13 @@ class Slice:
         return outer_step(self.policy, {n: self.kept[n][low:high].to(mean.device) for n in names}, mean)
 
     def apply(self, values: Tensor, mean: Tensor, low: int, high: int) -> None:
-        """Change elements [low, high) of the parameters by the mean of what groups have sent."""
+        """Change elements [low, high) of the parameters by the mean of what groups have sent, wherever that
+        lies; piece by piece, for no plan counts the temporaries."""
+        for start in range(low, high, ELEMENTS):
+            end = min(start + ELEMENTS, high)
+            self._apply(values, mean[start - low : end - low].to(values.device), start, end)
+
+    def _apply(self, values: Tensor, mean: Tensor, low: int, high: int) -> None:
         policy, now = self.policy, values[low:high]
         if policy.rule == "periodic":
             found = self.advanced(mean, low, high)

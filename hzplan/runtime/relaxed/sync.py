@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hzplan.core.hierarchy import Stage
-from hzplan.core.relaxed import Policy, part_bounds, parts_of_units
+from hzplan.core.relaxed import RULES, Policy, part_bounds, parts_of_units
 from hzplan.errors import JobFailed, UserError, one_line
 from hzplan.runtime.backends.base import Buffers, Group
 from hzplan.runtime.bucket import Bucket
@@ -33,8 +33,9 @@ COUNT = "outer_updates"
 """The key of the number of updates among them."""
 LOOK_S = 1.0
 """How long ranks of a group that comes wait before they look whether each of them is done."""
-OLDEST = "outer_round"
-"""That of the first round that was under way, or would be the next."""
+NUMBERS = (COUNT, "outer_round", "outer_rule", "outer_kind")
+"""And those of the first round that was under way, or would be the next; of the rule; and of what rounds are
+about."""
 RETRY_S = 30.0
 """Seconds between two tries to reach the others."""
 
@@ -120,7 +121,7 @@ class GroupSync:
         self._why = ""
         self._tried_s, self._answers = 0.0, False
         self._probe: threading.Thread | None = None
-        self._loaded: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self._loaded: Callable[[], Sequence[Tensor]] | None = None
         self._link: Link | None = None
         self._sending: tuple[Round, set[int]] | None = None
         self._in_flight: dict[int, Round] = {}
@@ -142,17 +143,18 @@ class GroupSync:
         """
         self.entered = True
         table = self.policy.timetable
-        counts = torch.tensor([-1 if self._loaded is None else int(self._loaded()[0])], dtype=torch.int64)
-        self._most(counts)  # a rank may have no piece of anything
-        self.base = done if int(counts) < 0 else int(counts)
-        if int(counts) < 0:
+        found = torch.full((len(NUMBERS),), -1, dtype=torch.int64)
+        if self._loaded is not None:
+            found = torch.tensor([int(number) for number in self._loaded()], dtype=torch.int64)
+        self._most(found)  # a rank may have no piece of anything
+        count, sent, rule, kind = (int(number) for number in found)
+        self.base = done if count < 0 else count
+        if count < 0 or rule != RULES.index(self.policy.rule):
             for bucket in self._buckets:
                 if (outer := self._slices[id(bucket)].kept.get("outer")) is not None:
                     outer.copy_(bucket.master)
-        sent = torch.tensor([-1 if self._loaded is None else int(self._loaded()[1])], dtype=torch.int64)
-        self._most(sent)
-        in_flight = table.in_flight(self.base) if int(counts) >= 0 else range(0)
-        in_flight = in_flight[max(0, int(sent) - in_flight.start) :]  # those that were really sent
+        in_flight = table.in_flight(self.base) if count >= 0 and kind == self._kind() else range(0)
+        in_flight = in_flight[max(0, sent - in_flight.start) :]  # those that were really sent
         first = in_flight.start if in_flight else self.base // table.every
         while True:
             begin = self._asked(first)
@@ -393,7 +395,7 @@ class GroupSync:
             if number not in self._means:
                 self._means[number] = self._everywhere(self._parts[table.part(number)], one.values)
             for low, high, mean in self._means[number][id(bucket)]:
-                self._slices[id(bucket)].apply(values, mean.to(values.device), low, high)
+                self._slices[id(bucket)].apply(values, mean, low, high)
         one.left -= 1
         if not one.left:
             del self._in_flight[number]
@@ -408,14 +410,17 @@ class GroupSync:
         sent = [state.send(values, low, high) for low, high in place.pieces]
         mean = sent[place.own].cpu().clone()
         assert self._link is not None
+        why = "a rank of this group did not get it"
+        failed = torch.zeros(1, dtype=torch.int64)
         try:
             self._link.now(Round(number, mean))
         except (RuntimeError, OSError) as error:
-            raise JobFailed(
-                f"a group is gone, and without a delay the others wait for it: {error}"
-            ) from error
+            why, failed[0] = one_line(error), 1
+        self._most(failed)
+        if int(failed):
+            raise JobFailed(f"without a delay groups wait for round {number}, which did not come: {why}")
         for low, high, of in self._everywhere([replace(place, start=0)], mean)[id(bucket)]:
-            state.apply(values, of.to(values.device), low, high)
+            state.apply(values, of, low, high)
 
     def _everywhere(self, places: Sequence[Place], flat: Tensor) -> Means:
         """What all ranks with the same slices have of a part's values, where each has its pieces: they all
@@ -428,10 +433,11 @@ class GroupSync:
             by_rank = zip(*(place.pieces for place in together), strict=True)
             lengths = [sum(high - low for low, high in pieces) for pieces in by_rank]
             most, whole = max(lengths), own.view(1, -1)
-            if group is not None and most:
+            if group is not None:
                 whole = own.new_zeros(group.size, most)
                 whole[group.place, : len(own)] = own
-                group.all_gather([Buffers(whole.view(-1), whole[group.place])]).run()
+                if most:
+                    group.all_gather([Buffers(whole.view(-1), whole[group.place])]).run()
             starts = [0] * len(lengths)
             for place in together:
                 of_bucket = found[id(place.bucket)] = []
@@ -489,20 +495,31 @@ class GroupSync:
         kept = self._slices[id(bucket)].kept
         found = {name: kept[name][low - start : high - start] for name in self.policy.kept()}
         number = min(self._in_flight, default=(self.base + done) // self.policy.timetable.every)
-        return {
-            **found,
-            COUNT: torch.tensor(float(self.base + done), dtype=torch.float64),
-            OLDEST: torch.tensor(float(number), dtype=torch.float64),
+        numbers = self.base + done, number, RULES.index(self.policy.rule), self._kind()
+        return found | {
+            name: torch.tensor(float(of), dtype=torch.float64)
+            for name, of in zip(NUMBERS, numbers, strict=True)
         }
 
-    def load(self, count: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """What ``state_of`` gives is being filled from a checkpoint; ``count``: how many updates it had, and
-        the first round that was under way, when that is done. UserError once the group has come in."""
+    def _kind(self) -> int:
+        """Of what a round is about: the same numbers are about the same under plans and timetables of one
+        kind."""
+        said: list[object] = [self.policy.rule, self.policy.timetable]
+        for places in self._parts:
+            if self.policy.rule == "periodic":
+                said.append(sorted(t.name for place in places for t in place.bucket.layout.tensors))
+            else:  # shares of slices
+                said += [(p.bucket.layout.offsets, p.bucket.layout.numel, len(p.pieces)) for p in places]
+        return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:6], "big")
+
+    def load(self, numbers: Callable[[], Sequence[Tensor]]) -> None:
+        """What ``state_of`` gives is being filled from a checkpoint; ``numbers``: those of NUMBERS, when that
+        is done. UserError once the group has come in."""
         if self.entered:
             raise UserError(
                 "a checkpoint is loaded while the group trains with others: load it before the first step"
             )
-        self._loaded = count
+        self._loaded = numbers
 
     def close(self) -> None:
         """Be gone."""
