@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 class Group(subprocess.Popen[str]):
     """``hzplan run`` of one group, in a session of its own."""
 
-    def __init__(self, folder: Path, group: int, where: str, steps: int, seed: int, name: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        group: int,
+        where: str,
+        steps: int,
+        seed: int,
+        name: str,
+        before: Sequence[str] = (),
+        **more: str,
+    ) -> None:
+        """``before``: of its command line; ``more``: of its environment."""
         self.files = [folder / f"{name}.group{group}.{what}" for what in ("out", "err")]
         self.metrics = folder / f"{name}.group{group}.jsonl"
         words = ["run", "plan.json", "--steps", steps, "--lr", "1e-3", "--seed", seed, "--json"]
@@ -41,9 +53,9 @@ class Group(subprocess.Popen[str]):
         words += ["--checkpoint", folder / name, "--checkpoint-every", 500, "--resume"]
         with self.files[0].open("w") as out, self.files[1].open("a") as err:
             super().__init__(
-                [sys.executable, "-m", "hzplan", *map(str, words)],
+                [*before, sys.executable, "-m", "hzplan", *map(str, words)],
                 cwd=folder,
-                env=environment(OMP_NUM_THREADS="1"),
+                env=environment(OMP_NUM_THREADS="1", **more),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -83,28 +95,37 @@ def main(
     """
     with tempfile.TemporaryDirectory() as name:
         folder, rng = Path(name), random.Random(seed)
-        profile = profile_with((1e12, 2e7), 0.0)
-        cpus = profile.cluster.model_copy(update={"device": "cpu"})
-        profile.replaced(cluster=cpus).save(folder / "profile.json")
-        ask = ("--memory", "1GiB", "--global-batch", 16, "--allow-stale", "periodic", "--time-limit", 10)
-        # Ranks with the same slices, of which each sends a share: what has most to agree on.
-        done = hzplan("solve", "profile.json", *ask, "--pin", "*=1,1,1", cwd=folder)
-        assert done.code == 0, done.stderr
-        meet = subprocess.Popen(
-            [sys.executable, "-m", "hzplan", "meet", "--port", "0", "--host", "localhost"],
-            cwd=folder,
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert meet.stderr is not None
-        where = meet.stderr.readline().rpartition("--meet ")[2].strip()
+        make_plan(folder)
+        meet, where = start_meeting(folder, "localhost")
         try:
             text = _campaign(folder, where, times, steps, rng)
         finally:
             meet.terminate()
             meet.wait()
     print(text) if docs is None else write_section(docs, TITLE, text)
+
+
+def make_plan(folder: Path) -> None:
+    """plan.json, whose ranks have the same slices and send a share each: what has most to agree on."""
+    profile = profile_with((1e12, 2e7), 0.0)
+    cpus = profile.cluster.model_copy(update={"device": "cpu"})
+    profile.replaced(cluster=cpus).save(folder / "profile.json")
+    ask = ("--memory", "1GiB", "--global-batch", 16, "--allow-stale", "periodic", "--time-limit", 10)
+    done = hzplan("solve", "profile.json", *ask, "--pin", "*=1,1,1", cwd=folder)
+    assert done.code == 0, done.stderr
+
+
+def start_meeting(folder: Path, host: str, before: Sequence[str] = ()) -> tuple[subprocess.Popen[str], str]:
+    """``hzplan meet``, and what ``--meet`` takes."""
+    meet = subprocess.Popen(
+        [*before, sys.executable, "-m", "hzplan", "meet", "--port", "0", "--host", host],
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert meet.stderr is not None
+    return meet, meet.stderr.readline().rpartition("--meet ")[2].strip()
 
 
 def _campaign(folder: Path, where: str, times: int, steps: int, rng: random.Random) -> str:
