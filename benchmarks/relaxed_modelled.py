@@ -32,7 +32,7 @@ TITLE = "## Modelled"
 def main(
     docs: Annotated[Path | None, typer.Option(help="A page whose section of this is written anew.")] = None,
 ) -> None:
-    """Plan each question, about five minutes; nobody measured a step of them.
+    """Plan each question, about twelve minutes; nobody measured a step of them.
 
     Example: python -m benchmarks.relaxed_modelled --docs docs/relaxed.md
     """

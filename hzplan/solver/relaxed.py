@@ -17,7 +17,7 @@ is shorter by more than the gap when the plan has that room, on the host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
@@ -66,6 +66,8 @@ NUMBERS: Mapping[str, str] = {
     "decay": "decay",
 }
 
+NAMES: Mapping[str, Sequence[str]] = {"wire": FORMATS, "copies": PLACES}
+
 
 @dataclass(frozen=True)
 class Allowed:
@@ -98,20 +100,14 @@ class Allowed:
         found = cls(rule)
         for part in given:
             key, _, value = part.partition("=")
-            if key == "wire":
-                form = next((one for one in FORMATS if one == value), None)
-                if form is None:
-                    raise UserError(f"--allow-stale {part}: wire is {', '.join(FORMATS)}")
-                found = replace(found, wire=form)
-                continue
-            if key == "copies":
-                place = next((one for one in PLACES if one == value), None)
-                if place is None:
-                    raise UserError(f"--allow-stale {part}: copies is {' or '.join(PLACES)}")
-                found = replace(found, copies=place)
+            if key in NAMES:
+                if value not in NAMES[key]:
+                    raise UserError(f"--allow-stale {part}: {key} is {', '.join(NAMES[key])}")
+                named: dict[str, Any] = {key: value}
+                found = replace(found, **named)
                 continue
             if key not in NUMBERS:
-                known = ", ".join([*NUMBERS, "wire", "copies"])
+                known = ", ".join([*NUMBERS, *NAMES])
                 raise UserError(f"--allow-stale {part}: write {known}, each with =")
             whole = key in ("interval", "fragments", "delay")
             try:
@@ -188,7 +184,8 @@ def relax(
     if request.global_batch % groups:
         raise UserError(f"--global-batch {request.global_batch}: {groups} groups have equal shares of it")
     by_itself = with_ranks(profile, profile.mesh.world // groups)
-    request = replace(request, time_limit_s=request.time_limit_s / 4)
+    questions = 3 + (allowed.copies is None and bool(request.host_bytes))
+    request = replace(request, time_limit_s=request.time_limit_s / questions)
     together = solve(profile, request)
     request = replace(request, global_batch=request.global_batch // groups)
     alone = solve(by_itself, request)

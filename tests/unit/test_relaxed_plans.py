@@ -195,7 +195,7 @@ def test_one_group_is_compared_without_what_groups_keep(profile: Profile) -> Non
         ("periodic,interval=0", "at least 1"),
         ("periodic,wire=int3", "wire is exact"),
         ("periodic,every=3", "write interval"),
-        ("periodic,copies=disk", "copies is device or host"),
+        ("periodic,copies=disk", "copies is device, host"),
         ("periodic,interval=2,fragments=1", "the shortest interval that hides is"),
         ("periodic,delay=1,fragments=1", "the shortest delay that hides it is"),
         ("periodic,fragments=4000", "at most"),
