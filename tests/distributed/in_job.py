@@ -45,6 +45,7 @@ def trained(folder: str) -> list[dict[str, Any]]:
             cache=folder,
             say=said.append,
             lr=0.1,
+            momentum=0.5,
         )
         seconds = time.monotonic() - began
         losses = []
@@ -61,12 +62,20 @@ def trained(folder: str) -> list[dict[str, Any]]:
     return found
 
 
+def told(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss that ranks tell each other."""
+    found = loss(model, batch)
+    dist.all_reduce(found.detach())
+    return found
+
+
 WRONG: tuple[dict[str, Any], ...] = (
     {"global_batch": 3},
     {"sample": {"tokens": torch.tensor(1)}},
     {"optimizer_class": torch.optim.Adagrad},
     {"memory_bytes": 1000},
     {"loss": None},
+    {"loss": told},
 )
 
 
@@ -80,6 +89,7 @@ def _refused(folder: str, **wrong: Any) -> str:
         "cache": Path(folder),
         "say": lambda text: None,
         "lr": 0.1,
+        "momentum": 0.5,
     } | wrong
     torch.manual_seed(0)
     try:
