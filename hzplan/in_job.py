@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,7 +123,10 @@ def auto(
         f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
         f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
     )
-    made, optimizer = parallelize(model, plan, optimizer_class, **arguments)
+    with warnings.catch_warnings():
+        if measured.state is not None:  # which the plan has counted
+            warnings.filterwarnings("ignore", message=".*tensors of state per parameter, the plan, for")
+        made, optimizer = parallelize(model, plan, optimizer_class, **arguments)
     return made, optimizer, plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,20 @@ def trained(folder: str) -> list[dict[str, Any]]:
         model = GPT(PRESETS["nano"])
         said: list[str] = []
         began = time.monotonic()
-        made, optimizer, plan = hzplan.auto(
-            model,
-            torch.optim.SGD,
-            global_batch=MICRO_BATCH * dist.get_world_size() * 2,
-            sample=batch(0, 0),
-            loss=loss,
-            memory_bytes=1 << 30,
-            cache=folder,
-            say=said.append,
-            lr=0.1,
-            momentum=0.5,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*tensors of state")
+            made, optimizer, plan = hzplan.auto(
+                model,
+                torch.optim.SGD,
+                global_batch=MICRO_BATCH * dist.get_world_size() * 2,
+                sample=batch(0, 0),
+                loss=loss,
+                memory_bytes=1 << 30,
+                cache=folder,
+                say=said.append,
+                lr=0.1,
+                momentum=0.5,
+            )
         seconds = time.monotonic() - began
         losses = []
         for step in range(STEPS):
