@@ -2,18 +2,20 @@
 
 A plan that is not the known scheme at hand is trained beside torch's own, and kept where it is faster by more
 than the interval of that comparison. What was measured is kept by what it depends on (the model's class and
-tensors, the sample's shapes, how they are trained, the ranks and their machines, versions), a plan also by
-what was asked. A second start reads them.
+tensors, the sample's shapes, how they are trained, the optimizer's state, the ranks and their machines,
+versions), a plan also by what was asked. A second start reads them.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +36,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.models.workload import Workload
 from hzplan.profiler import default_mesh, measure
-from hzplan.profiler.model.optimizer import OPTIMIZERS
+from hzplan.profiler.model.optimizer import OPTIMIZERS, footprint
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import QUICK
 from hzplan.runtime.apply import parallelize
@@ -43,6 +45,8 @@ from hzplan.runtime.optimizer import ShardedOptimizer
 
 NAMES: Mapping[Callable[..., Optimizer], str] = {made.func: name for name, made in OPTIMIZERS.items()}
 """The optimizers that are measured, by their names in profiles."""
+_HOW = frozenset(("params", "lr", "fused", "foreach", "capturable", "differentiable"))
+"""Of an optimizer's arguments those that do not change what it keeps; it is measured in its fastest form."""
 FOLDER = "HZPLAN_CACHE"
 """The environment variable of the folder that profiles and plans are kept in."""
 
@@ -110,24 +114,31 @@ def auto(
         )
     with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):  # the caller's stay
         question = _Question(global_batch, clip, time_limit_s, gauge_s, memory_bytes)
-        measured = _Measured(workload, size, dtype, NAMES[optimizer_class])
+        measured = _Measured(
+            workload, size, dtype, NAMES[optimizer_class], _state(optimizer_class, dtype, ranks, arguments)
+        )
         of_model = _of_model(ranks, model, sample, loss, measured)
         plan_path, plan = _made(ranks, measured, of_model, question, _folder(cache), tell)
     tell(
         f"auto: {plan_path}: {plan.predicted.step_s:.3g} s a step predicted, "
         f"{plan.predicted.peak_memory_bytes / 2**30:.2f} GiB, accumulation {plan.batch.accumulation}"
     )
-    made, optimizer = parallelize(model, plan, optimizer_class, **arguments)
+    with warnings.catch_warnings():
+        if measured.state is not None:  # which the plan has counted
+            warnings.filterwarnings("ignore", message=".*tensors of state per parameter, the plan, for")
+        made, optimizer = parallelize(model, plan, optimizer_class, **arguments)
     return made, optimizer, plan
 
 
 class _Measured(NamedTuple):
-    """What is measured: ``size`` sequences of a workload, in a dtype, for an optimizer."""
+    """What is measured: ``size`` sequences of a workload, in a dtype, for an optimizer; ``state``: what its
+    arguments make of its tensors and temporaries per element, None where they make no difference."""
 
     workload: Workload
     size: int
     dtype: str
     optimizer: str
+    state: tuple[int, float] | None
 
 
 class _Question(NamedTuple):
@@ -165,6 +176,10 @@ def _made(
             progress=lambda text, fraction: None,
             effort=QUICK,
         )
+        if measured.state is not None:
+            state, temporary = measured.state
+            of_element = {"state_per_element": state, "temporary_per_element": temporary}
+            profile = profile.replaced(optimizer=profile.optimizer.model_copy(update=of_element))
         _keep(ranks, profile, profile_path)
     plan = _kept(ranks, plan_path, Plan)
     if plan is None:
@@ -174,6 +189,23 @@ def _made(
             plan = _gauged(measured.workload, plan, rival, question.gauge_s, tell)
         _keep(ranks, plan, plan_path)
     return plan_path, plan
+
+
+def _state(
+    kind: type[Optimizer], dtype: str, ranks: Ranks, arguments: Mapping[str, Any]
+) -> tuple[int, float] | None:
+    """Tensors and temporaries per element of an optimizer with the caller's arguments, where those matter:
+    momentum and amsgrad do. Of Muon it is its matrices' that matter, whatever is said for the rest."""
+    if kind is Muon:
+        return None
+    groups = arguments.get("params")
+    first = groups[0] if isinstance(groups, list | tuple) and groups else None
+    given = {**arguments, **(first if isinstance(first, Mapping) else {})}
+    matter = inspect.signature(kind).parameters.keys() - _HOW
+    asked = {name: value for name, value in given.items() if name in matter}
+    name, of_dtype = NAMES[kind], getattr(torch, dtype)
+    found = footprint(name, of_dtype, ranks.device, **asked)
+    return None if found == footprint(name, of_dtype, ranks.device) else found
 
 
 def _workload(model: nn.Module, sample: Any, loss: Loss | None) -> Workload:
@@ -231,11 +263,19 @@ def _of_model(
         [(n, [*p.shape], str(p.dtype), p.requires_grad) for n, p in model.named_parameters()],
         [(n, [*b.shape], str(b.dtype)) for n, b in model.named_buffers()],
         [([*t.shape], str(t.dtype)) for t in _tensors(sample)],
-        None if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
-        *(measured.dtype, measured.optimizer, str(default_mesh()[0]), ranks.backend),
+        None if loss is None else _of_loss(loss),
+        *(measured.dtype, measured.optimizer, measured.state, str(default_mesh()[0]), ranks.backend),
         *(device, os.cpu_count(), torch.get_num_threads()),
         *(sorted(ranks.gather(platform.node())), torch.__version__, __version__),
     ]
+
+
+def _of_loss(loss: Loss) -> list[Any]:
+    """Its name, and what it does: many are lambdas."""
+    loss = inspect.unwrap(loss)
+    code = getattr(loss, "__code__", None)
+    does = [] if code is None else [code.co_code.hex(), *code.co_names]
+    return [getattr(loss, "__qualname__", type(loss).__qualname__), *does]
 
 
 def _hash(what: list[Any]) -> str:

@@ -2,12 +2,17 @@
 
 Everything else is said as for any strategy: the module's own ``configure_optimizers``, and Trainer's
 arguments for clipping, saving and resuming, validation, logging. Accumulation is the plan's.
+``PlannedStrategy("auto")`` makes the plan in this job (``hzplan.auto``).
 """
 
 from __future__ import annotations
 
+import inspect
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+import hzplan
 from hzplan.checkpoint.checkpoints import Checkpoints
 from hzplan.checkpoint.entries import aliases, buffers
 from hzplan.errors import UserError
@@ -29,6 +38,13 @@ from hzplan.runtime.optimizer import ShardedOptimizer
 
 SHARDS = ".hzplan"
 """What is added to a checkpoint's name, for the folder of shards of weights and optimizer state beside it."""
+OF_DDP = frozenset({"process_group_backend", "timeout"})
+OF_AUTO = frozenset(
+    name
+    for name, one in inspect.signature(hzplan.auto).parameters.items()
+    if one.kind is one.KEYWORD_ONLY and name not in ("global_batch", "sample", "clip")
+)
+"""What the strategy does not know itself of what ``hzplan.auto`` can be told."""
 
 
 class PlannedStrategy(DDPStrategy):
@@ -39,11 +55,20 @@ class PlannedStrategy(DDPStrategy):
     """
 
     def __init__(self, plan: Plan | str | Path, **arguments: Any) -> None:
-        """``plan``: or its file. ``arguments``: DDPStrategy's ``process_group_backend`` and ``timeout``."""
-        if unknown := arguments.keys() - {"process_group_backend", "timeout"}:
-            raise UserError(f"PlannedStrategy: {min(unknown)} is for DDP; the plan says how to communicate")
-        super().__init__(**arguments)
-        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        """``plan``: or its file; "auto": made in this job, of what is measured here, for the data loader's
+        micro-batches and ``accumulate_grad_batches``. ``arguments``: DDPStrategy's ``process_group_backend``
+        and ``timeout``; with "auto" also what ``hzplan.auto`` takes (``memory_bytes``, ``dtype``, ``cache``,
+        …), of which ``loss`` is by default the module's ``training_step``: where that has effects besides, or
+        sends messages, say another."""
+        asks = plan == "auto"
+        if unknown := arguments.keys() - OF_DDP - (OF_AUTO if asks else frozenset()):
+            of = 'PlannedStrategy("auto")' if min(unknown) in OF_AUTO else "DDP"
+            raise UserError(f"PlannedStrategy: {min(unknown)} is for {of}; the plan says how to communicate")
+        super().__init__(**{name: value for name, value in arguments.items() if name in OF_DDP})
+        self._asked = {name: value for name, value in arguments.items() if name not in OF_DDP}
+        self.plan: Plan | None = None
+        if not asks:
+            self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._prefix = ""
         self._planned: nn.Module | None = None  # the part of the module that the plan is of
         self._sharded: ShardedOptimizer | None = None
@@ -71,14 +96,16 @@ class PlannedStrategy(DDPStrategy):
         if self._sharded is None:
             self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._accumulate(trainer)
+            if self.plan is not None:
+                self._accumulate(trainer, self.plan)
             self.setup_optimizers(trainer)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop.inference_mode = False  # gathers write into buffers that backward uses too
         self.setup_precision_plugin()
 
-    def _accumulate(self, trainer: pl.Trainer) -> None:
-        planned = self.plan.batch.accumulation
+    @staticmethod
+    def _accumulate(trainer: pl.Trainer, plan: Plan) -> None:
+        planned = plan.batch.accumulation
         if trainer.accumulate_grad_batches not in (1, planned):
             raise UserError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}, and the plan accumulates "
@@ -96,19 +123,51 @@ class PlannedStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise UserError(f"configure_optimizers gives {len(self.optimizers)} optimizers; a plan has one")
         (theirs,) = self.optimizers
-        self._prefix, self._planned = planned_part(module, self.plan)
-        of_plan = {id(parameter) for parameter in self._planned.parameters()}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in of_plan:
-                raise UserError(f"{name} is trained, and the plan does not have it; profile what has it too")
         groups = [
             {name: value for name, value in group.items() if value is not None}
             for group in theirs.param_groups
         ]
-        _, self._sharded = parallelize(self._planned, self.plan, type(theirs), params=groups)
+        if self.plan is None:
+            self._planned = module
+            self._sharded, self.plan = self._made(trainer, module, type(theirs), groups)
+        else:
+            self._prefix, self._planned = planned_part(module, self.plan)
+            of_plan = {id(parameter) for parameter in self._planned.parameters()}
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in of_plan:
+                    raise UserError(
+                        f"{name} is trained, and the plan does not have it; profile what has it too"
+                    )
+            _, self._sharded = parallelize(self._planned, self.plan, type(theirs), params=groups)
         self.optimizers = [self._sharded]
         for config in self.lr_scheduler_configs:
             _hand_over(config.scheduler, self._sharded)
+
+    def _made(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        kind: type[Optimizer],
+        groups: list[dict[str, Any]],
+    ) -> tuple[ShardedOptimizer, Plan]:
+        """The module in shards, under a plan that is made here for the first batch of the data loader."""
+        trainer.fit_loop.setup_data()
+        loader: Any = trainer.train_dataloader
+        sample = self.batch_to_device(next(iter(loader)))
+        sizes = [len(leaf) for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+        asked = {**self._asked, "loss": _through(self._asked.get("loss", _training_step))}
+        with _quiet():
+            _, sharded, plan = hzplan.auto(
+                module,
+                kind,
+                global_batch=max(sizes, default=1) * trainer.accumulate_grad_batches * self.world_size,
+                sample=sample,
+                clip=bool(trainer.gradient_clip_val),
+                params=groups,
+                **asked,
+            )
+        self._accumulate(trainer, plan)
+        return sharded, plan
 
     # Checkpoints
 
@@ -197,6 +256,41 @@ class PlannedStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
+
+
+def _training_step(module: Any, batch: Any) -> Tensor:
+    """The loss of a module of Lightning's."""
+    arguments = (batch, 0)[: len(inspect.signature(module.training_step).parameters)]
+    found = module.training_step(*arguments)
+    loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+    return loss
+
+
+def _through(loss: Callable[[Any, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss of a module that may be in DDP or FSDP, which are there for what calls them."""
+
+    @wraps(loss)
+    def call(model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(model, DistributedDataParallel | FSDPModule):
+            return loss(model, batch)
+        whole: Any = model
+        module = whole.module if isinstance(model, DistributedDataParallel) else whole
+        module.forward = partial(loss, module)
+        try:
+            found: Tensor = whole(batch)
+        finally:
+            del module.forward
+        return found
+
+    return call
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's warnings that a copy of the module logs to no trainer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        yield
 
 
 class _AsPlanned(Precision):

@@ -626,19 +626,15 @@ class Engine:
     def _reduce_unscheduled(self) -> None:
         """Reduce this micro-batch's gradients that the schedule has not reduced.
 
-        Units with gradients already in their buffer go first: until they are reduced, nobody else may use it.
+        In the order in which they are completed, the same on all ranks: so the units with gradients already
+        in their buffer go first, and nobody else uses it until they are reduced.
         """
         self._unshard_only(())
         step = self.step_state
         final = step.micro_batch == self.schedule.accumulation - 1
         kind = Kind.FINAL_REDUCE if final else Kind.REDUCE
         position = step.micro_batch * len(self.schedule.uses)
-        left = [name for name in self._trainable if name not in step.reduced]
-
-        def is_empty(name: str) -> bool:
-            return name not in step.complete and not self.units[name].has_any(step.delivered)
-
-        for name in sorted(left, key=is_empty):
+        for name in [name for name in self._trainable if name not in step.reduced]:
             self._complete(name)
             self._run_on_tiers(kind, name, position)
             if final:

@@ -75,10 +75,6 @@ class UnitState:
 
     # Gradients of one micro-batch. ``delivered``: ids of the parameters whose gradient has been taken.
 
-    def has_any(self, delivered: Set[int]) -> bool:
-        """Whether one of the unit's gradients has been taken."""
-        return not delivered.isdisjoint(self._place_of)
-
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
         """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means."""
         if torch.is_grad_enabled():  # inside of a backward that is to be differentiated; a guard takes longer

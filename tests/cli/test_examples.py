@@ -181,6 +181,34 @@ assert abs(float(trainer.callback_metrics["held out"]) - before) < 1e-5
 """
 
 
+LIGHTNING_AUTO = """
+import lightning as L
+import torch
+from train_lightning import LanguageModel, PlannedStrategy
+
+options = {"memory_bytes": 1 << 30, "cache": "cache", "gauge_s": 20.0}
+strategy = PlannedStrategy("auto", loss=lambda module, tokens: module.loss(tokens), **options)
+options = {"accelerator": "cpu", "devices": 2, "logger": False, "use_distributed_sampler": False}
+options |= {"reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+options |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = L.Trainer(strategy=strategy, max_epochs=3, **options)
+torch.manual_seed(0)
+trainer.fit(LanguageModel())
+assert strategy.plan.batch.accumulation == 2 and strategy.plan.batch.micro_batch == 4
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_lightning_plans_for_itself(folder: Path) -> None:
+    pytest.importorskip("lightning")
+    (folder / "auto.py").write_text(LIGHTNING_AUTO, encoding="utf-8")
+    done = torchrun(2, "auto.py", cwd=folder)
+    assert done.code == 0, done.stderr
+    assert "auto: " in done.stderr and "self.log" not in done.stderr
+    assert losses(done) == pytest.approx(one_process(folder, LIGHTNING_ALONE), rel=2e-3)
+
+
 @pytest.mark.distributed
 @pytest.mark.long
 def test_lightnings_last_checkpoint_is_the_last(folder: Path) -> None:

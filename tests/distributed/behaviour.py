@@ -250,18 +250,31 @@ def mutations(_: Any) -> dict[str, tuple[float, float]]:
 # ---- unscheduled micro-batches --------------------------------------------------------------------------
 
 
+class Reluctant(nn.Linear):
+    """One whose own parameters may get no gradient."""
+
+    silent = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.silent:
+            return nn.functional.linear(x, self.weight.detach(), self.bias.detach())
+        return super().forward(x)
+
+
 class Branching(nn.Module):
     """Three blocks, of which one may be left out; a weight that the last block shares with the first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(Reluctant(6, 6), nn.Tanh()) for _ in range(3))
         self.last = nn.Linear(6, 6, bias=False)
         self.last.weight = self.layers[0][0].weight  # type: ignore[union-attr,index,assignment]
 
-    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+    def forward(self, x: Tensor, skip: int = -1, dead: int = -1) -> Tensor:
         for index, layer in enumerate(self.layers):
-            if index != skip:
+            if index == dead:
+                x = x + layer(x).detach()
+            elif index != skip:
                 x = layer(x)
         return self.last(x)
 
@@ -270,6 +283,10 @@ def _branching_step(model: nn.Module, kind: str, rank: int, step: int) -> Tensor
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
     if kind == "skip":
         return model(x, skip=1).square().mean()
+    if kind == "unlike":  # the middle block has no gradient, the one after it on some ranks
+        model.layers[2][0].silent = bool(rank % 2)  # type: ignore[union-attr,index]
+        return model(x, dead=1).square().mean()
+    model.layers[2][0].silent = False  # type: ignore[union-attr,index]
     if kind == "twice":
         return model(x).square().mean() + model(x * 2).square().mean()
     return model(x).square().mean()
@@ -278,6 +295,7 @@ def _branching_step(model: nn.Module, kind: str, rank: int, step: int) -> Tensor
 def unscheduled(_: Any) -> dict[str, list[float]]:
     """Errors of weights (and of evaluations) after steps that leave the recorded sequence."""
     kinds = ["plain", "skip", "plain", "twice", "evaluate", "plain", "evaluate inside", "skip", "plain"]
+    kinds += ["unlike", "plain"]
     found: dict[str, list[float]] = {}
     mesh, world, rank = Mesh.parse("2|2"), dist.get_world_size(), dist.get_rank()
     places = (Levels(2, 2, 2), Levels(1, 1, 2), Levels(0, 0, 0), Levels(2, 0, 2), Levels(0, 2, 2))

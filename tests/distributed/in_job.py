@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,20 @@ def trained(folder: str) -> list[dict[str, Any]]:
         model = GPT(PRESETS["nano"])
         said: list[str] = []
         began = time.monotonic()
-        made, optimizer, plan = hzplan.auto(
-            model,
-            torch.optim.SGD,
-            global_batch=MICRO_BATCH * dist.get_world_size() * 2,
-            sample=batch(0, 0),
-            loss=loss,
-            memory_bytes=1 << 30,
-            cache=folder,
-            say=said.append,
-            lr=0.1,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*tensors of state")
+            made, optimizer, plan = hzplan.auto(
+                model,
+                torch.optim.SGD,
+                global_batch=MICRO_BATCH * dist.get_world_size() * 2,
+                sample=batch(0, 0),
+                loss=loss,
+                memory_bytes=1 << 30,
+                cache=folder,
+                say=said.append,
+                lr=0.1,
+                momentum=0.5,
+            )
         seconds = time.monotonic() - began
         losses = []
         for step in range(STEPS):
@@ -61,12 +65,20 @@ def trained(folder: str) -> list[dict[str, Any]]:
     return found
 
 
+def told(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss that ranks tell each other."""
+    found = loss(model, batch)
+    dist.all_reduce(found.detach())
+    return found
+
+
 WRONG: tuple[dict[str, Any], ...] = (
     {"global_batch": 3},
     {"sample": {"tokens": torch.tensor(1)}},
     {"optimizer_class": torch.optim.Adagrad},
     {"memory_bytes": 1000},
     {"loss": None},
+    {"loss": told},
 )
 
 
@@ -80,6 +92,7 @@ def _refused(folder: str, **wrong: Any) -> str:
         "cache": Path(folder),
         "say": lambda text: None,
         "lr": 0.1,
+        "momentum": 0.5,
     } | wrong
     torch.manual_seed(0)
     try:

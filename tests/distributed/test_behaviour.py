@@ -61,8 +61,8 @@ def test_steps_outside_the_schedule_are_correct(tmp_path: Path) -> None:
     assert len(found) == 14
     for name, values in found.items():
         if name.endswith("scheduled"):
-            #        plain skip plain twice evaluate plain inside skip plain
-            assert values == [1, 0, 1, 0, 1, 1, 1, 0, 1], name
+            #        plain skip plain twice evaluate plain inside skip plain unlike plain
+            assert values == [1, 0, 1, 0, 1, 1, 1, 0, 1, 0, 1], name
         else:
             assert max(values) <= 1e-9, name
 

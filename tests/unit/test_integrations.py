@@ -68,6 +68,16 @@ def test_the_precision_is_the_plans(tmp_path: Path) -> None:
         )
 
 
+def test_what_auto_is_told_is_not_for_a_plan() -> None:
+    pytest.importorskip("lightning")
+    from hzplan.integrations.lightning import PlannedStrategy
+
+    with pytest.raises(UserError, match="memory_bytes is for"):
+        PlannedStrategy(make_plan("gpt:nano"), memory_bytes=1)
+    with pytest.raises(UserError, match="find_unused_parameters is for DDP"):
+        PlannedStrategy("auto", find_unused_parameters=True)
+
+
 def test_a_factory_of_transformers_has_no_more_tokens_than_positions() -> None:
     pytest.importorskip("transformers")
     assert load("tests.unit.test_integrations:short").seq_len == 16

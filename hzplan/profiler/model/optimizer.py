@@ -145,19 +145,22 @@ def _elementwise(name: str) -> Callable[..., Optimizer]:
     return partial(torch.optim.AdamW, **made.keywords["adamw"]) if made.func is Muon else made
 
 
-def _stepper(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Stepper:
+def _stepper(
+    name: str, elements: int, dtype: torch.dtype, device: torch.device, **arguments: Any
+) -> _Stepper:
     master_dtype = master_dtype_of(dtype)
     master = nn.Parameter(torch.ones(elements, dtype=master_dtype, device=device))
     master.grad = torch.full_like(master, 1e-3)
     published = master.detach().to(dtype) if dtype != master_dtype else None
-    stepper = _Stepper(_elementwise(name)([master], lr=1e-4), master, published)
+    stepper = _Stepper(_elementwise(name)([master], **{"lr": 1e-4, **arguments}), master, published)
     stepper.step()
     return stepper
 
 
-def footprint(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int, float]:
-    """State tensors per parameter element, and temporary elements per parameter element."""
-    stepper = _stepper(name, TRACED_ELEMENTS, dtype, device)
+def footprint(name: str, dtype: torch.dtype, device: torch.device, **arguments: Any) -> tuple[int, float]:
+    """State tensors per parameter element, and temporary elements per parameter element; ``arguments``: of
+    the optimizer, beside those that it is measured with."""
+    stepper = _stepper(name, TRACED_ELEMENTS, dtype, device, **arguments)
     held = stepper.optimizer.state[stepper.master].values()
     state = sum(isinstance(value, Tensor) and value.numel() == TRACED_ELEMENTS for value in held)
     with memory_trace(device) as trace:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzplan.core.recompute import Way
 from hzplan.core.schedule import Use
@@ -86,7 +89,9 @@ def record_passes(
 
 def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bool) -> _Recorded:
     try:
-        for _ in range(WARM_UPS):
+        with _Alone():  # type: ignore[no-untyped-call]
+            uses = calls.run(step)
+        for _ in range(WARM_UPS - 1):
             uses = calls.run(step)
         if not uses:
             return _Recorded(failure="its loss uses no module that has parameters")
@@ -97,6 +102,19 @@ def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bo
         return _Recorded(uses, repeated, trace.segments())
     except Exception as error:  # the user's model, which may raise anything
         return _Recorded(failure=one_line(error))
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses messages. Ranks run a model as often as their own measurements need, so that one's messages
+    would wait for ever for another's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise UserError(
+                f"it sends messages of its own ({func}), and cannot be measured by itself; leave them out of "
+                "what gives the loss"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def record_recomputation(

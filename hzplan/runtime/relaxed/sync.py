@@ -10,19 +10,18 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hzplan.core.hierarchy import Stage
-from hzplan.core.relaxed import RULES, Policy, part_bounds, parts_of_units
+from hzplan.core.relaxed import RULES, Policy
 from hzplan.errors import JobFailed, UserError, one_line
-from hzplan.runtime.backends.base import Buffers, Group
 from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.relaxed.link import Link, Round, agreed
+from hzplan.runtime.relaxed.places import Means, Place, everywhere, places_of, replicas_of
 from hzplan.runtime.relaxed.roll import Begin, Mark, Record, Roll
 from hzplan.runtime.relaxed.rules import Slice
 from hzplan.runtime.world import MAX, World
@@ -38,37 +37,6 @@ NUMBERS = (COUNT, "outer_round", "outer_rule", "outer_kind")
 about."""
 RETRY_S = 30.0
 """Seconds between two tries to reach the others."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """What of a bucket's slice a part is about. ``pieces``: elements [low, high) by the rank that sends them,
-    of those with the same slice; this one is the ``own``-th, and its piece lies from ``start`` on in what the
-    part sends."""
-
-    bucket: Bucket
-    pieces: tuple[tuple[int, int], ...]
-    own: int
-    start: int
-
-    @property
-    def level(self) -> int:
-        """That of the slice."""
-        return self.bucket.layout.levels.optim
-
-    @property
-    def end(self) -> int:
-        """Where the piece of this rank ends in what the part sends."""
-        low, high = self.pieces[self.own]
-        return self.start + high - low
-
-    def of(self, flat: Tensor) -> Tensor:
-        """This rank's piece in a part's values."""
-        return flat[self.start : self.end]
-
-
-Means = dict[int, list[tuple[int, int, Tensor]]]
-"""By bucket (its id) the pieces of its slice, [low, high), with values."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +81,8 @@ class GroupSync:
         self.policy, self._groups, self._control = policy, groups, control
         self._buckets = [bucket for buckets in units.values() for bucket in buckets]
         self._slices = {id(bucket): Slice(policy, bucket.master) for bucket in self._buckets}
-        self._parts = _places(policy, units, control.rank)
-        self._replicas = _replicas(self._parts, control)
+        self._parts = places_of(policy, units, control.rank)
+        self._replicas = replicas_of(self._parts, control)
         self._place_of = [{id(place.bucket): place for place in part} for part in self._parts]
         self.entered, self.came, self.base = False, False, 0
         self._out_since: int | None = None  # the update after which others went on without this group
@@ -293,7 +261,7 @@ class GroupSync:
 
     def _take(self, places: Sequence[Place], flat: Tensor, *names: str | None) -> None:
         """What has arrived of a part, into what is kept by these names; None: into parameters."""
-        means = self._everywhere(places, flat)
+        means = everywhere(places, flat, self._replicas)
         for place, name in itertools.product(places, names):
             bucket = place.bucket
             into = bucket.master if name is None else self._slices[id(bucket)].kept[name]
@@ -393,7 +361,7 @@ class GroupSync:
                 self.missed += 1
         if one.record is not None and one.record.applied:
             if number not in self._means:
-                self._means[number] = self._everywhere(self._parts[table.part(number)], one.values)
+                self._means[number] = everywhere(self._parts[table.part(number)], one.values, self._replicas)
             for low, high, mean in self._means[number][id(bucket)]:
                 self._slices[id(bucket)].apply(values, mean, low, high)
         one.left -= 1
@@ -419,32 +387,8 @@ class GroupSync:
         self._most(failed)
         if int(failed):
             raise JobFailed(f"without a delay groups wait for round {number}, which did not come: {why}")
-        for low, high, of in self._everywhere([replace(place, start=0)], mean)[id(bucket)]:
+        for low, high, of in everywhere([replace(place, start=0)], mean, self._replicas)[id(bucket)]:
             state.apply(values, of, low, high)
-
-    def _everywhere(self, places: Sequence[Place], flat: Tensor) -> Means:
-        """What all ranks with the same slices have of a part's values, where each has its pieces: they all
-        call it, in the same order."""
-        found: Means = {}
-        for level, listed in itertools.groupby(places, lambda place: place.level):
-            together = [*listed]
-            own = flat[together[0].start : together[-1].end]
-            group = self._replicas.get(level)
-            by_rank = zip(*(place.pieces for place in together), strict=True)
-            lengths = [sum(high - low for low, high in pieces) for pieces in by_rank]
-            most, whole = max(lengths), own.view(1, -1)
-            if group is not None:
-                whole = own.new_zeros(group.size, most)
-                whole[group.place, : len(own)] = own
-                if most:
-                    group.all_gather([Buffers(whole.view(-1), whole[group.place])]).run()
-            starts = [0] * len(lengths)
-            for place in together:
-                of_bucket = found[id(place.bucket)] = []
-                for index, (low, high) in enumerate(place.pieces):
-                    start, starts[index] = starts[index], starts[index] + high - low
-                    of_bucket.append((low, high, whole[index, start : starts[index]]))
-        return found
 
     def _settled(self, one: Round, *, forever: bool = False) -> tuple[Record | None, bool]:
         """What became of a round, and whether all ranks of the group know it themselves. ``forever``: the
@@ -525,50 +469,3 @@ class GroupSync:
         """Be gone."""
         if self._link is not None:
             self._link.close()
-
-
-def _replicas(parts: Sequence[Sequence[Place]], control: World) -> dict[int, Group]:
-    """By level of their slices the ranks that have the same ones, this one among them; none where it is
-    alone."""
-    found: dict[int, Group] = {}
-    for level, place in sorted(
-        {place.level: place for places in parts for place in places}.items(), key=lambda one: one[0]
-    ):
-        mesh, stage = place.bucket.mesh, Stage(level, place.bucket.mesh.levels)
-        if len(place.pieces) > 1:
-            found[level] = control.new_group(mesh, "relaxed", stage, torch.device("cpu"))
-    return found
-
-
-def _places(policy: Policy, units: Mapping[str, Sequence[Bucket]], rank: int) -> list[list[Place]]:
-    """By part what it takes of every bucket's slice, of *periodic* whole units, else a share of each, and
-    what of that each of the ranks with this slice sends. Places at one level stand together."""
-    parts = policy.timetable.parts
-    sizes = {unit: sum(b.layout.numel for b in buckets) for unit, buckets in units.items() if buckets}
-    part_of = parts_of_units(sizes, parts) if policy.rule == "periodic" else {}
-
-    listed = [(unit, bucket) for unit, buckets in units.items() for bucket in buckets]
-    listed.sort(key=lambda one: one[1].layout.levels.optim)
-
-    def pieces(part: int, bucket: Bucket, size: int) -> Iterator[tuple[int, int]]:
-        length = bucket.master.numel()
-        share = -(-length // size)
-        for index in range(size):
-            first, end = min(index * share, length), min((index + 1) * share, length)
-            if policy.rule == "periodic":
-                yield first, end
-            else:
-                low, high = part_bounds(end - first, part, parts)
-                yield first + low, first + high
-
-    found = []
-    for part in range(parts):
-        start, places = 0, []
-        for unit, bucket in listed:
-            if part_of.get(unit, part) == part:
-                members = bucket.mesh.group(rank, Stage(bucket.layout.levels.optim, bucket.mesh.levels))
-                of_each = tuple(pieces(part, bucket, len(members)))
-                places.append(Place(bucket, of_each, members.index(rank), start))
-                start = places[-1].end
-        found.append(places)
-    return found
