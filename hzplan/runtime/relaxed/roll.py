@@ -16,6 +16,7 @@ import json
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ from typing import Any
 from hzplan.errors import UserError
 
 PREFIX = "hzplan/relaxed"
-LOOK_S = 0.02
-"""Seconds between two looks into the store."""
+FIRST_LOOK_S, LOOK_S = 0.001, 0.02
+"""Seconds between two looks into the store: between the first ones, for most of what is waited for is about
+to come, and at most."""
 BEAT_S = 0.5
 """Seconds between two signs of life."""
 SILENT_S = 4.0
@@ -109,6 +111,7 @@ class Roll:
         self._connect, self._store, self._turn = connect, connect(), turn
         self.group, self.groups, self._ranks = group, groups, ranks
         self._beaten_s = 0.0
+        self._old: deque[str] = deque()  # keys that nobody reads any more
         self._given_up: set[tuple[int, str]] = set()  # questions whose askers have ended
         self._weight, self._speaks, self.patience_s = weight, speaks, patience_s
         self.epoch = 0
@@ -221,12 +224,15 @@ class Roll:
         self._ended.set()
 
     def _live(self, key: str) -> None:
-        """Over a connection of its own: one that somebody waits on answers nobody else."""
+        """Over a connection of its own: one that somebody waits on answers nobody else. Also tidies up, for
+        which nobody has to wait."""
         while not self._ended.is_set():
             with suppress(RuntimeError, OSError):
                 store = self._connect()
                 while not self._ended.is_set():
                     store.add(key, 1)
+                    while self._old:
+                        store.delete_key(self._old.popleft())
                     self._ended.wait(BEAT_S)
             self._ended.wait(BEAT_S)
 
@@ -272,14 +278,15 @@ class Roll:
     def outcome(self, number: int, before: Record) -> Record:
         """What became of a round, when that is decided. ``before``: the record of the round before."""
         began = looked = time.monotonic()
-        self._check_place(number)
+        pause_s = FIRST_LOOK_S
         while not self._check(f"outcome/{number}"):
-            if time.monotonic() - looked > SILENT_S:
+            if self._ended.is_set() or time.monotonic() - looked > SILENT_S:
                 self._check_place(number)
                 looked = time.monotonic()
-            if self._speaks:
-                self._decide(number, before, late=time.monotonic() - began > self.patience_s)
-            time.sleep(LOOK_S)
+            if self._speaks and self._decide(number, before, late=time.monotonic() - began > self.patience_s):
+                break
+            time.sleep(pause_s)
+            pause_s = min(LOOK_S, 2 * pause_s)
         return Record.of(self._get(f"outcome/{number}"))
 
     def _check_place(self, number: int) -> None:
@@ -290,14 +297,16 @@ class Roll:
         if head >= number and not self._check(f"outcome/{number}"):
             raise RuntimeError(f"others have gone on to round {head} without this group")
 
-    def _decide(self, number: int, before: Record, *, late: bool) -> None:
-        """Write a round's record where enough is known."""
+    def _decide(self, number: int, before: Record, *, late: bool) -> bool:
+        """Write a round's record where enough is known; whether there is one now."""
         members = before.members
         well = {one: self._add(f"well/{number}/{one}", 0) for one in members}
-        ill = {one: self._add(f"ill/{number}/{one}", 0) for one in members}
         applied = all(count == self._ranks for count in well.values())
+        ill = {one: 0 if applied else self._add(f"ill/{number}/{one}", 0) for one in members}
         if not (late or applied or any(ill.values())):
-            return
+            return False
+        if not applied:
+            self._check_place(number)
         alive = {*members} if applied else self._alive(members) | {self.group}
         if late and not applied:  # some are not even there
             alive &= {one for one in members if well[one] + ill[one] == self._ranks} | {self.group}
@@ -306,10 +315,9 @@ class Roll:
         self._agree(f"outcome/{number}", record.text())
         self._set("head", str(number))
         old = number - KEPT_ROUNDS
-        for key in [f"{how}/{old}/{one}" for how in ("well", "ill") for one in range(self.groups)]:
-            self._delete(key)
-        for key in (f"outcome/{old}", f"sent/{old}"):
-            self._delete(key)
+        keys = [f"{how}/{old}/{one}" for how in ("well", "ill") for one in range(self.groups)]
+        self._old.extend(map(self._key, (*keys, f"outcome/{old}", f"sent/{old}")))
+        return True
 
     def _alive(self, members: tuple[int, ...], *, own: bool = True, key: str = "beat") -> set[int]:
         """Of the members those that give signs of life; ``own``: this one does. ``key``: of the signs."""
@@ -351,10 +359,6 @@ class Roll:
 
     def _add(self, key: str, count: int) -> int:
         return int(self._store.add(self._key(key), count))
-
-    def _delete(self, key: str) -> None:
-        with suppress(RuntimeError):
-            self._store.delete_key(self._key(key))
 
     def _agree(self, key: str, value: str) -> None:
         """Set a key that nobody has set."""
