@@ -11,6 +11,7 @@ who was killed is back soon; HZPLAN_TESTS_COLD=1 executes them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.commands import write_section
+from benchmarks.wire_convergence import T_95
 from hzplan.formats.base import write_text
 from tests import warm
 from tests.cli.command import environment, hzplan
@@ -196,13 +198,19 @@ def _markdown(found: dict[str, Any]) -> str:
         "*Back*: seconds until it trains again on a busy machine, median and most, starting Python and torch "
         "included where processes are *new*, not where they are *forked* from one that has imported both; "
         "*peace*: seconds before the next kill, at most. Losses are held-out, of each group; "
-        "*calm*: of runs without a kill, by seed; *alone*: of a group that the other never came to.",
+        "*calm*: of runs without a kill, by seed, and where one more seed's would lie (95%, Student's t); "
+        "*alone*: of a group that the other never came to. Groups are killed from the beginning on, until it "
+        "has been often enough.",
         "",
         "| steps | kills | peace | back, processes | exit codes | losses | calm | alone |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for steps, of_steps in found.items():
         calm = ", ".join(f"{loss:.4f}" for loss in of_steps["calm"])
+        if (count := len(of_steps["calm"])) in T_95:
+            half = T_95[count] * statistics.stdev(of_steps["calm"]) * math.sqrt(1 + 1 / count)
+            mean = statistics.fmean(of_steps["calm"])
+            calm += f"; {mean - half:.4f} to {mean + half:.4f}"
         for one in of_steps["campaigns"]:
             back = f"{statistics.median(one['back_s']):.1f}, {max(one['back_s']):.1f}"
             losses = ", ".join(f"{loss:.4f}" for loss in one["losses"])
