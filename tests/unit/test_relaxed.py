@@ -697,6 +697,26 @@ def test_who_asks_is_let_in_however_long_it_has_trained_before() -> None:
     assert of(0)._questions(record) == {}
 
 
+def test_who_was_killed_before_it_connected_is_not_waited_for() -> None:
+    """One that lives is, as long as is allowed."""
+    store = dist.HashStore()
+    first, second = (
+        Roll(lambda: store, group, 2, 1, turn=1, weight=1.0, speaks=True, patience_s=60.0) for group in (0, 1)
+    )
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"groups \[1\] have ended"):
+        first.await_connections(7, 0, (0, 1), 60.0)
+    assert time.monotonic() - began < 20
+    second._start()
+    with pytest.raises(RuntimeError, match=r"groups \[1\] did not connect"):
+        first.await_connections(7, 0, (0, 1), 3.0)
+    come = threading.Timer(0.5, second.await_connections, (7, 0, (0, 1), 60.0))
+    come.start()
+    first.await_connections(7, 0, (0, 1), 60.0)
+    come.join()
+    second.leave()
+
+
 def test_records_follow_from_each_other() -> None:
     """A group that is lost is not in the next record, and one that asks is, once, with new connections."""
     first = Record(True, (0, 1, 2), 0)

@@ -205,6 +205,8 @@ class Link:
             self.roll.forget_weights()
             name = f"{PREFIX}/{self.roll.epoch}/groups/{record.generation}/{self._place}"
             place = record.members.index(self.roll.group)
+            allowed_s = self._allowed.total_seconds()
+            self.roll.await_connections(record.generation, self._place, record.members, allowed_s)
             handle = ProcessGroupGloo(
                 PrefixStore(name, self._store), place, len(record.members), self._allowed
             )

@@ -254,6 +254,27 @@ class Roll:
         """Groups have come or gone."""
         self._weights.clear()
 
+    def await_connections(
+        self, generation: int, place: int, members: tuple[int, ...], allow_s: float
+    ) -> None:
+        """Return when the rank at this place of every member is about to connect; RuntimeError where one's
+        group shows no sign of life, or it does not come in time. Connecting itself would wait that long for
+        one that was killed just now."""
+        began = looked = time.monotonic()
+        pause_s = FIRST_LOOK_S
+        missing = [one for one in members if one != self.group]
+        self._set(f"ready/{generation}/{place}/{self.group}", "")
+        while missing := [one for one in missing if not self._check(f"ready/{generation}/{place}/{one}")]:
+            now = time.monotonic()
+            if self._ended.is_set() or now - began > allow_s:
+                raise RuntimeError(f"groups {missing} did not connect")
+            if now - looked > SILENT_S:
+                if gone := {*missing} - self._alive(tuple(missing), own=False):
+                    raise RuntimeError(f"groups {sorted(gone)} have ended")
+                looked = time.monotonic()
+            time.sleep(pause_s)
+            pause_s = min(LOOK_S, 2 * pause_s)
+
     def sends(self, number: int) -> None:
         """Say that this group's values of a round are there."""
         if self._speaks:
