@@ -34,9 +34,9 @@ MODEL, SEQUENCES, LR = "gpt:tiny", 8, 1e-3
 LINKS = ("20mbit", "100mbit")
 EVERY = 20
 """Steps between two held-out losses."""
-TURNS, TURN_STEPS = 3, 200
-"""How often a profile, its prediction and the step that comes of it are made: what is the same differs by so
-much on this machine; and the steps of all but the first."""
+TURNS, WARM_UPS = 5, 5
+"""How often one group and groups that do not wait are measured, by turns; and the steps at the begin of each
+that do not count."""
 TITLE = "## Seconds to a loss"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -93,48 +93,62 @@ def _policy(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict[str, Any]:
-    """Of a step: measured, and predicted for what does not wait."""
-    turns = []
-    for turn in range(TURNS):
-        (here := folder / str(turn)).mkdir()
-        turns.append(_turn(link, here, rule, timed, TURN_STEPS if turn else steps))
-        print(link, json.dumps(turns[-1]), flush=True)
-    plan = folder / "0" / "plan.json"
-    against = _on_cluster(2, link, ["run", plan, "--against", "ddp", "--steps", timed, "--json"])
-    contenders = {one["name"]: one["step_s"]["median"] for one in json.loads(against)["contenders"]}
-    return {
-        **turns[0],
-        **{name: statistics.fmean(turn[name] for turn in turns) for name in ("one group", "relaxed")},
-        "all, waiting": contenders["hzplan"],
-        "ddp": contenders["ddp"],
-        "turns": [{name: turn[name] for name in ("one group", "relaxed", "predicted")} for turn in turns],
-    }
-
-
-def _turn(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict[str, Any]:
-    """A profile, what it says of a step, and what that takes, with the step of one group by itself."""
+    """Of a step: measured, in turns, and predicted for what does not wait."""
     profile, plan, relaxed = (folder / f"{name}.json" for name in ("profile", "plan", "relaxed"))
     _on_cluster(2, link, ["profile", MODEL, "--mesh", "2|2", "--micro-batch", "4", "-o", profile])
     ask = ["--memory", "1GiB", "--global-batch", 2 * SEQUENCES]
     _hzplan(["solve", profile, *ask, "-o", plan])
     said = json.loads(_hzplan(["solve", profile, *ask, "--allow-stale", rule, "-o", relaxed, "--json"]))
-    by_itself = ["run", plan.with_name("plan.alone.json"), "--steps", timed, "--json"]
-    alone = json.loads(_hzplan(by_itself, ["taskset", "-c", "0"]))
     metrics = folder / "metrics.jsonl"
-    run = ["run", relaxed, "--steps", steps, "--lr", LR, "--metrics", metrics, "--json"]
-    end = json.loads(_on_cluster(2, link, run))
-    rows = [json.loads(line)["step_s"] for path in folder.glob("metrics*.jsonl") for line in path.open()]
+    train = ["run", relaxed, "--lr", LR, "--metrics", metrics, "--json", "--steps"]
+    end = json.loads(_on_cluster(2, link, [*train, steps]))
+    turns: dict[str, list[float]] = {"one group": [], "relaxed": []}
+    for turn in range(TURNS):
+        for name in turns if turn % 2 else reversed(turns):
+            for path in folder.glob("metrics*.jsonl"):
+                path.unlink()
+            if name == "relaxed":
+                _on_cluster(2, link, [*train, timed])
+            else:
+                _side_by_side([*train[:1], plan.with_name("plan.alone.json"), *train[2:], timed])
+            turns[name].append(_mean_s(folder))
+            print(link, name, turns[name][-1], flush=True)
+    against = _on_cluster(2, link, ["run", plan, "--against", "ddp", "--steps", timed, "--json"])
+    contenders = {one["name"]: one["step_s"]["median"] for one in json.loads(against)["contenders"]}
     tier = Plan.load(relaxed).relaxed
     assert tier is not None
     return {
         "policy": tier._asdict(),
-        "one group": alone["step_s"]["measured"],
-        "relaxed": statistics.fmean(sorted(rows)[: len(rows) * 99 // 100]),
+        **{name: statistics.fmean(seconds) for name, seconds in turns.items()},
+        "turns": turns,
+        "all, waiting": contenders["hzplan"],
+        "ddp": contenders["ddp"],
         "predicted": said["relaxed"]["step_s"],
         "applied": end["groups"]["applied"],
         "waited_s": end["groups"]["waited_s"],
         "heldout": end["heldout_loss"],
     }
+
+
+def _mean_s(folder: Path) -> float:
+    """Of the steps in all metrics, without the first, in which much is made, and the slowest of a hundred."""
+    rows = []
+    for path in folder.glob("metrics*.jsonl"):
+        rows += [json.loads(line)["step_s"] for line in path.open()][WARM_UPS:]
+    return statistics.fmean(sorted(rows)[: -(-len(rows) * 99 // 100)])
+
+
+def _side_by_side(words: Sequence[str | Path | int | float]) -> None:
+    """A group by itself on each processor, at once: both are as busy as when two groups train together."""
+    both = []
+    for number in range(2):
+        inner = [str(word).replace("metrics.", f"metrics-{number}.") for word in words]
+        command = ["taskset", "-c", str(number), sys.executable, "-m", "hzplan", *inner]
+        both.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    for one in both:
+        _, error = one.communicate()
+        if one.returncode:
+            raise NoResult((error.decode().strip().splitlines() or ["no message"])[-1])
 
 
 def _hzplan(words: Sequence[object], before: Sequence[str] = ()) -> str:
@@ -174,9 +188,9 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         f"constant {LR:g}, two nodes of two ranks on an emulated cluster, a processor for each (no added "
         "latency: this kernel has no netem). The loss to reach is the held-out one of the synchronous run "
         f"after {steps} steps; steps to it by seed, looked at every {EVERY}; *seconds* are their mean times "
-        f"those of a step, the mean of {TURNS} turns of profile, plan and run. *Sooner*: than one group by "
-        "itself, and than the synchronous plan, mean over seeds "
-        "with its 95% interval. The loss *end to end* is of the run on the cluster, under the rate of "
+        f"those of a step, the mean of {TURNS} turns; one group by itself is measured while another like it "
+        "trains on the other processor, for caches and clock are shared. *Sooner*: than one group by itself, "
+        "and than the synchronous plan, mean over seeds with its 95% interval. The loss *end to end* is of the run on the cluster, under the rate of "
         "`hzplan run`, which decays, and of a group's own weights on other windows: not to be compared.",
         "",
         "| link | who trains | step | steps to the loss | tokens | seconds | |",
@@ -211,25 +225,19 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
                 f"| {link} | {name} | {step_s:.3f} s | {listed} | {tokens:.2f} M | {total:.0f} | {said} |"
             )
         every, parts, delay = seconds["policy"]["timetable"]
-        turns = seconds["turns"]
-        errors = [turn["predicted"] / turn["relaxed"] - 1 for turn in turns]
-        listed = ", ".join(
-            f"{turn['predicted']:.3f} ({e:+.1%})" for turn, e in zip(turns, errors, strict=True)
-        )
+        predicted, turns = seconds["predicted"], seconds["turns"]
         lines.append(
-            f"| {link} | | predicted {listed} | | | | mean |error| {statistics.fmean(map(abs, errors)):.1%}; "
-            f"of the same between turns: predicted {_apart(turns, 'predicted')}, measured "
-            f"{_apart(turns, 'relaxed')}, one group {_apart(turns, 'one group')}; every {every} steps one of "
-            f"{parts} parts, {delay} later; {seconds['applied']} rounds in "
+            f"| {link} | | predicted {predicted:.3f} s ({predicted / seconds['relaxed'] - 1:+.1%}; turns "
+            f"differ by {_apart(turns['relaxed'])}, of one group by {_apart(turns['one group'])}) | | | | every "
+            f"{every} steps one of {parts} parts, {delay} later; {seconds['applied']} rounds in "
             f"{steps} steps, waited {seconds['waited_s']:.0f} s; end to end {seconds['heldout']:.3f} |"
         )
     return "\n".join([*lines, ""])
 
 
-def _apart(turns: Sequence[dict[str, float]], name: str) -> str:
+def _apart(seconds: Sequence[float]) -> str:
     """By how much the largest of some is above the smallest."""
-    found = [turn[name] for turn in turns]
-    return f"{max(found) / min(found) - 1:.1%}"
+    return f"{max(seconds) / min(seconds) - 1:.1%}"
 
 
 if __name__ == "__main__":
