@@ -138,7 +138,7 @@ def _mean_s(folder: Path) -> float:
     return statistics.fmean(sorted(rows)[: -(-len(rows) * 99 // 100)])
 
 
-def _side_by_side(words: Sequence[str | Path | int | float]) -> None:
+def _side_by_side(words: Sequence[object]) -> None:
     """A group by itself on each processor, at once: both are as busy as when two groups train together."""
     both = []
     for number in range(2):
@@ -190,7 +190,8 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         f"after {steps} steps; steps to it by seed, looked at every {EVERY}; *seconds* are their mean times "
         f"those of a step, the mean of {TURNS} turns; one group by itself is measured while another like it "
         "trains on the other processor, for caches and clock are shared. *Sooner*: than one group by itself, "
-        "and than the synchronous plan, mean over seeds with its 95% interval. The loss *end to end* is of the run on the cluster, under the rate of "
+        "and than the synchronous plan, mean over seeds with its 95% interval. The loss *end to end* is of "
+        "the run on the cluster, under the rate of "
         "`hzplan run`, which decays, and of a group's own weights on other windows: not to be compared.",
         "",
         "| link | who trains | step | steps to the loss | tokens | seconds | |",
@@ -228,8 +229,8 @@ def _markdown(found: dict[str, Any], steps: int) -> str:
         predicted, turns = seconds["predicted"], seconds["turns"]
         lines.append(
             f"| {link} | | predicted {predicted:.3f} s ({predicted / seconds['relaxed'] - 1:+.1%}; turns "
-            f"differ by {_apart(turns['relaxed'])}, of one group by {_apart(turns['one group'])}) | | | | every "
-            f"{every} steps one of {parts} parts, {delay} later; {seconds['applied']} rounds in "
+            f"differ by {_apart(turns['relaxed'])}, of one group by {_apart(turns['one group'])}) | | | | "
+            f"every {every} steps one of {parts} parts, {delay} later; {seconds['applied']} rounds in "
             f"{steps} steps, waited {seconds['waited_s']:.0f} s; end to end {seconds['heldout']:.3f} |"
         )
     return "\n".join([*lines, ""])
