@@ -115,7 +115,7 @@ def _equals_trying_everything(seed: int, *, tight: bool, matrices: bool = False,
     assert step_ns == pytest.approx(same.step_ns, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", shorter(range(40), without=range(12, 40)))
+@pytest.mark.parametrize("seed", shorter(range(40), without=(4, 5, *range(12, 40))))
 def test_messages_of_several_units_equal_trying_everything(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +282,7 @@ def test_an_interruption_ends_with_the_best_plan_so_far() -> None:
         solve(profile, replace(request, memory_bytes=2**30), interrupt)
 
 
-@pytest.mark.parametrize("seed", shorter((5017, 5022, 5038), without=(5017,)))
+@pytest.mark.parametrize("seed", shorter([*range(5000, 5023), 5038], without=(5022,)))
 def test_an_interruption_while_rounding_leaves_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     profile, request = _instance(seed)
     request = replace(request, memory_bytes=2**30)
