@@ -52,7 +52,8 @@ def main(
     names = [regime.name for regime in REGIMES]
     found = measured(names, lambda number, folder: _measure(REGIMES[number], folder), _row, output)
     if docs is not None:
-        docs.write_text(_page(found))
+        _, *others = (docs.read_text() if docs.exists() else "").split("\n## ")  # of other benchmarks
+        docs.write_text("\n## ".join([_page(found), *others]))
 
 
 def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
