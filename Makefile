@@ -34,7 +34,7 @@ $(STAMP): constraints.txt pyproject.toml
 demo: $(STAMP) ## profile, plan and train a small GPT on this machine
 	$(BIN)/hzplan demo
 
-test: $(STAMP) ## run the tests that guard every claim, in 13 minutes on 2 cores (ARGS='…' goes to pytest)
+test: $(STAMP) ## run the tests that guard every claim, in 17 to 30 minutes on 2 cores (ARGS='…' goes to pytest)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(ARGS),-m "not long" $(PARALLEL))
 
 test-all: $(STAMP) ## run all tests, and each kind of launch once without warm processes (half an hour)

@@ -57,7 +57,8 @@ def write_section(docs: Path, title: str, text: str) -> None:
     """Replace a section of a page, up to the next title of its rank, or add it at the end."""
     before, _, rest = docs.read_text(encoding="utf-8").partition(title)
     _, follows, after = rest.partition("\n## ")
-    write_text(docs, f"{before.rstrip()}\n\n{text.rstrip()}\n" + (f"\n## {after}" if follows else ""))
+    page = f"{before.rstrip()}\n\n{text.rstrip()}\n".lstrip()
+    write_text(docs, page + (f"\n## {after}" if follows else ""))
 
 
 def measured(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.commands import best_of, last_line, measured, ratio_text, step_s
+from benchmarks.commands import best_of, last_line, measured, ratio_text, step_s, write_section
 from benchmarks.regimes import Regime
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
@@ -37,6 +37,7 @@ ABOUT = (
 
 REPEATED = ("ddp", "fsdp2@1", "fsdp2-keep@1")
 OWNERS = ("zero1", "owners", "owners-size", "owners-work")
+TITLE = "# Muon: plans beside owners, and beside gathering and repeating"
 MICRO_BATCH = 2
 STEPS = 60
 
@@ -52,8 +53,7 @@ def main(
     names = [regime.name for regime in REGIMES]
     found = measured(names, lambda number, folder: _measure(REGIMES[number], folder), _row, output)
     if docs is not None:
-        _, *others = (docs.read_text() if docs.exists() else "").split("\n## ")  # of other benchmarks
-        docs.write_text("\n## ".join([_page(found), *others]))
+        write_section(docs, TITLE, _page(found))
 
 
 def _measure(regime: Regime, folder: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _page(found: dict[str, Any]) -> str:
         )
     return "\n".join(
         [
-            "# Muon: plans beside owners, and beside gathering and repeating",
+            TITLE,
             "",
             ABOUT,
             "",

@@ -61,7 +61,7 @@ def main(
     found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     torch.set_num_threads(1)
     for link in LINKS:
-        if "seconds" not in found.get(link, {}):
+        if "turns" not in found.get(link, {}).get("seconds", {}):  # earlier ones were not measured by turns
             with tempfile.TemporaryDirectory() as folder:
                 found[link] = {"seconds": _seconds(link, Path(folder), rule, timed, steps)}
             write_text(output, json.dumps(found, indent=1) + "\n")
@@ -100,17 +100,24 @@ def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict
     _hzplan(["solve", profile, *ask, "-o", plan])
     said = json.loads(_hzplan(["solve", profile, *ask, "--allow-stale", rule, "-o", relaxed, "--json"]))
     metrics = folder / "metrics.jsonl"
-    train = ["run", relaxed, "--lr", LR, "--metrics", metrics, "--json", "--steps"]
-    end = json.loads(_on_cluster(2, link, [*train, steps]))
+
+    def train(which: Path, rows: Path, count: int) -> list[object]:
+        return ["run", which, "--lr", LR, "--metrics", rows, "--json", "--steps", count]
+
+    end = json.loads(_on_cluster(2, link, train(relaxed, metrics, steps)))
     turns: dict[str, list[float]] = {"one group": [], "relaxed": []}
     for turn in range(TURNS):
         for name in turns if turn % 2 else reversed(turns):
             for path in folder.glob("metrics*.jsonl"):
                 path.unlink()
             if name == "relaxed":
-                _on_cluster(2, link, [*train, timed])
+                _on_cluster(2, link, train(relaxed, metrics, timed))
             else:
-                _side_by_side([*train[:1], plan.with_name("plan.alone.json"), *train[2:], timed])
+                alone, rows = (
+                    plan.with_name("plan.alone.json"),
+                    [folder / f"metrics-{n}.jsonl" for n in (0, 1)],
+                )
+                _side_by_side([train(alone, one, timed) for one in rows])
             turns[name].append(_mean_s(folder))
             print(link, name, turns[name][-1], flush=True)
     against = _on_cluster(2, link, ["run", plan, "--against", "ddp", "--steps", timed, "--json"])
@@ -138,14 +145,13 @@ def _mean_s(folder: Path) -> float:
     return statistics.fmean(sorted(rows)[: -(-len(rows) * 99 // 100)])
 
 
-def _side_by_side(words: Sequence[object]) -> None:
-    """A group by itself on each processor, at once: both are as busy as when two groups train together."""
-    both = []
-    for number in range(2):
-        inner = [str(word).replace("metrics.", f"metrics-{number}.") for word in words]
-        command = ["taskset", "-c", str(number), sys.executable, "-m", "hzplan", *inner]
-        both.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    for one in both:
+def _side_by_side(commands: Sequence[Sequence[object]]) -> None:
+    """Commands at once, each on a processor of its own: as busy as when groups train together."""
+    started = []
+    for number, words in enumerate(commands):
+        command = ["taskset", "-c", str(number), sys.executable, "-m", "hzplan", *map(str, words)]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    for one in started:
         _, error = one.communicate()
         if one.returncode:
             raise NoResult((error.decode().strip().splitlines() or ["no message"])[-1])

@@ -196,14 +196,15 @@ def _state(
 ) -> tuple[int, float] | None:
     """Tensors and temporaries per element of an optimizer with the caller's arguments, where those matter:
     momentum and amsgrad do. Of Muon it is its matrices' that matter, whatever is said for the rest."""
-    if kind is Muon:
+    of_dtype = getattr(torch, dtype, None)
+    if kind is Muon or not isinstance(of_dtype, torch.dtype):  # which is refused when it is to be measured
         return None
     groups = arguments.get("params")
     first = groups[0] if isinstance(groups, list | tuple) and groups else None
     given = {**arguments, **(first if isinstance(first, Mapping) else {})}
     matter = inspect.signature(kind).parameters.keys() - _HOW
     asked = {name: value for name, value in given.items() if name in matter}
-    name, of_dtype = NAMES[kind], getattr(torch, dtype)
+    name = NAMES[kind]
     found = footprint(name, of_dtype, ranks.device, **asked)
     return None if found == footprint(name, of_dtype, ranks.device) else found
 

@@ -79,6 +79,7 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"memory_bytes": 1000},
     {"loss": None},
     {"loss": told},
+    {"dtype": "float7"},
 )
 
 

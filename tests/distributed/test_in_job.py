@@ -24,6 +24,6 @@ def test_a_job_plans_for_itself_and_remembers(tmp_path: Path) -> None:
     (profile,) = tmp_path.glob("*.profile.json")
     assert json.loads(profile.read_text())["optimizer"]["state_per_element"] == 1  # of the momentum asked for
     expected = ("no multiple", "tensors [sequences", "Adagrad is not measured", "no plan fits", "no labels")
-    expected += ("messages of its own",)
+    expected += ("messages of its own", "float7")
     for said, words in zip(wrong["refused"], expected, strict=True):
         assert words in said and "\n" not in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ def record_passes(
 
 def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bool) -> _Recorded:
     try:
-        with _Alone():  # type: ignore[no-untyped-call]
+        with _Alone() if ranks.size > 1 else nullcontext():  # type: ignore[no-untyped-call]
             uses = calls.run(step)
         for _ in range(WARM_UPS - 1):
             uses = calls.run(step)

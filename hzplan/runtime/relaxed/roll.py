@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -261,7 +261,7 @@ class Roll:
         group shows no sign of life, or it does not come in time. Connecting itself would wait that long for
         one that was killed just now."""
         began = looked = time.monotonic()
-        pause_s = FIRST_LOOK_S
+        pauses = _pauses()
         missing = [one for one in members if one != self.group]
         self._set(f"ready/{generation}/{place}/{self.group}", "")
         while missing := [one for one in missing if not self._check(f"ready/{generation}/{place}/{one}")]:
@@ -272,8 +272,7 @@ class Roll:
                 if gone := {*missing} - self._alive(tuple(missing), own=False):
                     raise RuntimeError(f"groups {sorted(gone)} have ended")
                 looked = time.monotonic()
-            time.sleep(pause_s)
-            pause_s = min(LOOK_S, 2 * pause_s)
+            next(pauses)
 
     def sends(self, number: int) -> None:
         """Say that this group's values of a round are there."""
@@ -299,15 +298,14 @@ class Roll:
     def outcome(self, number: int, before: Record) -> Record:
         """What became of a round, when that is decided. ``before``: the record of the round before."""
         began = looked = time.monotonic()
-        pause_s = FIRST_LOOK_S
+        pauses = _pauses()
         while not self._check(f"outcome/{number}"):
             if self._ended.is_set() or time.monotonic() - looked > SILENT_S:
                 self._check_place(number)
                 looked = time.monotonic()
             if self._speaks and self._decide(number, before, late=time.monotonic() - began > self.patience_s):
                 break
-            time.sleep(pause_s)
-            pause_s = min(LOOK_S, 2 * pause_s)
+            next(pauses)
         return Record.of(self._get(f"outcome/{number}"))
 
     def _check_place(self, number: int) -> None:
@@ -384,6 +382,15 @@ class Roll:
     def _agree(self, key: str, value: str) -> None:
         """Set a key that nobody has set."""
         self._store.compare_set(self._key(key), "", value)
+
+
+def _pauses() -> Iterator[None]:
+    """Sleeps between looks, one each time that it is asked."""
+    pause_s = FIRST_LOOK_S
+    while True:
+        time.sleep(pause_s)
+        yield
+        pause_s = min(LOOK_S, 2 * pause_s)
 
 
 def following(
