@@ -113,10 +113,8 @@ def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict
             if name == "relaxed":
                 _on_cluster(2, link, train(relaxed, metrics, timed))
             else:
-                alone, rows = (
-                    plan.with_name("plan.alone.json"),
-                    [folder / f"metrics-{n}.jsonl" for n in (0, 1)],
-                )
+                alone = plan.with_name("plan.alone.json")
+                rows = [folder / f"metrics-{number}.jsonl" for number in range(2)]
                 _side_by_side([train(alone, one, timed) for one in rows])
             turns[name].append(_mean_s(folder))
             print(link, name, turns[name][-1], flush=True)
