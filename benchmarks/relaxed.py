@@ -94,11 +94,15 @@ def _policy(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict[str, Any]:
     """Of a step: measured, in turns, and predicted for what does not wait."""
-    profile, plan, relaxed = (folder / f"{name}.json" for name in ("profile", "plan", "relaxed"))
+    profile, plan, relaxed, alone = (
+        folder / f"{name}.json" for name in ("profile", "plan", "relaxed", "alone")
+    )
     _on_cluster(2, link, ["profile", MODEL, "--mesh", "2|2", "--micro-batch", "4", "-o", profile])
     ask = ["--memory", "1GiB", "--global-batch", 2 * SEQUENCES]
     _hzplan(["solve", profile, *ask, "-o", plan])
     said = json.loads(_hzplan(["solve", profile, *ask, "--allow-stale", rule, "-o", relaxed, "--json"]))
+    of_one = ["solve", folder / "relaxed.profile.json", "--memory", "1GiB", "--global-batch", SEQUENCES]
+    _hzplan([*of_one, "-o", alone])
     metrics = folder / "metrics.jsonl"
 
     def train(which: Path, rows: Path, count: int) -> list[object]:
@@ -113,7 +117,6 @@ def _seconds(link: str, folder: Path, rule: str, timed: int, steps: int) -> dict
             if name == "relaxed":
                 _on_cluster(2, link, train(relaxed, metrics, timed))
             else:
-                alone = plan.with_name("plan.alone.json")
                 rows = [folder / f"metrics-{number}.jsonl" for number in range(2)]
                 _side_by_side([train(alone, one, timed) for one in rows])
             turns[name].append(_mean_s(folder))
