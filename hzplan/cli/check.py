@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,7 @@ def command(
         bool,
         typer.Option("--verify", help="Also train narrow copies of built-in models, as verify does."),
     ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="How many plans are checked at once.")] = 1,
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit report for a CI system here.")] = None,
     summary: Annotated[Path | None, typer.Option(help="Append a Markdown table to this file.")] = None,
     github: Annotated[
@@ -74,14 +76,10 @@ def command(
         if junit.resolve() in [path.resolve() for path in summaries]:
             raise UserError(f"--junit {junit}: the summary goes there; name another file")
     tolerances = _tolerances(folder)
-    verdicts: list[Verdict] = []
+    judge = partial(_checked, replay_only=replay_only, verify=verify, update=update)
+    asked = [(path, tolerance_of(path, tolerances)) for path in paths]
     with console.Bar("check") as bar:
-        for number, path in enumerate(paths):
-            bar.update(printable(path), number / len(paths))
-            verdict = _checked(path, tolerance_of(path, tolerances), replay_only=replay_only)
-            verdicts.append(
-                _verified(verdict, fresh=update) if verify and not verdict.unreadable else verdict
-            )
+        verdicts = list(_all_checked(judge, asked, jobs, bar.update))
     if update:
         for verdict in verdicts:
             if verdict.fresh is not None and verdict.certificate is not None and verdict.trains:
@@ -90,14 +88,48 @@ def command(
     _conclude(verdicts, f"hzplan check {plans}", update=update)
 
 
-def _checked(path: Path, tolerance: float, *, replay_only: bool) -> Verdict:
+def _all_checked(
+    judge: Callable[[Path, float], Verdict],
+    asked: Sequence[tuple[Path, float]],
+    jobs: int,
+    update: Callable[[str, float], None],
+) -> Iterator[Verdict]:
+    """The verdicts on plans with their tolerances, in their order; ``jobs`` at once, each in a process of its
+    own."""
+    jobs = min(jobs, len(asked))
+    if jobs <= 1:
+        for number, (path, tolerance) in enumerate(asked):
+            update(printable(path), number / len(asked))
+            yield judge(path, tolerance)
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    try:
+        pending = [pool.submit(judge, *one) for one in asked]
+        for number, ((path, _), one) in enumerate(zip(asked, pending, strict=True)):
+            update(printable(path), number / len(asked))
+            try:
+                yield one.result()
+            except BrokenProcessPool:
+                raise UserError(
+                    f"{path}: its check was killed, perhaps for want of memory; use fewer --jobs"
+                ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _checked(path: Path, tolerance: float, *, replay_only: bool, verify: bool, update: bool) -> Verdict:
     """A plan's verdict; an unreadable file is a verdict too, so that other plans are still checked."""
     from hzplan.solver.guard import Verdict, guard
 
     try:
-        return guard(path, replay_only=replay_only, tolerance=tolerance)
+        verdict = guard(path, replay_only=replay_only, tolerance=tolerance)
     except UserError as error:
         return Verdict(path, unreadable=str(error))
+    return _verified(verdict, fresh=update) if verify and not verdict.unreadable else verdict
 
 
 def _conclude(verdicts: Sequence[Verdict], command: str, *, update: bool) -> None:

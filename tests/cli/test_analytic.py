@@ -57,6 +57,7 @@ def test_a_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     assert plan["predicted"]["peak_memory_bytes"] <= 0.95 * 79.1 * 2**30
 
 
+@pytest.mark.long
 def test_a_model_measured_on_one_device_is_planned_for_a_cluster_of_them(tmp_path: Path) -> None:
     cluster = ClusterModel.load(FOLDERS[-1] / "clusters" / "h100-8x400g.json")
     mine = cluster.model_copy(update={"name": "mine", "backend": "gloo"})
@@ -84,6 +85,7 @@ def test_a_model_measured_on_one_device_is_planned_for_a_cluster_of_them(tmp_pat
     assert (done.code, json.loads(done.stdout)["world"]) == (0, 16), done.stderr
 
 
+@pytest.mark.long
 def test_a_plan_for_gpus_says_what_it_keeps_free_and_that_nobody_ran_it(tmp_path: Path) -> None:
     """A modelled profile and, as if profiled on GPUs, one without that mark and with its reserve measured."""
     asked = ("gpt:nano", "--analytic", "--cluster", "h100-8x400g", "--nodes", 2, "--micro-batch", 1)
@@ -131,6 +133,7 @@ def test_options_of_the_model_are_known_by_name(options: tuple[str, str], said: 
     assert done.code == 2 and said in " ".join(done.stderr.split()), done.stderr
 
 
+@pytest.mark.long
 def test_kernels_attention_and_recomputation_change_seconds(tmp_path: Path) -> None:
     def profiled(name: str, *options: object) -> Profile:
         done = hzplan("profile", "gpt:small", *ANALYTIC, *options, "-o", name, cwd=tmp_path)
@@ -203,6 +206,7 @@ def test_mistakes_are_one_line(words: tuple[object, ...], said: str, tmp_path: P
     assert not (tmp_path / "profile.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_links_are_measured_once_and_models_on_one_device(tmp_path: Path) -> None:
     done = hzplan("profile", "--only", "links", "--nproc", 2, "-o", "links.json", "--json", cwd=tmp_path)
@@ -237,6 +241,7 @@ def test_mistakes_with_links_are_one_line(words: tuple[object, ...], said: str, 
     assert said in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_run_corrects_the_profile(tmp_path: Path) -> None:
     assert hzplan("profile", "gpt:nano", "--nproc", 2, "--micro-batch", 4, cwd=tmp_path).code == 0

@@ -10,7 +10,8 @@ import pytest
 from tests.cli.command import ROOT, hzplan
 
 
-@pytest.mark.parametrize("model", ["gpt:tiny", pytest.param("hf:llama3-8b", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["gpt:tiny", "hf:llama3-8b"])
 def test_the_quickstart_is_as_written(model: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     lines = [line[2:] for line in text.splitlines() if line.startswith("$ hzplan ")]

@@ -113,6 +113,16 @@ def test_reports_for_other_systems(tmp_path: Path) -> None:
     assert "| plan | objective |" in text
 
 
+def test_several_at_once_say_what_one_after_another_do(tmp_path: Path) -> None:
+    worse(solved(tmp_path), tmp_path / "plan.json")
+    plans = _only_plans(tmp_path)
+    (plans / "broken.json").write_text("{")
+    (plans / "same.json").write_bytes((plans / "plan.json").read_bytes())
+    one, several = (hzplan("check", ".", "--replay-only", "--json", "--jobs", n, cwd=plans) for n in "12")
+    assert (one.code, one.stdout, one.stderr) == (several.code, several.stdout, several.stderr)
+    assert one.code == 2 and '"broken.json"' in one.stdout and "got worse" not in one.stdout
+
+
 def _only_plans(folder: Path) -> Path:
     """A folder of plans, their profile outside of it."""
     plans = folder / "plans"
@@ -226,6 +236,7 @@ def test_doctor_says_what_is_here(tmp_path: Path) -> None:
     assert not any(text.startswith("failed") for text in answer.values())
 
 
+@pytest.mark.long
 def test_a_slowdown_of_two_per_cent_names_every_golden_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     known = CostModel.collective_ns
     monkeypatch.setattr(CostModel, "collective_ns", lambda *a: round(known(*a) * 1.02))

@@ -55,6 +55,7 @@ def undisturbed(plan: Path) -> dict[str, torch.Tensor]:
     return contents(plan.parent / "undisturbed" / "step-00000012")
 
 
+@pytest.mark.long
 def test_a_killed_rank_goes_on_to_the_same_weights(
     plan: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

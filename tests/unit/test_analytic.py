@@ -27,6 +27,7 @@ from hzplan.profiler.analytic import analyse
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import evaluate, uniform
 from hzplan.solver.solve import Request, Solved, solve
+from tests.long import shorter
 from tests.unit.memory_tracker import MICRO_BATCH
 
 
@@ -39,7 +40,9 @@ def analysed(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["gpt:nano", "gpt:tiny", "hf:llama", "hf:mixtral"])
+@pytest.mark.parametrize(
+    "model", shorter(["gpt:nano", "gpt:tiny", "hf:llama", "hf:mixtral"], without={"gpt:tiny", "hf:llama"})
+)
 def test_counts_are_those_of_a_measured_profile(
     model: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

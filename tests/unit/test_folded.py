@@ -189,6 +189,7 @@ def test_units_by_class_or_name() -> None:
         blocks_like(model, ["Third"])
 
 
+@pytest.mark.long
 def test_a_plan_keeps_the_units_that_were_asked_for(tmp_path: Path) -> None:
     nano = load("gpt:nano")
     workload = replace(

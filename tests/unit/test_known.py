@@ -61,6 +61,7 @@ def test_only_a_new_size_is_measured(small: Profile, monkeypatch: pytest.MonkeyP
     assert asked == [[2]] and again.uses == more.uses and again.optimizer == more.optimizer
 
 
+@pytest.mark.long
 def test_more_layers_of_the_same_are_known(small: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError

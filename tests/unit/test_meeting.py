@@ -83,9 +83,9 @@ def test_who_does_not_come_is_named(missing: set[int], monkeypatch: pytest.Monke
     monkeypatch.setattr(meeting, "ORPHAN_S", 0.2)
     store = dist.HashStore()
     gather(store, 12)
-    found, _ = gather(store, 12, missing=frozenset(missing), timeout_s=1.0)
+    found, _ = gather(store, 12, missing=frozenset(missing), timeout_s=3.0)
     names = ", ".join(map(str, sorted(missing)))
-    assert found[0] == f"rank{'s' * (len(missing) > 1)} {names} did not come within 1 s"
+    assert found[0] == f"rank{'s' * (len(missing) > 1)} {names} did not come within 3 s"
     assert all(isinstance(found[rank], (int, str)) for rank in range(12) if rank not in missing)
 
 

@@ -62,6 +62,7 @@ def test_no_order_is_below_the_objective(seed: int) -> None:
             assert other.memory == one.memory
 
 
+@pytest.mark.long
 def test_an_order_makes_a_step_shorter_that_waits_for_its_links() -> None:
     plan, one = golden("gpt3-175b-h100-64")
     shared = in_order(one, alike(one, 0, 0)).schedule.shared

@@ -64,6 +64,7 @@ def profile() -> Profile:
         return measured(load(MODEL), 2, MAX_BLOCKS=2)
 
 
+@pytest.mark.long
 def test_memory_of_every_choice_is_as_predicted(profile: Profile) -> None:
     """Of each of the 16 sets of layers, and of as many mixtures of ways: run, and followed to the byte."""
     model, rng = CostModel(profile), random.Random(0)

@@ -54,6 +54,7 @@ def test_transfers_hide_and_do_not_pile_up(profile: Profile, rule: Rule) -> None
     assert found.pays
 
 
+@pytest.mark.long
 def test_of_all_numbers_of_fragments_the_least_out_of_date(profile: Profile) -> None:
     def age(found: Relaxed) -> float:
         return found.tier.policy.interval / 2 + found.tier.delay
@@ -149,6 +150,7 @@ def with_host(profile: Profile, bytes_per_s: float) -> Profile:
     return profile.replaced(host=HostEntry(points=points))
 
 
+@pytest.mark.long
 def test_copies_are_on_the_host_where_that_is_faster_and_allowed(profile: Profile) -> None:
     """A budget that copies on the device leave too little of, or hardly any."""
     fast = with_host(profile, 1e10)

@@ -62,7 +62,9 @@ OFFERED = 553
 
 @pytest.mark.parametrize(
     "seed",
-    shorter({*range(INSTANCES), OFFERED}, without={4, 5, 16, 17, 53, *range(60, INSTANCES)} - {OFFERED}),
+    shorter(
+        {*range(INSTANCES), OFFERED}, without={4, 5, 12, 16, 17, 21, 53, *range(60, INSTANCES)} - {OFFERED}
+    ),
 )
 def test_equals_trying_everything(seed: int) -> None:
     _equals_trying_everything(seed, tight=True)
@@ -184,7 +186,7 @@ def test_bound_holds_when_micro_batches_are_left_out(seed: int, monkeypatch: pyt
     assert outcome.status == "optimal" and truth <= outcome.best.objective_ns * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", shorter(range(3000, 3025), without=range(3015, 3025)))
+@pytest.mark.parametrize("seed", shorter(range(3000, 3025), without={3005, 3008, *range(3015, 3025)}))
 def test_what_is_pinned_stays_and_the_rest_is_best(seed: int) -> None:
     profile, request = _instance(seed)
     rng, mesh = random.Random(seed), profile.mesh

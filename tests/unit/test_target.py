@@ -100,7 +100,13 @@ def _levels(profile: Profile, grammar: Any) -> list[dict[str, tuple[Levels, ...]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("name", "memory"), [("llama3-8b-h100-8", 40 * GIB), ("gpt-small-4", 1 * GIB)])
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        pytest.param("llama3-8b-h100-8", 40 * GIB, marks=pytest.mark.long),
+        ("gpt-small-4", 1 * GIB),
+    ],
+)
 def test_nothing_is_lost_in_export(name: str, memory: int, target: Target, tmp_path: Path) -> None:
     path = ROOT / "plans" / "profiles" / f"{name}.json"
     profile = Profile.load(path)
@@ -116,6 +122,7 @@ def test_nothing_is_lost_in_export(name: str, memory: int, target: Target, tmp_p
     assert [f"{one.where}: {one.what}" for one in made.lost] == []
 
 
+@pytest.mark.long
 def test_a_target_costs_what_it_cannot_say() -> None:
     profile = Profile.load(ROOT / "plans" / "profiles" / "llama3-8b-h100-8.json")
     request = Request(40 * GIB, 64)
@@ -134,6 +141,7 @@ def test_a_pin_holds_beside_a_target() -> None:
     assert not pins.keep(profile, uniform(profile, Levels(finest, finest, finest)))
 
 
+@pytest.mark.long
 def test_all_is_recomputed_where_the_model_has_to() -> None:
     path = ROOT / "plans" / "profiles" / "llama3-70b-4096-h100-16.json"
     profile = Profile.load(path)

@@ -288,6 +288,7 @@ def asked(profile: Profile, text: str) -> tuple[Request, Outcome]:
     return solve_in(Admitted.parse(text), profile, request, lambda one: (one, solve(profile, one)))
 
 
+@pytest.mark.long
 def test_formats_go_where_they_make_the_step_shorter() -> None:
     """A slow outer link and a fast inner one; rounding that costs nothing, and one that costs too much."""
     slow = profile_with((1e12, 1e7), pack_s=1e-12)
