@@ -147,6 +147,10 @@ def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
         "unigram_entropy": result.unigram_entropy_nats,
         "tokens_per_s": result.tokens_per_s,
         "step_s": {"predicted": _step_s(plan), "measured": result.step_s},
+        "computing_s": {
+            "predicted": _computing_s(_step_s(plan), predicted.exposed_comm_s),
+            "measured": _computing_s(result.step_s, result.exposed_comm_s),
+        },
         "exposed_comm_s": {
             "predicted": dict(predicted.exposed_comm_s),
             "measured": dict(result.exposed_comm_s),
@@ -161,6 +165,11 @@ def _summary(plan: Plan, result: RunResult) -> dict[str, object]:
 def _step_s(plan: Plan) -> float:
     """The predicted step; beside transfers to other groups, where there are any."""
     return plan.predicted.step_s if isinstance(plan.replica_sync, str) else plan.replica_sync.step_s
+
+
+def _computing_s(step_s: float, waits_s: Mapping[str, float]) -> float:
+    """Seconds of a step in which compute waits for nothing."""
+    return max(0.0, step_s - sum(waits_s.values()))
 
 
 def _print(plan: Plan, result: RunResult) -> None:
@@ -182,6 +191,8 @@ def _print(plan: Plan, result: RunResult) -> None:
     row("peak memory per rank", predicted.peak_memory_bytes, result.peak_memory_bytes, console.size)
     row("tokens/s", predicted.tokens_per_s_per_gpu * world, result.tokens_per_s, lambda rate: f"{rate:,.0f}")
     measured: Mapping[str, float] = result.exposed_comm_s
+    computing_s = _computing_s(_step_s(plan), predicted.exposed_comm_s)
+    row("computing", computing_s, _computing_s(result.step_s, measured), console.duration)
     for name in dict.fromkeys([*predicted.exposed_comm_s, *measured]):
         row(f"waiting for {name}", predicted.exposed_comm_s.get(name), measured.get(name), console.duration)
     out = console.stdout()

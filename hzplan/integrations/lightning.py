@@ -29,11 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 import hzplan
 from hzplan.checkpoint.checkpoints import Checkpoints
-from hzplan.checkpoint.entries import aliases, buffers
+from hzplan.checkpoint.entries import buffers
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL
 from hzplan.formats.plan import Plan
-from hzplan.runtime.apply import full_parameters, parallelize
+from hzplan.integrations.shards import groups_of, hand_over, whole_weights
+from hzplan.runtime.apply import parallelize
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 SHARDS = ".hzplan"
@@ -123,10 +124,7 @@ class PlannedStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise UserError(f"configure_optimizers gives {len(self.optimizers)} optimizers; a plan has one")
         (theirs,) = self.optimizers
-        groups = [
-            {name: value for name, value in group.items() if value is not None}
-            for group in theirs.param_groups
-        ]
+        groups = groups_of(theirs)
         if self.plan is None:
             self._planned = module
             self._sharded, self.plan = self._made(trainer, module, type(theirs), groups)
@@ -141,7 +139,7 @@ class PlannedStrategy(DDPStrategy):
             _, self._sharded = parallelize(self._planned, self.plan, type(theirs), params=groups)
         self.optimizers = [self._sharded]
         for config in self.lr_scheduler_configs:
-            _hand_over(config.scheduler, self._sharded)
+            hand_over(config.scheduler, self._sharded)
 
     def _made(
         self,
@@ -177,23 +175,16 @@ class PlannedStrategy(DDPStrategy):
         assert module is not None
         if self._sharded is None or self._planned is None:
             return super().lightning_module_state_dict()
-        weights = full_parameters(self._sharded, rank0_only=True)
+        found = whole_weights(self._planned, self._sharded)
         if not self.is_global_zero:
             return {}
-        found: dict[str, Tensor] = {
-            f"{self._prefix}{entry.name.removeprefix(MODEL)}": entry.values
-            for entry in buffers(self._planned)
-        }
-        for alias, first in aliases(self._planned).items():
-            weights[alias.removeprefix(MODEL)] = weights[first.removeprefix(MODEL)]
-        found |= {f"{self._prefix}{name}": value for name, value in weights.items()}
         beside = [
             *module.named_parameters(),
             *((e.name.removeprefix(MODEL), e.values) for e in buffers(module)),
         ]
         return {
             **{name: value.detach() for name, value in beside if not name.startswith(self._prefix)},
-            **found,
+            **{f"{self._prefix}{name}": value for name, value in found.items()},
         }
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -323,19 +314,3 @@ def _shards_of(filepath: str | Path) -> Path:
     if "://" in str(filepath):
         raise UserError(f"{filepath}: shards are saved to folders that all ranks see, not to addresses")
     return Path(f"{filepath}{SHARDS}")
-
-
-def _hand_over(scheduler: Any, optimizer: ShardedOptimizer) -> None:
-    """Have a scheduler, and those in it, set another optimizer's rates."""
-    scheduler.optimizer = optimizer
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _hand_over(inner, optimizer)
-    step: Callable[..., Any] = optimizer.step
-    if not hasattr(step, "_wrapped_by_lr_sched"):  # by which schedulers see whether there were steps
-
-        def counted(*arguments: Any, **keywords: Any) -> Any:
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return step(*arguments, **keywords)
-
-        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = counted  # type: ignore[method-assign]

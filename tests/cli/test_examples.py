@@ -235,3 +235,29 @@ def test_lightning_trains_as_one_process_would(folder: Path) -> None:
     assert losses(again) == planned[-2:]  # to the last digit that is printed
     read = python("-c", LIGHTNING_WEIGHTS, cwd=folder, timeout_s=300)
     assert read.code == 0, read.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_accelerate_trains_as_one_process_would(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    done = torchrun(2, "train_accelerate.py", cwd=folder)
+    assert done.code == 0, done.stderr
+    planned, alone = losses(done), one_process(folder, LIGHTNING_ALONE)
+    assert len(planned) == len(alone) == 6
+    assert planned == pytest.approx(alone, rel=2e-3)
+    assert "`optimizer.step()`" not in done.stderr
+    assert (folder / "accelerated" / "model.safetensors").exists()
+    again = torchrun(2, "train_accelerate.py", "resume", cwd=folder)
+    assert again.code == 0, again.stderr
+    assert losses(again) == planned[-2:]  # to the last digit that is printed
+    read = python("-c", ACCELERATE_WEIGHTS, cwd=folder, timeout_s=300)
+    assert read.code == 0, read.stderr
+
+
+ACCELERATE_WEIGHTS = """
+from mymodel import Transformer
+from safetensors.torch import load_file
+
+Transformer().load_state_dict(load_file("accelerated/model.safetensors"))
+"""

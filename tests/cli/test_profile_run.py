@@ -29,6 +29,7 @@ RUN_KEYS = {
     "unigram_entropy",
     "tokens_per_s",
     "step_s",
+    "computing_s",
     "exposed_comm_s",
     "peak_memory_bytes",
 }
@@ -71,6 +72,9 @@ def test_run_trains_on_text(tmp_path: Path) -> None:
         assert set(result[quantity]) == {"predicted", "measured"}
         assert result[quantity]["measured"] > 0
     assert result["exposed_comm_s"]["measured"].keys() == {"tier 0", "optim"}
+    for reading, step_s in result["step_s"].items():
+        parts_s = [result["computing_s"][reading], *result["exposed_comm_s"][reading].values()]
+        assert parts_s[0] > 0 and sum(parts_s) == pytest.approx(step_s, rel=1e-6)
     tokens = 2 * 2 * 8 * 32
     assert result["tokens_per_s"] == pytest.approx(tokens / result["step_s"]["measured"])
 
@@ -142,7 +146,15 @@ class Regression:
     assert "does not read bytes" in refused.stderr
     done = hzplan("run", "plan.json", "regression:Regression", "--steps", 30, "--lr", 0.05, cwd=tmp_path)
     assert done.code == 0, done.stderr
-    for words in ("step time", "peak memory", "tokens/s", "waiting for tier 0", "predicted", "Loss"):
+    for words in (
+        "step time",
+        "peak memory",
+        "tokens/s",
+        "computing",
+        "waiting for tier 0",
+        "predicted",
+        "Loss",
+    ):
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 

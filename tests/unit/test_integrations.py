@@ -96,3 +96,80 @@ def test_a_plan_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(UserError, match="no such file"):
         PlannedTrainer(nn.Linear(2, 2), arguments, plan=tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mixed_precision": "bf16"}, "mixed_precision=bf16: the plan says what is computed in"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4, and the plan accumulates 2"),
+        ({"auto": {}}, 'auto= is for plan="auto"'),
+    ],
+)
+def test_an_accelerator_beside_a_plan(options: dict[str, Any], said: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from hzplan.integrations.accelerate import PlannedAccelerator
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with pytest.raises(UserError, match=said):
+            PlannedAccelerator(cpu=True, plan=make_plan("gpt:nano", mesh="1", accumulation=2), **options)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_loop_of_accelerates_in_one_process(tmp_path: Path) -> None:
+    """It trains as without a plan, through a saved state, and what a plan cannot do is one line."""
+    accelerate = pytest.importorskip("accelerate")
+    from safetensors.torch import load_model
+
+    from hzplan.integrations.accelerate import PlannedAccelerator
+
+    workload = load("gpt:nano")
+    batches = [workload.batch(4, torch.Generator().manual_seed(seed)) for seed in range(8)]
+
+    def losses(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, some: Any) -> list[float]:
+        found = []
+        for batch in some:
+            with accelerator.accumulate(model):
+                loss = workload.loss(model, batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def prepared(kind: type, **options: Any) -> tuple[Any, nn.Module, Any, Any]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = kind(cpu=True, **options)
+        torch.manual_seed(0)
+        model = workload.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        return accelerator, model, optimizer, accelerator.prepare(scheduler)
+
+    try:
+        alone = losses(*prepared(accelerate.Accelerator, gradient_accumulation_steps=2), some=batches)
+        plan = make_plan("gpt:nano", mesh="1", micro_batch=4, accumulation=2, clip=True)
+        planned = accelerator, model, *_ = prepared(PlannedAccelerator, plan=plan)
+        assert losses(*planned, some=batches[:4]) == pytest.approx(alone[:4], rel=1e-5)
+        accelerator.save_state(str(tmp_path / "state"))
+        accelerator.save_model(model, str(tmp_path / "weights"))
+        assert load_model(workload.build(), tmp_path / "weights" / "model.safetensors") == (set(), [])
+        going_on = losses(*planned, some=batches[4:])
+        assert going_on == pytest.approx(alone[4:], rel=1e-5)
+        with pytest.raises(UserError, match="prepare has 1 models and 0 optimizers, after those of before"):
+            accelerator.prepare(nn.Linear(2, 2))
+        with pytest.raises(UserError, match="gradients are in shards; clip by the norm"):
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+        planned = accelerator, model, *_ = prepared(PlannedAccelerator, plan=plan)
+        with pytest.raises(UserError, match="not of a planned run"):
+            accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path / "state"))
+        assert losses(*planned, some=batches[4:]) == going_on
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
