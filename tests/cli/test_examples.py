@@ -261,3 +261,35 @@ from safetensors.torch import load_file
 
 Transformer().load_state_dict(load_file("accelerated/model.safetensors"))
 """
+
+
+ACCELERATE_AUTO = """
+import torch
+import train_accelerate
+from torch.nn.functional import cross_entropy
+
+
+def loss(model, tokens):
+    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Auto(train_accelerate.PlannedAccelerator):
+    def __init__(self, plan, **options):
+        asked = {"loss": loss, "memory_bytes": 1 << 30, "cache": "cache", "gauge_s": 20.0}
+        super().__init__(plan="auto", auto=asked, gradient_accumulation_steps=2, **options)
+
+
+train_accelerate.PlannedAccelerator = Auto
+train_accelerate.main()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_accelerate_plans_for_itself(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    (folder / "accelerate_auto.py").write_text(ACCELERATE_AUTO, encoding="utf-8")
+    done = torchrun(2, "accelerate_auto.py", cwd=folder)
+    assert done.code == 0, done.stderr
+    assert "auto: " in done.stderr
+    assert losses(done) == pytest.approx(one_process(folder, LIGHTNING_ALONE), rel=2e-3)
