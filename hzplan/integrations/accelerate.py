@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +25,8 @@ from torch.utils.data import DataLoader
 
 import hzplan
 from hzplan.checkpoint.checkpoints import Checkpoints
-from hzplan.errors import UserError
+from hzplan.checkpoint.folder import listed
+from hzplan.errors import UserError, one_line
 from hzplan.formats.plan import Plan
 from hzplan.integrations.shards import groups_of, hand_over, whole_weights
 from hzplan.runtime.apply import parallelize
@@ -71,6 +73,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         self._sharded: ShardedOptimizer | None = None
         self._theirs: Optimizer | None = None
         self._checkpoints: Checkpoints | None = None
+        self._planned_steps = self._accumulating = False
         if plan != "auto":
             self._follow(plan if isinstance(plan, Plan) else Plan.load(plan))
 
@@ -81,6 +84,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}, and the plan accumulates "
                 f"{planned}; leave it out, or solve for another global batch"
             )
+        self._planned_steps = self.gradient_accumulation_steps != planned
         self.gradient_accumulation_steps, self.plan = planned, plan
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -116,6 +120,21 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
             hand_over(one, self._sharded)
 
     def _shard(self, model: nn.Module, theirs: Optimizer, loaders: list[Any]) -> ShardedOptimizer:
+        if theirs.state:
+            raise UserError(
+                "the optimizer has state already, and shards begin without; load_state() after prepare, or "
+                "hzplan.load_dcp, brings it back"
+            )
+        if self.device_placement and any(p.device != self.device for p in model.parameters()):
+            try:
+                model.to(self.device)
+            except RuntimeError as error:  # of what was made without values
+                raise UserError(f"the model cannot be moved to {self.device}: {one_line(error)}") from None
+        sharded = self._cut(model, theirs, loaders)
+        theirs.param_groups = sharded.param_groups  # for whoever sets rates there
+        return sharded
+
+    def _cut(self, model: nn.Module, theirs: Optimizer, loaders: list[Any]) -> ShardedOptimizer:
         if self.plan is not None:
             planned, ranks = self.plan.batch.micro_batch, self.num_processes if self.split_batches else 1
             sizes = [loader.batch_size // ranks for loader in loaders if loader.batch_size]
@@ -133,6 +152,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         loader = super().prepare_data_loader(loaders[0])
         self._dataloaders.remove(loader)
         sample = next(iter(loader))
+        sample = dict(sample) if isinstance(sample, Mapping) else sample
         sequences = max(len(one) for one in tree_leaves(sample) if isinstance(one, Tensor) and one.dim())
         batch = sequences * self.gradient_accumulation_steps * self.num_processes
         asked = {"global_batch": batch, "sample": sample, "params": groups_of(theirs), **self._asked}
@@ -148,10 +168,37 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
             device_placement, evaluation_mode = False, True
         return super().prepare_model(model, device_placement, evaluation_mode)
 
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Refused for one that the plan is not for."""
+        if optimizer is not self._sharded and not isinstance(optimizer, AcceleratedOptimizer):
+            raise UserError("prepare_optimizer: prepare the model and its optimizer in one call of prepare")
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """As Accelerator's."""
+        self._accumulating = True
+        try:
+            with super().accumulate(*models):
+                yield
+        finally:
+            self._accumulating = False
+
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """As Accelerator's: the loss is divided by how many micro-batches are accumulated."""
+        if self._planned_steps and not self._accumulating:
+            raise UserError(
+                f"backward: the plan accumulates {self.gradient_accumulation_steps} micro-batches; put "
+                "forward, backward and step into `with accelerator.accumulate(model):`"
+            )
+        super().backward(loss, **keywords)
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """By the norm of all gradients over all ranks, which the plan's optimizer knows."""
         if self._sharded is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if not self.sync_gradients:
+            raise UserError("clip_grad_norm_: clip where a step ends: `if accelerator.sync_gradients:`")
         if norm_type != 2:
             raise UserError(
                 f"clip_grad_norm_: norm_type={norm_type}: gradients in shards have the norm of type 2"
@@ -168,7 +215,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """Whole weights, on rank 0; empty on others. Every rank calls it. Of tied weights Accelerate saves
         one, where they are in an OrderedDict."""
-        if self._sharded is None or self._planned is None or model is not self._planned:
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        if self._sharded is None or self._planned is None or bare is not self._planned:
             found: dict[str, Tensor] = super().get_state_dict(model, unwrap)
             return found
         return OrderedDict(whole_weights(self._planned, self._sharded))
@@ -177,6 +225,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerator's, with the optimizer's state in shards. Every rank calls it."""
         if self._sharded is None or self._planned is None:
             return super().save_state(output_dir, *arguments, **keywords)
+        if self._sharded.engine.step_state.open:
+            raise UserError("save_state: save between steps, `if accelerator.sync_gradients:` after step()")
         with self._without("_optimizers"):
             location = super().save_state(output_dir, *arguments, **keywords)
         folder = Path(location) / FOLDER
@@ -193,20 +243,26 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, *arguments, **keywords)
             return
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest()
-        if Checkpoints(folder / FOLDER).load(self._planned, self._sharded) is None:
+        loaded = Checkpoints(folder / FOLDER).load(self._planned, self._sharded)
+        if loaded is None:
             raise UserError(
                 f"{folder}: not of a planned run (it has no folder {FOLDER}); begin with its weights, loaded "
                 "before prepare"
             )
         with self._without("_models", "_optimizers"):
             super().load_state(str(folder), *arguments, **keywords)
+        # Also where other ranks saved it, or under another plan: between two steps.
+        self.step = loaded.position.step - loaded.position.step % self.gradient_accumulation_steps
 
     def _newest(self) -> Path:
-        """The state that was saved last under automatic names."""
+        """The state that was saved last under automatic names, and whole."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise UserError("load_state: say which folder, or save under automatic names")
         folders = Path(self.project_dir or ".").glob("checkpoints/*")
         numbered = [(int(last[0]), one) for one in folders if (last := re.findall(r"\d+$", one.name))]
+        numbered = [(number, one) for number, one in numbered if listed(one / FOLDER)]
         if not numbered:
-            raise UserError("load_state: no folder is given, and no state was saved under automatic names")
+            raise UserError("load_state: nothing was saved yet under automatic names")
         return max(numbered)[1]
 
     @contextmanager

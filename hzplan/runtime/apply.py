@@ -545,5 +545,6 @@ def full_parameters(
                 if rank0_only and bucket.rank != 0:
                     continue
                 for tensor, value in zip(bucket.layout.tensors, values, strict=True):
-                    found[tensor.name] = value.cpu() if cpu_offload else value
+                    # A copy also where it is there already: values may be views of a whole bucket.
+                    found[tensor.name] = value.to("cpu", copy=True) if cpu_offload else value
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,16 @@ def test_a_loop_of_accelerates_in_one_process(tmp_path: Path) -> None:
             accelerator.prepare(nn.Linear(2, 2))
         with pytest.raises(UserError, match="gradients are in shards; clip by the norm"):
             accelerator.clip_grad_value_(model.parameters(), 1.0)
+        loss = workload.loss(model, batches[0])
+        with pytest.raises(UserError, match="the plan accumulates 2 micro-batches; put "):
+            accelerator.backward(loss)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss)
+            with pytest.raises(UserError, match="clip where a step ends"):
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(UserError, match="save between steps"):
+            accelerator.save_state(str(tmp_path / "within"))
+        assert not (tmp_path / "within").exists()
         planned = accelerator, model, *_ = prepared(PlannedAccelerator, plan=plan)
         with pytest.raises(UserError, match="not of a planned run"):
             accelerator.load_state(str(tmp_path))
@@ -173,3 +184,51 @@ def test_a_loop_of_accelerates_in_one_process(tmp_path: Path) -> None:
         assert losses(*planned, some=batches[4:]) == going_on
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def accelerated() -> Iterator[Any]:
+    """``PlannedAccelerator`` in one process, and nothing of it afterwards."""
+    accelerate = pytest.importorskip("accelerate")
+    from hzplan.integrations.accelerate import PlannedAccelerator
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield PlannedAccelerator
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_rates_of_a_scheduler_that_nobody_prepares_are_those_of_the_shards(accelerated: Any) -> None:
+    model = load("gpt:nano").build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    accelerator = accelerated(cpu=True, plan=make_plan("gpt:nano", mesh="1"))
+    model, sharded = accelerator.prepare(model, optimizer)
+    assert [group["lr"] for group in sharded.param_groups] == [0.0]
+    scheduler.step()
+    assert [group["lr"] for group in sharded.param_groups] == scheduler.get_last_lr() == [5e-3]
+
+
+def test_whole_weights_in_bfloat16_are_all_there(accelerated: Any, tmp_path: Path) -> None:
+    """Views of one bucket are no tied weights."""
+    from safetensors.torch import load_file
+
+    model = load("gpt:nano").build()
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    accelerator = accelerated(cpu=True, plan=make_plan("gpt:nano", mesh="1", dtype="bfloat16"))
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(str(tmp_path))
+    kept = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(kept[name].shape) for name in shapes} == shapes
+
+
+def test_an_optimizer_is_prepared_with_its_model_and_before_its_first_step(accelerated: Any) -> None:
+    model = load("gpt:nano").build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator = accelerated(cpu=True, plan=make_plan("gpt:nano", mesh="1"))
+    with pytest.raises(UserError, match="in one call of prepare"):
+        accelerator.prepare_optimizer(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with pytest.raises(UserError, match="the optimizer has state already"):
+        accelerator.prepare(model, optimizer)
