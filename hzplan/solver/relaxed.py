@@ -8,7 +8,9 @@ has h = d + 1, so that each round is applied before the next is sent; every para
     H = n·h ≥ n·(⌈T(P/n)/t⌉ + 1) steps.
 
 Of all n the one is taken with which groups are the least out of date: H/2 steps on average and d, of which
-each counts as ``STEPS_OF_DELAY``, for it was seen to harm as much.
+each counts as ``STEPS_OF_DELAY``, for it was seen to harm as much. With outer momentum H is at least
+``LEAST_INTERVAL``, however fast the link is: what groups move in a few steps points the same way round after
+round, and momentum adds it up.
 
 What a group keeps of the others lies on the device; where the host's memory may be taken and a group's step
 is shorter by more than the gap when the plan has that room, on the host.
@@ -53,6 +55,9 @@ LOOKS = 4
 STEPS_OF_DELAY = 10.0
 """How many steps of the interval one step of the delay harms as much as: in docs/relaxed.md nine steps of
 delay cost more than eighty of the interval."""
+LEAST_INTERVAL = 16
+"""Steps between two exchanges of a parameter under outer momentum, at least: with 8 to 32 groups took as many
+steps to a loss, with 4 1.3 times as many (docs/relaxed.md)."""
 LEAST_GAIN = 0.05
 """By how much more sequences a second groups have to train that do not wait, else they wait."""
 
@@ -320,8 +325,10 @@ class _Costs:
             most = -(-sum(self.elements.values()) // parts)
         transfer_s = self.slowdown * exchange_s(self.profile, most, allowed.wire) + self.agreed_s
         steps = max(1, ceil(transfer_s / self.busy_s - 1e-9))
-        every = steps + (allowed.rule == "periodic")
-        return _Option(parts, transfer_s, steps, every, self._inside_s(allowed, parts))
+        hides = steps + (allowed.rule == "periodic")
+        adds_up = allowed.rule == "periodic" and allowed.momentum > 0
+        every = max(hides, ceil(LEAST_INTERVAL / parts)) if adds_up else hides
+        return _Option(parts, transfer_s, steps, hides, every, self._inside_s(allowed, parts))
 
     def _inside_s(self, allowed: Allowed, parts: int) -> float:
         """Seconds that a round takes of a group's ranks themselves, in the mean: ranks with the same slices
@@ -356,16 +363,15 @@ def _chosen(allowed: Allowed, costs: _Costs) -> _Option:
     options = [costs.option(allowed, parts) for parts in counts]
     chosen = min(options, key=lambda one: one.age)
     if (interval := allowed.interval) is not None:
-        fitting = [one for one in options if interval % one.parts == 0 and one.every <= interval // one.parts]
+        fitting = [one for one in options if interval % one.parts == 0 and one.hides <= interval // one.parts]
         if not fitting:
-            shortest = min(one.every * one.parts for one in options)
+            shortest = min(one.hides * one.parts for one in options)
             raise UserError(
                 f"--allow-stale interval={interval}: transfers over the "
                 f"{costs.profile.cluster.tier_names[-1]} do not hide: they take {chosen.transfer_s:.3g} s "
                 f"each, a step {costs.busy_s:.3g} s; the shortest interval that hides is {shortest}"
             )
-        chosen = min(fitting, key=lambda one: one.age)
-        chosen = replace(chosen, every=interval // chosen.parts)
+        chosen = min((replace(one, every=interval // one.parts) for one in fitting), key=lambda one: one.age)
     if (delay := allowed.delay) is not None:
         if delay < chosen.delay:
             raise UserError(
@@ -385,12 +391,13 @@ def _first(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Option:
-    """A number of parts: seconds of a round, steps until it is due, and steps between two; seconds that a
-    round takes inside of a group."""
+    """A number of parts: seconds of a round, steps until it is due, the least steps between two with which
+    they hide, and those taken; seconds that a round takes inside of a group."""
 
     parts: int
     transfer_s: float
     delay: int
+    hides: int
     every: int
     inside_s: float
 

@@ -16,7 +16,7 @@ from hzplan.formats.cluster import find_cluster
 from hzplan.formats.profile import CopyPoint, HostEntry, InterferenceEntry, Profile
 from hzplan.models.workload import load
 from hzplan.profiler.analytic import analyse
-from hzplan.solver.relaxed import Allowed, Relaxed, relax
+from hzplan.solver.relaxed import LEAST_INTERVAL, STEPS_OF_DELAY, Allowed, Relaxed, relax
 from hzplan.solver.search import Request
 from hzplan.solver.solve import Infeasible, Solved, solve
 from tests.unit.test_wire import profile_with
@@ -47,7 +47,10 @@ def test_transfers_hide_and_do_not_pile_up(profile: Profile, rule: Rule) -> None
     assert tier.transfer_s <= tier.delay * tier.step_s * (1 + 1e-9)
     assert tier.transfer_s <= tier.every * tier.step_s * (1 + 1e-9)
     assert tier.delay == max(1, ceil(tier.transfer_s / tier.step_s - 1e-9))
-    assert tier.every == tier.delay + (rule == "periodic")
+    if rule == "periodic":
+        assert tier.every == max(tier.delay + 1, ceil(LEAST_INTERVAL / tier.parts))
+    else:
+        assert tier.every == tier.delay
     assert tier.groups == 2 and tier.tier == profile.cluster.tier_names[-1]
     rates = found.sequences_per_s
     assert rates["all, relaxed"] == pytest.approx(2 * rates["one group"])  # nothing disturbs compute here
@@ -57,7 +60,7 @@ def test_transfers_hide_and_do_not_pile_up(profile: Profile, rule: Rule) -> None
 @pytest.mark.long
 def test_of_all_numbers_of_fragments_the_least_out_of_date(profile: Profile) -> None:
     def age(found: Relaxed) -> float:
-        return found.tier.policy.interval / 2 + found.tier.delay
+        return found.tier.policy.interval / 2 + STEPS_OF_DELAY * found.tier.delay
 
     chosen = relaxed("periodic", profile)
     units = sum(bool(unit.tensors) for unit in profile.units)
@@ -66,9 +69,18 @@ def test_of_all_numbers_of_fragments_the_least_out_of_date(profile: Profile) -> 
     assert age(chosen) == min(map(age, others))
 
 
-def test_what_travels_narrow_is_exchanged_more_often(profile: Profile) -> None:
+def test_outer_momentum_does_not_add_up_the_same_steps() -> None:
+    """However fast the link is; a user may say otherwise, and without momentum nothing adds up."""
+    fast = profile_with((1e12, 1e11), 0.0)
+    chosen = relaxed("periodic", fast).tier
+    assert chosen.policy.interval == LEAST_INTERVAL and chosen.delay == 1
+    assert relaxed("periodic,interval=4", fast).tier.policy.interval == 4
+    assert relaxed("periodic,momentum=0", fast).tier.policy.interval < LEAST_INTERVAL
+
+
+def test_what_travels_narrow_comes_sooner(profile: Profile) -> None:
     exact, narrow = relaxed("periodic", profile).tier, relaxed("periodic,wire=int8", profile).tier
-    assert narrow.policy.interval < exact.policy.interval
+    assert narrow.delay < exact.delay and narrow.policy.interval <= exact.policy.interval
     assert narrow.wire == "int8"
 
 
