@@ -330,5 +330,7 @@ def record_failure(message: str, exit_code: int, *, lost_peer: bool) -> None:
     now = time.time()
     extra = {"py_callstack": message, "timestamp": str(int(now))}  # torchrun prints this, so one line
     ours = {"message": message, "exit_code": exit_code, "time": now, "lost_peer": lost_peer}
-    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": message, "extraInfo": extra}, "hzplan": ours}, file)
+    with suppress(OSError):  # whole or not at all, for this rank is ended as soon as another has failed
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}, "hzplan": ours}, file)
+        os.replace(f"{path}.part", path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -102,6 +103,26 @@ def test_the_culprit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert str(_explain({0: missed, 1: ended, 2: reported})) == "rank 2: ValueError: no"
     assert str(_explain({0: missed, 1: ended})) == "rank 0: Connection closed by peer"
     assert str(_explain({1: ended})) == "rank 1 was ended by SIGTERM"
+
+
+def test_word_is_left_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is ended as soon as another has failed, and its launcher reads what it left."""
+
+    def ended(_: object, file: TextIO) -> None:
+        file.write("{")
+        file.flush()
+        raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr("hzplan.launch.job.json.dump", ended)
+    with pytest.raises(SystemExit):
+        failure(tmp_path, 0, 4, monkeypatch, "rank 0: Connection closed by peer", lost=True)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.undo()
+    assert left.name != "0.json"
+    assert (
+        str(_explain({0: failure(tmp_path, 0, -signal.SIGTERM, monkeypatch)}))
+        == "rank 0 was ended by SIGTERM"
+    )
 
 
 def test_a_users_mistake_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
