@@ -15,6 +15,10 @@ from hzplan import __version__
 from hzplan.errors import JobFailed, OutOfMemory, StreamError, UserError, is_lost_peer, last_cause, one_line
 from hzplan.launch import job
 
+NO_TORCH = (
+    "this command needs torch, which is not installed: pip install torch, in the build for your device; "
+    "solve, check and show of files that are there need none"
+)
 COMMANDS = (
     "profile",
     "solve",
@@ -82,6 +86,8 @@ def main() -> NoReturn:
         usage = _usage_message(error)
         if usage:
             _fail(UserError(usage), UserError.exit_code)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            _fail(UserError(NO_TORCH), UserError.exit_code)
         _fail(error, JobFailed.exit_code if _rank_info() else 1)
 
 

@@ -15,7 +15,7 @@ import pytest
 from hzplan.core.hierarchy import Levels
 from hzplan.formats.base import to_text
 from hzplan.formats.plan import Plan
-from tests.cli.command import Done, hzplan, torchrun
+from tests.cli.command import Done, hzplan, python, torchrun
 from tests.plans import make_plan
 
 FACTORIES = """
@@ -395,3 +395,11 @@ def test_debugging_shows_the_traceback(folder: Path) -> None:
     assert done.code == 2
     assert "Traceback" in done.stderr
     assert done.lines[-1] == "hzplan: nowhere.json: no such file"
+
+
+def test_without_torch_the_command_that_needs_it_says_so(tmp_path: Path) -> None:
+    make_plan("gpt:nano", mesh="1").save(tmp_path / "plan.json")
+    script = "import sys; sys.modules['torch'] = None; sys.argv = ['hzplan', 'verify', 'plan.json']; "
+    done = python("-c", script + "from hzplan.cli import main; main()", cwd=tmp_path)
+    assert done.code == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert "this command needs torch, which is not installed" in done.stderr
