@@ -99,6 +99,17 @@ def test_a_plan_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         PlannedTrainer(nn.Linear(2, 2), arguments, plan=tmp_path / "none.json")
 
 
+@pytest.fixture
+def accelerated() -> Iterator[Any]:
+    """``PlannedAccelerator`` in one process, and nothing of it afterwards."""
+    accelerate = pytest.importorskip("accelerate")
+    from hzplan.integrations.accelerate import PlannedAccelerator
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield PlannedAccelerator
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -107,24 +118,15 @@ def test_a_plan_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         ({"auto": {}}, 'auto= is for plan="auto"'),
     ],
 )
-def test_an_accelerator_beside_a_plan(options: dict[str, Any], said: str) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    from hzplan.integrations.accelerate import PlannedAccelerator
-
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        with pytest.raises(UserError, match=said):
-            PlannedAccelerator(cpu=True, plan=make_plan("gpt:nano", mesh="1", accumulation=2), **options)
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+def test_an_accelerator_beside_a_plan(options: dict[str, Any], said: str, accelerated: Any) -> None:
+    with pytest.raises(UserError, match=said):
+        accelerated(cpu=True, plan=make_plan("gpt:nano", mesh="1", accumulation=2), **options)
 
 
-def test_a_loop_of_accelerates_in_one_process(tmp_path: Path) -> None:
+def test_a_loop_of_accelerates_in_one_process(accelerated: Any, tmp_path: Path) -> None:
     """It trains as without a plan, through a saved state, and what a plan cannot do is one line."""
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import load_model
-
-    from hzplan.integrations.accelerate import PlannedAccelerator
 
     workload = load("gpt:nano")
     batches = [workload.batch(4, torch.Generator().manual_seed(seed)) for seed in range(8)]
@@ -153,48 +155,34 @@ def test_a_loop_of_accelerates_in_one_process(tmp_path: Path) -> None:
         model, optimizer = accelerator.prepare(model, optimizer)
         return accelerator, model, optimizer, accelerator.prepare(scheduler)
 
-    try:
-        alone = losses(*prepared(accelerate.Accelerator, gradient_accumulation_steps=2), some=batches)
-        plan = make_plan("gpt:nano", mesh="1", micro_batch=4, accumulation=2, clip=True)
-        planned = accelerator, model, *_ = prepared(PlannedAccelerator, plan=plan)
-        assert losses(*planned, some=batches[:4]) == pytest.approx(alone[:4], rel=1e-5)
-        accelerator.save_state(str(tmp_path / "state"))
-        accelerator.save_model(model, str(tmp_path / "weights"))
-        assert load_model(workload.build(), tmp_path / "weights" / "model.safetensors") == (set(), [])
-        going_on = losses(*planned, some=batches[4:])
-        assert going_on == pytest.approx(alone[4:], rel=1e-5)
-        with pytest.raises(UserError, match="prepare has 1 models and 0 optimizers, after those of before"):
-            accelerator.prepare(nn.Linear(2, 2))
-        with pytest.raises(UserError, match="gradients are in shards; clip by the norm"):
-            accelerator.clip_grad_value_(model.parameters(), 1.0)
-        loss = workload.loss(model, batches[0])
-        with pytest.raises(UserError, match="the plan accumulates 2 micro-batches; put "):
-            accelerator.backward(loss)
-        with accelerator.accumulate(model):
-            accelerator.backward(loss)
-            with pytest.raises(UserError, match="clip where a step ends"):
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(UserError, match="save between steps"):
-            accelerator.save_state(str(tmp_path / "within"))
-        assert not (tmp_path / "within").exists()
-        planned = accelerator, model, *_ = prepared(PlannedAccelerator, plan=plan)
-        with pytest.raises(UserError, match="not of a planned run"):
-            accelerator.load_state(str(tmp_path))
-        accelerator.load_state(str(tmp_path / "state"))
-        assert losses(*planned, some=batches[4:]) == going_on
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def accelerated() -> Iterator[Any]:
-    """``PlannedAccelerator`` in one process, and nothing of it afterwards."""
-    accelerate = pytest.importorskip("accelerate")
-    from hzplan.integrations.accelerate import PlannedAccelerator
-
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield PlannedAccelerator
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    alone = losses(*prepared(accelerate.Accelerator, gradient_accumulation_steps=2), some=batches)
+    plan = make_plan("gpt:nano", mesh="1", micro_batch=4, accumulation=2, clip=True)
+    planned = accelerator, model, *_ = prepared(accelerated, plan=plan)
+    assert losses(*planned, some=batches[:4]) == pytest.approx(alone[:4], rel=1e-5)
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.save_model(model, str(tmp_path / "weights"))
+    assert load_model(workload.build(), tmp_path / "weights" / "model.safetensors") == (set(), [])
+    going_on = losses(*planned, some=batches[4:])
+    assert going_on == pytest.approx(alone[4:], rel=1e-5)
+    with pytest.raises(UserError, match="prepare has 1 models and 0 optimizers, after those of before"):
+        accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(UserError, match="gradients are in shards; clip by the norm"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    loss = workload.loss(model, batches[0])
+    with pytest.raises(UserError, match="the plan accumulates 2 micro-batches; put "):
+        accelerator.backward(loss)
+    with accelerator.accumulate(model):
+        accelerator.backward(loss)
+        with pytest.raises(UserError, match="clip where a step ends"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UserError, match="save between steps"):
+        accelerator.save_state(str(tmp_path / "within"))
+    assert not (tmp_path / "within").exists()
+    planned = accelerator, model, *_ = prepared(accelerated, plan=plan)
+    with pytest.raises(UserError, match="not of a planned run"):
+        accelerator.load_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path / "state"))
+    assert losses(*planned, some=batches[4:]) == going_on
 
 
 def test_rates_of_a_scheduler_that_nobody_prepares_are_those_of_the_shards(accelerated: Any) -> None:
