@@ -29,9 +29,10 @@ OF_OBJECTS = {
     "torch.cuda.Event": ("record", "query", "synchronize", "elapsed_time", "wait"),
     "torch.cuda.CUDAGraph": ("replay",),
     "torch._C._CudaDeviceProperties": ("multi_processor_count", "total_memory"),
+    "dist.distributed_c10d": ("_coalescing_manager",),
     "dist.ProcessGroup": (
-        *("send", "recv", "rank", "size", "_get_backend", "_start_coalescing", "_end_coalescing"),
-        *("all_gather_single_coalesced", "reduce_scatter_single_coalesced", "_device_types"),
+        *("send", "recv", "rank", "size", "_get_backend"),
+        *("_start_coalescing", "_end_coalescing", "_device_types"),
     ),
     "dist.ProcessGroupNCCL": (
         *("options", "mem_allocator", "register_mem_pool", "supports_coalescing", "supports_splitting"),

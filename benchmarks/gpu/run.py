@@ -132,13 +132,14 @@ def hzplan(*words: object) -> str:
 
 
 def oracles(bench: Bench) -> None:
-    """1, 2 and 4 ranks on one card, over gloo, against one process."""
+    """1, 2 and 4 ranks on one card, over gloo and over NCCL, against one process, and runs of plans."""
     if not torch.cuda.is_available():
         bench.say("oracles on this card", "skipped: no CUDA device here")
         return
     report = bench.work / "oracles.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "tests/distributed/test_cuda.py", f"--junitxml={report}"]
+    tests = ["tests/distributed/test_cuda.py", "tests/distributed/test_cuda_runs.py", "-n", "6"]
+    command = [sys.executable, "-m", "pytest", "-q", *tests, f"--junitxml={report}"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],
         cwd=ROOT,

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.runtime.backends.base import Buffers, Group
+from hzplan.runtime.backends.base import Buffers, Group, Split
 from hzplan.runtime.backends.exchange import GlooGroup
 from hzplan.runtime.backends.nccl import NcclGroup
 from hzplan.runtime.backends.packing import Cast, form_of
 
 LENGTH = 1003
+BLOCKS = 1024
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -45,6 +46,60 @@ def check(payload: Any) -> list[str]:
     found: list[list[str] | None] = [None] * world
     dist.all_gather_object(found, wrong)
     return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names or ()]
+
+
+def check_library(where: str) -> list[str]:
+    """The library's own on a device, that of NCCL on a GPU: ranks in order, several buckets in one launch."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    assert dist.group.WORLD is not None
+    group, device = NcclGroup(dist.group.WORLD), torch.device(where)
+    forms = (None, Cast(torch.bfloat16), form_of("int8"))
+    assert group.place == me
+    wrong: list[str] = []
+    for dtype, narrow in itertools.product((torch.float32, torch.float64), forms):
+        parts = [_blocks_of(rank, 1, dtype, device) for rank in range(world)]
+        wholes = [torch.full((world, BLOCKS), -1, dtype=dtype, device=device) for _ in range(3)]
+        for whole in wholes:
+            whole[me].copy_(parts[me])
+        group.all_gather([Buffers(whole.view(-1), whole[me], narrow) for whole in wholes]).run()
+        if not all(torch.equal(whole, torch.stack(parts)) for whole in wholes):
+            wrong.append(f"all_gather {dtype} {narrow}")
+        total = sum(_blocks_of(rank, world, dtype, device) for rank in range(world))
+        assert isinstance(total, Tensor)
+        mine = total.view(world, BLOCKS)[me]
+        scratch = torch.full((600,), -1, dtype=dtype, device=device)
+        for accumulate, in_place in ((False, True), (False, False), (True, False)):
+            wholes = [_blocks_of(me, world, dtype, device) for _ in range(3)]
+            ones = [torch.ones(BLOCKS, dtype=dtype, device=device) for _ in range(3)]
+            into = [whole.view(world, BLOCKS)[me] for whole in wholes] if in_place else ones
+            buffers = [Buffers(whole, part, narrow) for whole, part in zip(wholes, into, strict=True)]
+            group.reduce_scatter(buffers, scratch).run(accumulate=accumulate)
+            if not all(torch.equal(part, mine + accumulate) for part in into):
+                wrong.append(f"reduce_scatter {dtype} {narrow} {accumulate} {in_place}")
+        wholes = [_blocks_of(me, world, dtype, device) for _ in range(3)]
+        slices = [whole.view(world, BLOCKS)[me] for whole in wholes]
+        pairs = zip(wholes, slices, strict=True)
+        group.all_reduce([Buffers(whole, part, narrow) for whole, part in pairs], scratch).run()
+        most = 0.5 / 127 + 1e-6 if narrow else 0.0  # the sum is rounded once more
+        if any(float((whole - total).abs().max() / total.abs().max()) > most for whole in wholes):
+            wrong.append(f"all_reduce {dtype} {narrow}")
+    sizes = [rank + 1 for rank in range(world)]
+    sent = torch.cat([torch.full((size,), 10.0 * me + to, device=device) for to, size in enumerate(sizes)])
+    received = torch.empty(world * (me + 1), device=device)
+    group.all_to_all(Split(sent, sizes), Split(received, [me + 1] * world)).run()
+    expected = torch.cat([torch.full((me + 1,), 10.0 * rank + me, device=device) for rank in range(world)])
+    if not torch.equal(received, expected):
+        wrong.append(f"all_to_all {received.tolist()} for {expected.tolist()}")
+    found: list[list[str] | None] = [None] * world
+    dist.all_gather_object(found, wrong)
+    return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names or ()]
+
+
+def _blocks_of(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A rank's buffer, which bfloat16 and blocks of int8 hold exactly: whole numbers, 127 in every block."""
+    found = torch.arange(size * BLOCKS, dtype=dtype, device=device).remainder_(97).add_(rank)
+    found[::128] = 127
+    return found
 
 
 def _narrow(group: GlooGroup, order: list[int], place: int, dtype: torch.dtype) -> list[str]:

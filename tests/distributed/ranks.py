@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks and brings back what rank 0 returns."""
+"""Runs a function on several ranks, over gloo or NCCL, and brings back what rank 0 returns."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ POLL_S = 0.01
 """Seconds between two looks whether a rank has ended."""
 
 
-def on_ranks(world: int, target: str, payload: Any, folder: Path, *, join: bool = True) -> Any:
+def on_ranks(
+    world: int, target: str, payload: Any, folder: Path, *, join: bool = True, nccl: bool = False
+) -> Any:
     """Call ``module:function(payload)`` on every rank of one job and return rank 0's answer, as JSON.
 
     Without ``join`` ranks do not meet, and the function is also given the rank's number and the world. Each
-    rank is a process of its own; when one fails the others are killed.
+    rank is a process of its own; when one fails the others are killed. ``nccl``: for tensors on the first
+    GPU, which all ranks share.
 
     Raises RuntimeError with the standard error of the rank that failed first.
     """
     (folder / "payload").write_bytes(pickle.dumps(payload))
-    words = [target, str(folder), *(["join"] * join)]
+    words = [target, str(folder), *(["join"] * join), *(["nccl"] * nccl)]
     said = [folder / f"stderr.{rank}" for rank in range(world)]
+    # CUDA may not begin in a process that is forked.
+    popen: Any = subprocess.Popen if torch.cuda.is_available() else Popen
     ranks = []
     codes: list[int | None] = []
     try:
@@ -41,10 +46,10 @@ def on_ranks(world: int, target: str, payload: Any, folder: Path, *, join: bool 
             command = [sys.executable, "-m", "tests.distributed.ranks", str(rank), str(world), *words]
             with path.open("w") as stderr:
                 ranks.append(
-                    Popen(
+                    popen(
                         command,
                         cwd=ROOT,
-                        env=environment(OMP_NUM_THREADS="1"),
+                        env=environment(OMP_NUM_THREADS="1", **(shared_card(rank) if nccl else {})),
                         stdin=subprocess.DEVNULL,
                         stderr=stderr,
                     )
@@ -62,6 +67,17 @@ def on_ranks(world: int, target: str, payload: Any, folder: Path, *, join: bool 
     return json.loads((folder / "result.json").read_text())
 
 
+def shared_card(rank: int) -> dict[str, str]:
+    """Variables with which NCCL lets a rank share a GPU with others: it takes each for a host of its own, and
+    they reach each other by sockets."""
+    return {
+        "NCCL_HOSTID": f"host-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    }
+
+
 def chosen(request: pytest.FixtureRequest, name: str = "case") -> list[Any]:
     """Values of a parameter in those tests of the module that share this fixture and are to be run."""
     fixture, found = request.fixturename, []
@@ -71,11 +87,13 @@ def chosen(request: pytest.FixtureRequest, name: str = "case") -> list[Any]:
     return found
 
 
-def _rank(rank: int, world: int, target: str, folder: Path, join: bool) -> None:
+def _rank(rank: int, world: int, target: str, folder: Path, join: bool, nccl: bool) -> None:
     torch.set_num_threads(1)
     if join:
+        device = torch.device("cuda", 0) if nccl else None
         dist.init_process_group(
-            "gloo",
+            "cuda:nccl,cpu:gloo" if nccl else "gloo",
+            device_id=device,
             init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
             world_size=world,
@@ -88,9 +106,10 @@ def _rank(rank: int, world: int, target: str, folder: Path, join: bool) -> None:
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(returned))
     if join:
-        dist.barrier()
+        dist.barrier(device_ids=[0] if nccl else None)
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), "join" in sys.argv[5:])
+    said = sys.argv[5:]
+    _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), "join" in said, "nccl" in said)

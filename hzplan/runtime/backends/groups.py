@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import inspect
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -25,6 +27,9 @@ ProcessGroup = GlooGroup | NcclGroup
 
 LATER = 0.1
 """Added share of the job's timeout, by place in a chain of stages."""
+
+SORTS_ON_DEMAND = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""Whether torch can be told to keep the order of ranks."""
 
 STREAMS = 3
 """Streams of a tier, unshards, reductions and gathers, where no message order leaves it one."""
@@ -79,16 +84,34 @@ def process_group(
             most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.high - 1), many, sms)
             given = options(timeout, most)
         made[kind, members] = group = dist.new_group(
-            list(members),
             use_local_synchronization=True,
-            sort_ranks=False,
             timeout=timeout,
             backend=backend,  # one, where the job has one more for processors
             pg_options=given,
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
+            **_in_order(members),
         )
         _alive.update((world, group))
     return made[kind, members]
+
+
+class _Placed(int):
+    """A rank that sorts by its place in a group, for torch that sorts ranks without being asked (2.11)."""
+
+    place: int
+
+    def __lt__(self, other: object) -> bool:
+        return isinstance(other, _Placed) and self.place < other.place
+
+
+def _in_order(members: tuple[int, ...]) -> dict[str, Any]:
+    """What ``new_group`` is given so that the ranks of a group are in slice order, whatever their numbers."""
+    if SORTS_ON_DEMAND:
+        return {"ranks": [*members], "sort_ranks": False}
+    placed = [_Placed(member) for member in members]
+    for place, member in enumerate(placed):
+        member.place = place
+    return {"ranks": placed}
 
 
 def release() -> None:
