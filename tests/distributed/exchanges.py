@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hzplan.runtime.backends.base import Buffers, Group, Split
 from hzplan.runtime.backends.exchange import GlooGroup
+from hzplan.runtime.backends.groups import in_order
 from hzplan.runtime.backends.nccl import NcclGroup
 from hzplan.runtime.backends.packing import Cast, form_of
 
@@ -30,7 +31,7 @@ def check(payload: Any) -> list[str]:
     wrong: list[str] = []
     orders = [list(range(world)), list(reversed(range(world))), [1, 0] if me < 2 else [2, 3]]
     for late, order in enumerate(orders):
-        handle = dist.new_group(order, sort_ranks=False, use_local_synchronization=True)
+        handle = dist.new_group(**in_order(tuple(order)), use_local_synchronization=True)
         assert handle is not None
         group = GlooGroup(handle)
         place = order.index(me)

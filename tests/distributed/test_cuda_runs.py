@@ -30,7 +30,7 @@ os.environ.update(shared_card(int(os.environ["RANK"])))
 runpy.run_module("hzplan", run_name="__main__", alter_sys=True)
 """
 """What torchrun starts: the command on a card that all ranks share."""
-GLOO: Any = {"HZPLAN_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
+GLOO: Any = {"HZPLAN_BACKEND": "gloo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 LAYERS = ("layers.0", "layers.1")
 PLANS: dict[str, dict[str, Any]] = {
     "full shard": {"mesh": "2", "clip": True},
@@ -40,10 +40,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "recomputed in parts": {"mesh": "2", "recompute": Recomputed.of(LAYERS, "attention")},
     "activations on the host": {"mesh": "2", "recompute": Recomputed.of(LAYERS, HOST), "offload": LAYERS},
     "int8": {"mesh": "2|2", "wire": Wire(("int8", "int8"), ("int8", "int8"))},
-} | {
-    f"matrices {way}": {"mesh": "4", "levels": Levels(0, 0, 1), "optimizer": "muon", "matrix": way}
-    for way in MATRIX_WAYS
 }
+MUON: dict[str, Any] = {"mesh": "4", "levels": Levels(0, 0, 1), "optimizer": "muon"}
+PLANS |= {f"matrices {way}": MUON | {"matrix": way} for way in MATRIX_WAYS}
 
 
 def succeeded(done: Done) -> Any:
@@ -52,14 +51,18 @@ def succeeded(done: Done) -> Any:
     return json.loads(done.stdout)
 
 
-def on_card(plan: Plan, folder: Path, *words: object, **variables: Any) -> Any:
-    """What ``hzplan run`` says of it."""
+def started_on_card(plan: Plan, folder: Path, *words: object, **variables: Any) -> Done:
+    """``hzplan run`` of it."""
     (folder / "shared.py").write_text(RUN)
     plan.save(folder / "plan.json")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", plan.mesh.world]
     command = ["shared.py", "run", "plan.json", "gpt:nano", "--json", *words]
-    done = python(*launcher, *command, cwd=folder, cold=True, OMP_NUM_THREADS="1", **variables)
-    return succeeded(done)
+    return python(*launcher, *command, cwd=folder, cold=True, OMP_NUM_THREADS="1", **variables)
+
+
+def on_card(plan: Plan, folder: Path, *words: object) -> Any:
+    """What it says."""
+    return succeeded(started_on_card(plan, folder, *words))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -73,11 +76,14 @@ def test_trains_as_on_processors(name: str, tmp_path: Path) -> None:
     assert card["loss_last"] == pytest.approx(processors["loss_last"], rel=2e-2 if loose else 2e-3)
 
 
-def test_buffers_may_be_registered(tmp_path: Path) -> None:
+def test_buffers_are_registered_where_the_card_can(tmp_path: Path) -> None:
     plan = make_plan("gpt:nano", mesh="2")
     usual = on_card(plan, tmp_path, "--steps", 3)
-    registered = on_card(plan, tmp_path, "--steps", 3, HZPLAN_NCCL_REGISTER="1")
-    assert registered["loss_last"] == usual["loss_last"]
+    done = started_on_card(plan, tmp_path, "--steps", 3, HZPLAN_NCCL_REGISTER="1")
+    if done.code:  # a machine with a single card gives NCCL no memory that others could multicast to
+        assert "HZPLAN_NCCL_REGISTER=1: this GPU" in done.stderr and "Traceback" not in done.stdout
+    else:
+        assert succeeded(done)["loss_last"] == usual["loss_last"]
 
 
 def test_a_checkpoint_goes_on_here_and_on_processors(tmp_path: Path) -> None:

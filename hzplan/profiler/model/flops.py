@@ -48,8 +48,14 @@ class _WholeModel:
 
 
 def _formulas() -> dict[Any, Any]:
-    """torch has none for attention on CPU and for grouped products, and counts recomputation elsewhere."""
-    forward = ("_scaled_dot_product_flash_attention_for_cpu",)
+    """torch has none for attention on CPU and for grouped products, 2.11's refuse grouped queries, and
+    recomputation counts elsewhere."""
+    forward = (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
     backward = (
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_scaled_dot_product_flash_attention_backward",

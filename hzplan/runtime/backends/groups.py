@@ -89,7 +89,7 @@ def process_group(
             backend=backend,  # one, where the job has one more for processors
             pg_options=given,
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
-            **_in_order(members),
+            **in_order(members),
         )
         _alive.update((world, group))
     return made[kind, members]
@@ -104,7 +104,7 @@ class _Placed(int):
         return isinstance(other, _Placed) and self.place < other.place
 
 
-def _in_order(members: tuple[int, ...]) -> dict[str, Any]:
+def in_order(members: tuple[int, ...]) -> dict[str, Any]:
     """What ``new_group`` is given so that the ranks of a group are in slice order, whatever their numbers."""
     if SORTS_ON_DEMAND:
         return {"ranks": [*members], "sort_ranks": False}

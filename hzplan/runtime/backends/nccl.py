@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hzplan.errors import UserError, one_line
 from hzplan.runtime.backends.base import Group, Split
 from hzplan.runtime.backends.native import NativeGroup, Pair
 from hzplan.runtime.faults import Work
@@ -107,7 +108,14 @@ def registered(groups: Iterable[Group], device: torch.device) -> Iterator[object
         yield None
         return
     backends: list[Any] = [handle._get_backend(device) for handle in handles]
-    pool = torch.cuda.MemPool(backends[0].mem_allocator)
+    try:
+        allocator = backends[0].mem_allocator
+    except RuntimeError as error:
+        raise UserError(
+            f"{REGISTER}=1: this GPU, or its driver, lets NCCL allocate no memory ({one_line(error)}); leave "
+            "the variable unset"
+        ) from error
+    pool = torch.cuda.MemPool(allocator)
     with torch.cuda.use_mem_pool(pool, device):
         yield pool
     for backend in backends:
