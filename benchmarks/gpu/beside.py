@@ -89,7 +89,7 @@ def _makers(plan: Plan) -> dict[str, Callable[[], Contender]]:
     ours = Setting(plan, workload, data, lr=LEARNING_RATE, seed=0)
     others = RecomputeOptions(plan, workload, data, lr=LEARNING_RATE, seed=0)
     return {
-        OURS: partial(Hzplan, ours),
+        OURS: partial(Hzplan, ours, timed=False),
         PLAIN: partial(Local, others),
         AGAIN: partial(Local, others),
         FSDP2_: partial(FSDP2, others),

@@ -291,7 +291,7 @@ class SolveReport:
         line = cluster_line(
             ["run", str(self.path), *model], nodes=prod(sizes[inside:]), ranks_per_node=prod(sizes[:inside])
         )
-        untried = " (hzplan's runtime has not yet run on GPUs)" if cluster.backend == "nccl" else ""
+        untried = " (hzplan's runtime has not yet run on several GPUs)" if cluster.backend == "nccl" else ""
         yield f"  or, on each node of the cluster{untried}: {line}"
 
     def _beside(self) -> str | None:

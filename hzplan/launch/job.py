@@ -263,7 +263,7 @@ def check_nccl(version: tuple[int, ...]) -> None:
 
 
 def _backend(here: RankInfo) -> tuple[str, torch.device | None]:
-    """NCCL for what is on GPUs, beside gloo for what is not, and the rank's GPU. NOT RUN ON A GPU YET.
+    """NCCL for what is on GPUs, beside gloo for what is not, and the rank's GPU.
 
     Where a host has GPUs every rank has one: its own, or the only one that it sees. HZPLAN_BACKEND=gloo keeps
     to the processors.

@@ -22,9 +22,11 @@ class Hzplan(Trainer):
         name: str = "hzplan",
         plan: Plan | None = None,
         streams: Streams = Streams.TIERS,
+        timed: bool = True,
     ) -> None:
-        """``plan``: instead of the setting's, for the same model and batch; ``streams``: how it overlaps."""
-        self.name, self.plan, self.streams = name, plan or setting.plan, streams
+        """``plan``: instead of the setting's, for the same model and batch; ``streams``: how it overlaps;
+        ``timed``: whether waits of every step are wanted, which on a GPU its own steps pay for."""
+        self.name, self.plan, self.streams, self.timed = name, plan or setting.plan, streams, timed
         super().__init__(setting)
 
     def prepare(self) -> None:
@@ -32,7 +34,8 @@ class Hzplan(Trainer):
         self.model, self.optimizer = self._sharded = parallelize(
             self.setting.build_model(), self.plan, made, streams=self.streams, **arguments
         )
-        self._sharded[1].engine.executor.time_every_step()  # which its own steps pay for
+        if self.timed:
+            self._sharded[1].engine.executor.time_every_step()
 
     def clip(self) -> None:
         self._sharded[1].clip_grad_norm_(self.setting.clip_norm)

@@ -1,4 +1,4 @@
-"""CUDA streams and events as the launcher sees them. NOT RUN ON A GPU YET: no machine of ours has one."""
+"""CUDA streams and events as the launcher sees them."""
 
 from __future__ import annotations
 

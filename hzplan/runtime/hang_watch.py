@@ -2,7 +2,7 @@
 
 NCCL's own watchdog ends a process after the job's timeout, and says neither which task it was nor which rank
 was waited for. This one looks at the oldest task under way of each stream, and ends the process a little
-before, with the exit code of a job that failed. NOT RUN ON A GPU YET: no machine of ours has one.
+before, with the exit code of a job that failed. NOT SEEN TO FIRE ON A GPU YET.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def _locked(nbytes: int) -> Tensor:
 
 
 def _lock(host: Tensor) -> None:
-    """Lock a buffer's pages, so that a GPU copies it by itself. NOT RUN ON A GPU YET.
+    """Lock a buffer's pages, so that a GPU copies it by itself.
 
     torch's own page-locked memory is rounded up to a power of two, up to twice what the plan counts.
     """

@@ -5,7 +5,7 @@ the schedule's total order, goes into the queues at once; events make the device
 an edge from one queue to another. The host is ahead of the device by up to a step.
 
 The device is a small protocol, so that what is launched, in which order and after which events can be looked
-at without one (``tests/unit/test_launcher.py``). NOT RUN ON A GPU YET: no machine of ours has one.
+at without one (``tests/unit/test_launcher.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
@@ -109,10 +110,14 @@ class Launcher:
         self.schedule, self.tasks = schedule, schedule.tasks
         self._run, self._device, self._tier_names = run, device, tier_names
         left_out = {task.index for task in self.tasks if task.stream != COMPUTE_STREAM and idle(task)}
-        self._next = launches(schedule, left_out)
+        self._streams = streams
+        # By compute task: what is launched at its end, as many tasks together as go into one queue.
+        self._next = {
+            index: [(name, [*found]) for name, found in groupby(launched, self._queue_of)]
+            for index, launched in launches(schedule, left_out).items()
+        }
         now, previous = needs(schedule, left_out)
         self._before = [sorted(a | b) for a, b in zip(now, previous, strict=True)]
-        self._streams = streams
         self._queues: dict[str, Queue] = {}
         if streams is not Streams.NONE:
             names = [task.stream for task in self.tasks if task.stream != COMPUTE_STREAM]
@@ -175,34 +180,39 @@ class Launcher:
         times = self._step.times
         if times is None and not self._next[task.index] and task is not self._last_compute:
             return
-        done = self._device.here().record(timed=self._ends_timed)
+        here = self._device.here()
+        done = here.record(timed=self._ends_timed)
         self._step.last[COMPUTE_STREAM] = done
         if times is not None:
             times.ended.append((task.index, done))
         waited: set[str] = set()
-        for index in self._next[task.index]:
-            self._launch(index, done, waited)
+        for name, launched in self._next[task.index]:
+            queue = self._queues.get(name, here)
+            with queue.current():
+                if name != COMPUTE_STREAM and name not in waited:  # once: later ones come after it there
+                    queue.wait(done)
+                    waited.add(name)
+                for index in launched:
+                    self._launch(index, name, queue)
 
-    def _launch(self, index: int, computed: Event, waited: set[str]) -> None:
-        task = self.tasks[index]
-        name = {Streams.TIERS: task.stream, Streams.ONE: "all", Streams.NONE: COMPUTE_STREAM}[self._streams]
-        queue = self._queues[name] if name in self._queues else self._device.here()
-        times = self._step.times
-        label = f"stream {task.stream}{self._tier(task)}, task {task}"
-        with queue.current(), named(label), span(task):
-            if name != COMPUTE_STREAM and name not in waited:  # once: later ones come after it in the queue
-                queue.wait(computed)
-                waited.add(name)
-            for before in self._before[index]:
-                if before in self._ended and self._ended[before][0] != name:
-                    queue.wait(self._ended[before][1])
-            if times is not None:
-                times.began.append((index, queue.record(timed=True)))
-            self._run(task, 0)
-            ended = queue.record(timed=self._ends_timed)
-        self._ended[index] = name, ended, self._ends_timed
+    def _launch(self, index: int, name: str, queue: Queue) -> None:
+        """Put a task into the queue that is the current one."""
+        task, times, ended_before = self.tasks[index], self._step.times, self._ended
+        for before in self._before[index]:
+            if before in ended_before and ended_before[before][0] != name:
+                queue.wait(ended_before[before][1])
+        if times is not None:
+            times.began.append((index, queue.record(timed=True)))
+        try:
+            with span(task):
+                self._run(task, 0)
+        except Exception as error:
+            with named(self._label(task)):
+                raise error
+        ended = queue.record(timed=self._ends_timed)
+        ended_before[index] = name, ended, self._ends_timed
         if self._watch is not None and task.tier >= 0:
-            self._watch.launched(name, f"{label} of step {self.step}", ended)
+            self._watch.launched(name, f"{self._label(task)} of step {self.step}", ended)
         self._step.last[name] = ended
         if times is not None:
             times.ended.append((index, ended))
@@ -210,8 +220,14 @@ class Launcher:
         self._step.record.begun.setdefault(task.stream, []).append(index)
         self._ran[index] = self.step
 
-    def _tier(self, task: Task) -> str:
-        return f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
+    def _queue_of(self, index: int) -> str:
+        """The name of the queue that a task is put into."""
+        stream = self.tasks[index].stream
+        return {Streams.TIERS: stream, Streams.ONE: "all", Streams.NONE: COMPUTE_STREAM}[self._streams]
+
+    def _label(self, task: Task) -> str:
+        tier = f" ({self._tier_names[task.tier]})" if 0 <= task.tier < len(self._tier_names) else ""
+        return f"stream {task.stream}{tier}, task {task}"
 
     def ran(self, task: Task) -> bool:
         """Whether a task was launched in this step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import cache
 from math import copysign
 
 import torch
@@ -132,12 +133,15 @@ def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool)
     """Write ``scale`` times a gradient into its place (or add it), rounding no earlier than there, with zeros
     as +0.0.
 
-    A gradient of another dtype is cast first, or the product would be rounded to the gradient's. To add it,
-    the CPU casts into a tensor of its own, so a large one goes in chunks. The profiler calls it too: what is
-    allocated here is in its record.
+    A gradient of another dtype is cast first, or the product would be rounded to the gradient's; a GPU does
+    both at once. To add it, the CPU casts into a tensor of its own, so a large one goes in chunks. The
+    profiler calls it too: what is allocated here is in its record.
     """
     mixed = gradient.dtype != target.dtype
     if not accumulate:
+        if mixed and target.is_cuda:
+            torch.add(zero_like(target), gradient, alpha=scale, out=target)
+            return
         if mixed:  # the copy casts
             gradient = target.copy_(gradient)
         torch.add(torch.zeros((), dtype=target.dtype), gradient, alpha=scale, out=target)
@@ -147,6 +151,16 @@ def deliver(gradient: Tensor, target: Tensor, scale: float, *, accumulate: bool)
             place.add_(source, alpha=scale)
     else:
         target.add_(gradient, alpha=scale)
+
+
+def zero_like(target: Tensor) -> Tensor:
+    """A zero that a sum is computed in the dtype of: one of no dimensions would not count beside others."""
+    return _zero(target.dtype, target.device, min(target.dim(), 1))
+
+
+@cache
+def _zero(dtype: torch.dtype, device: torch.device, dimensions: int) -> Tensor:
+    return torch.zeros((1,) * dimensions, dtype=dtype, device=device)
 
 
 def deliver_all(gradients: list[Tensor], targets: list[Tensor], scale: float, *, accumulate: bool) -> None:

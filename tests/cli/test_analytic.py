@@ -108,10 +108,8 @@ def test_a_plan_for_gpus_says_what_it_keeps_free_and_that_nobody_ran_it(tmp_path
         assert done.code == 0, done.stderr
         said = " ".join(done.stdout.split())
         assert reserve in said, said
-        assert (
-            "on each node of the cluster (hzplan's runtime has not yet run on GPUs): torchrun --nnodes 2"
-            in said
-        )
+        untried = "(hzplan's runtime has not yet run on several GPUs)"
+        assert f"on each node of the cluster {untried}: torchrun --nnodes 2" in said
         assert ("expect" in said and "published rows of this chip" in said) == (profile == "profile")
         assert ("outside what rows cover: 32 tokens a sequence" in said) == (profile == "profile")
     old = modelled.replaced(interference=())

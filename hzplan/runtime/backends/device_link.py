@@ -1,7 +1,7 @@
 """A tier's link on a GPU: a kernel takes as long as a transfer, on a CUDA stream beside the one that waits.
 
 The host is ahead of the device, so it is the kernels that look at which other transfers are under way, in a
-few words of the device's memory. NOT RUN ON A GPU YET: no machine of ours has one.
+few words of the device's memory. NOT RUN ON A GPU YET.
 """
 
 from __future__ import annotations
