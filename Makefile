@@ -87,6 +87,13 @@ cuda-api: ## look up every name of torch's CUDA build that is called, in an envi
 	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= build/cuda-api/bin/python -m pip install --quiet --no-input $(TORCH) numpy
 	build/cuda-api/bin/python benchmarks/gpu/api.py --output benchmarks/results/cuda_api.json
 
+.PHONY: kernels
+kernels: ## check Triton's kernels in its interpreter, and compile them for GPUs, in an environment of its own
+	$(PYTHON) -m venv build/kernels
+	build/kernels/bin/python -m pip install --quiet --no-input -c constraints.txt $(TORCH)
+	build/kernels/bin/python -m pip install --quiet --no-input -c constraints.txt -e . triton pytest pytest-timeout pytest-xdist hypothesis
+	build/kernels/bin/python -m pytest -p no:cacheprovider tests/unit/test_kernels.py tests/unit/test_packing.py
+
 .PHONY: mutants
 mutants: $(STAMP) ## break the product line by line: which test sees it? (MUTANTS='--only NAME', '--all')
 	$(PY) -m tests.mutants $(MUTANTS)

@@ -118,6 +118,17 @@ def test_what_is_not_finite_stays_alone_and_is_seen(kind: Format, bad: float) ->
     assert torch.equal(found[others], clean[others])
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_is_not_finite_is_seen_among_zeros(kind: Format) -> None:
+    values = torch.zeros(600 * BLOCK)
+    values[5] = float("nan")
+    found = there_and_back(form_of(kind), values)
+    assert found[5].isnan() and int(found.isnan().sum()) == 1
+    assert (
+        not found[torch.arange(len(found)) != 5].signbit().any()
+    )  # −0.0 would say that there is no gradient
+
+
 def test_the_error_of_a_sample_is_noted() -> None:
     errors = Errors()
     values = torch.randn(256 * BLOCK)

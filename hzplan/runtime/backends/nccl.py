@@ -94,7 +94,7 @@ class NcclGroup(NativeGroup):
 @contextmanager
 def registered(groups: Iterable[Group], device: torch.device) -> Iterator[object]:
     """Buffers allocated inside are NCCL's memory and at the end registered with every group's communicator,
-    where ``HZPLAN_NCCL_REGISTER=1`` asks for it. UserError where NCCL refuses. NOT RUN TO ITS END ON A GPU YET.
+    where ``HZPLAN_NCCL_REGISTER=1`` asks for it. UserError where NCCL refuses; it never agreed yet.
 
     Collectives on registered buffers send from where values lie, without NCCL's own buffers between, and need
     fewer SMs (NCCL's user guide, *User Buffer Registration*). Keep what this gives, the pool of the memory

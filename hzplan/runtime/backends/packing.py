@@ -2,21 +2,28 @@
 
 A form with blocks has for every 128 values as many bytes, and behind them the block's scale in float32. A
 value that is not finite becomes a code of its own, which reads as NaN, and the block's other values stay what
-they are. (Of int8 a negative scale says that there are such, so that whoever reads need not look at each.)
+they are. (Of int8 a scale with a minus says that there are such: whoever reads need not look at each.)
+
+On a GPU ``kernels`` do it, where Triton is there, as it is beside torch's builds with CUDA; else torch's
+operations, which are the reference.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hzplan.core.wire import BLOCK, BLOCK_BYTES, CHUNK, CHUNK_ON_DEVICE, Format
+from hzplan.errors import one_line
 from hzplan.runtime.backends.convert import Conversion
 
 TILE = 1 << 14
@@ -141,11 +148,19 @@ class Blocks(Form):
 
     def pack(self, values: Tensor, packed: Tensor) -> Step:
         """See Form."""
-        return _Pack(self, values, packed)
+        if (kernels := _kernels_for(values.device.type, values.dtype)) is None:
+            return _Pack(self, values, packed)
+        source, target = values.view(-1, BLOCK), packed.view(-1, BLOCK_BYTES)
+        pieces = _pieces(source, target, BLOCK * values.element_size(), BLOCK_BYTES, STAGED)
+        return _KernelPack(self, pieces, kernels)
 
     def unpack(self, packed: Tensor, values: Tensor, *, adds: bool = False) -> Step:
         """See Form."""
-        return _Unpack(self, packed, values, adds)
+        if (kernels := _kernels_for(values.device.type, values.dtype)) is None:
+            return _Unpack(self, packed, values, adds)
+        source, target = packed.view(-1, BLOCK_BYTES), values.view(-1, BLOCK)
+        pieces = _pieces(source, target, BLOCK_BYTES, BLOCK * values.element_size(), STAGED)
+        return _KernelUnpack(self, pieces, adds, kernels)
 
 
 class _Room(NamedTuple):
@@ -188,10 +203,12 @@ def chunk(device: torch.device) -> int:
     return CHUNK if device.type == "cpu" else CHUNK_ON_DEVICE
 
 
-def _pieces(source: Tensor, target: Tensor, read: int, written: int) -> list[tuple[Tensor, Tensor]]:
+def _pieces(
+    source: Tensor, target: Tensor, read: int, written: int, at_once: int
+) -> list[tuple[Tensor, Tensor]]:
     """Chunks of records of ``read`` and ``written`` bytes, in the direction in which nothing is overwritten
     before it was read; ValueError where there is none."""
-    count, at_once = len(source), chunk(source.device)
+    count = len(source)
     starts = range(0, count, at_once)
     pairs = [(source[first : first + at_once], target[first : first + at_once]) for first in starts]
     shift = target.data_ptr() - source.data_ptr()
@@ -204,6 +221,89 @@ def _pieces(source: Tensor, target: Tensor, read: int, written: int) -> list[tup
     raise ValueError("in either direction something would be overwritten before it was read")
 
 
+STAGED = 2 * 4 * BLOCK * CHUNK_ON_DEVICE // BLOCK_BYTES
+"""Blocks that kernels take at once: as many as fit, packed, where torch's operations compute on the way."""
+
+
+@cache
+def _kernels_for(kind: str, dtype: torch.dtype) -> ModuleType | None:
+    """Triton's, for values on a kind of device; None where torch's operations do it."""
+    if kind not in KERNELS_ON or dtype not in (torch.float32, torch.bfloat16) or not find_spec("triton"):
+        return None
+    from hzplan.runtime.backends import kernels
+
+    try:
+        values = torch.zeros(BLOCK, dtype=dtype, device=kind)
+        packed = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=kind)
+        kernels.pack("int8", values, packed, _tile(values.device)[: TILE + BLOCK], 0)
+    except Exception as error:  # Triton builds them here, with a compiler of C
+        warnings.warn(f"values are rounded by torch's operations, slowly: {one_line(error)}", stacklevel=2)
+        return None
+    return kernels
+
+
+KERNELS_ON = {"cuda"}
+"""Kinds of devices; tests add processors, for Triton's interpreter."""
+
+
+def _stage(device: torch.device, blocks: int) -> Tensor:
+    """Memory for packed blocks, of this thread's stream: kernels may not read where they write."""
+    known: dict[object, Tensor] = _rooms.__dict__.setdefault("stages", {})
+    key = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if key not in known:
+        known[key] = torch.empty(STAGED * BLOCK_BYTES, dtype=torch.uint8, device=device)
+    return known[key][: blocks * BLOCK_BYTES]
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share no memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first + one.nbytes <= second or second + other.nbytes <= first
+
+
+@dataclass(frozen=True)
+class _KernelPack(Step):
+    form: Blocks
+    pieces: list[tuple[Tensor, Tensor]]  # in order; of the whole message
+    kernels: ModuleType
+
+    @torch.no_grad()
+    def run(self) -> None:
+        errors, form = self.form.errors, self.form
+        measures = errors is not None and errors.active
+        first = 0
+        for number, (values, packed) in enumerate(self.pieces):
+            direct = _apart(values, packed)
+            target = packed if direct else _stage(values.device, len(values)).view_as(packed)
+            tile = _tile(values.device)[: TILE + BLOCK]
+            share = self.kernels.pack(
+                *(form.kind, values, target.view(-1), tile, first),
+                dithered=form.dithered,
+                measured=measures and number == 0,
+            )
+            if not direct:
+                packed.copy_(target)
+            if share is not None and errors is not None:
+                errors.see(form.tier, share)
+            first += len(values)
+
+
+@dataclass(frozen=True)
+class _KernelUnpack(Step):
+    form: Blocks
+    pieces: list[tuple[Tensor, Tensor]]
+    adds: bool
+    kernels: ModuleType
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for packed, values in self.pieces:
+            source = packed
+            if not _apart(packed, values):
+                source = _stage(values.device, len(values)).view_as(packed).copy_(packed)
+            self.kernels.unpack(self.form.kind, source.view(-1), values, adds=self.adds)
+
+
 class _Pack(Step):
     def __init__(self, form: Blocks, values: Tensor, packed: Tensor) -> None:
         self._form = form
@@ -211,7 +311,9 @@ class _Pack(Step):
         self._dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         self._pieces = [
             (of, into[:, :BLOCK], into[:, BLOCK:].view(torch.float32))
-            for of, into in _pieces(source, target, BLOCK * values.element_size(), BLOCK_BYTES)
+            for of, into in _pieces(
+                *(source, target, BLOCK * values.element_size(), BLOCK_BYTES), chunk(values.device)
+            )
         ]
 
     @torch.no_grad()
@@ -230,7 +332,7 @@ class _Unpack(Step):
         self._form, self._adds = form, adds
         source, target = packed.view(-1, BLOCK_BYTES), values.view(-1, BLOCK)
         self._dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-        pieces = _pieces(source, target, BLOCK_BYTES, BLOCK * values.element_size())
+        pieces = _pieces(source, target, BLOCK_BYTES, BLOCK * values.element_size(), chunk(values.device))
         self._pieces = [(of[:, :BLOCK], of[:, BLOCK:].view(torch.float32), into) for of, into in pieces]
 
     @torch.no_grad()
@@ -288,7 +390,7 @@ def pack(
         return share
     if bad is None:
         bad = torch.zeros_like(wide, dtype=torch.bool)
-    scales.copy_(torch.where(bad.any(dim=1, keepdim=True) & (form.kind == "int8"), -scale, scale))
+    scales.copy_(torch.where(bad.any(dim=1, keepdim=True) & (form.kind == "int8"), -scale, scale))  # −0.0 too
     coded.copy_(rounded)
     codes.view(torch.int8).masked_fill_(bad, NOT_FINITE[form.kind])
     if absent is not None:
@@ -305,12 +407,12 @@ def unpack(
     wide = room.values[: len(values)]
     if form.kind == "fp8":
         torch.mul(codes.view(torch.float8_e4m3fn).to(dtype), scales, out=wide)
-    elif not codes.is_cuda and not bool((scales < 0).any()):
+    elif not codes.is_cuda and not bool(scales.signbit().any()):
         torch.mul(codes.view(torch.int8), scales, out=wide)
     else:
         whole = codes.view(torch.int8)
         torch.mul(whole, scales.abs(), out=wide)
-        wide.masked_fill_((whole == NOT_FINITE["int8"]) & (scales < 0), float("nan"))
+        wide.masked_fill_(whole == NOT_FINITE["int8"], float("nan"))
     values.add_(wide) if adds else values.copy_(wide)
 
 
