@@ -53,6 +53,9 @@ IMPORTED = (
 )
 """What the server imports besides hzplan: what most commands and ranks need."""
 
+LEFT_OUT = ("hzplan.peers", "hzplan.runtime.backends.kernels")
+"""What it does not of hzplan: what needs packages that need not be there."""
+
 BRIEF: dict[str, dict[str, Any]] = {
     "hzplan.profiler.model.optimizer": {"MAX_REPEATS": 3},
     "hzplan.profiler.model.time": {"MAX_BLOCKS": 2},
@@ -365,7 +368,7 @@ def serve() -> None:
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}  # as hzplan.cli.main sets them
     subprocess.Popen = Popen  # type: ignore[misc]
     found = pkgutil.walk_packages(hzplan.__path__, "hzplan.")
-    ours = [module.name for module in found if not module.name.startswith("hzplan.peers")]
+    ours = [module.name for module in found if not module.name.startswith(LEFT_OUT)]
     for name in (*IMPORTED, *ours):
         if not name.endswith("__main__"):
             importlib.import_module(name)
