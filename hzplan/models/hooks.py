@@ -48,7 +48,7 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
     """
     hooks = _Hooks(listener)
     handles: list[RemovableHandle] = []
-    outside = _outside_of_graphs
+    outside = _outside_of_graphs()
     for unit in units:
         if all(parameter.dtype == torch.bfloat16 for parameter in unit.module.parameters()):
             cast = outside(_cast_inputs)  # called after the one that is prepended next
@@ -67,19 +67,9 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
     return detach
 
 
-def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps torch.compile from tracing a hook, where it is imported; else its import is not waited for.
-
-    Who is traced meets torch's guard, which costs as much as a small hook: others go past it.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return hook
-    guarded = torch.compiler.disable(hook)
-
-    def either(*arguments: Any) -> Any:
-        return guarded(*arguments) if torch.compiler.is_compiling() else hook(*arguments)
-
-    return either
+def _outside_of_graphs() -> Callable[[Any], Any]:
+    """Keeps torch.compile from tracing a hook, where it is imported; else its import is not waited for."""
+    return torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
 
 
 def backward_is_running() -> bool:

@@ -198,18 +198,18 @@ class Launcher:
     def _launch(self, index: int, name: str, queue: Queue) -> None:
         """Put a task into the queue that is the current one."""
         task, times, ended_before = self.tasks[index], self._step.times, self._ended
-        for before in self._before[index]:
-            if before in ended_before and ended_before[before][0] != name:
-                queue.wait(ended_before[before][1])
-        if times is not None:
-            times.began.append((index, queue.record(timed=True)))
         try:
+            for before in self._before[index]:
+                if before in ended_before and ended_before[before][0] != name:
+                    queue.wait(ended_before[before][1])
+            if times is not None:
+                times.began.append((index, queue.record(timed=True)))
             with span(task):
                 self._run(task, 0)
-        except Exception as error:
+            ended = queue.record(timed=self._ends_timed)
+        except Exception as error:  # a device may tell at any call what failed before
             with named(self._label(task)):
                 raise error
-        ended = queue.record(timed=self._ends_timed)
         ended_before[index] = name, ended, self._ends_timed
         if self._watch is not None and task.tier >= 0:
             self._watch.launched(name, f"{self._label(task)} of step {self.step}", ended)

@@ -114,7 +114,7 @@ class Group(ABC):
     """Whether several tasks of a stream may be under way at once, begun in another order by every rank."""
 
     def __init__(self, ranks: Sequence[int], place: int) -> None:
-        self.ranks, self.place, self.size = tuple(ranks), place, len(ranks)
+        self.ranks, self.place, self.size = tuple(map(int, ranks)), place, len(ranks)
 
     @abstractmethod
     def all_gather(self, buffers: Sequence[Buffers]) -> Collectives:

@@ -10,6 +10,8 @@ Checked against ``packing`` in Triton's interpreter (``tests/unit/test_kernels.p
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -63,7 +65,7 @@ def _pack(
     tile_numbers: tl.constexpr,
     tiny: tl.constexpr,
 ):
-    """``count`` blocks; ``first``: the number of the first of them in the message."""
+    """``count`` blocks; ``first``: how many of the message were packed before."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, 128)
     here = (row < count)[:, None]
@@ -148,29 +150,31 @@ def pack(
     measured: bool = False,
 ) -> Tensor | None:
     """Round ``values`` [blocks × 128] to ``packed`` [blocks × 132 bytes], which lie elsewhere. ``tile``: as
-    many numbers between 0 and 1 as rounding at random takes in turn, and 128 more; ``first``: the number of
-    the first block in the message. ``measured``: return the share of the values' norm that the error has."""
+    many numbers between 0 and 1 as rounding at random takes in turn, and 128 more; ``first``: how many blocks
+    of the message were packed before. ``measured``: return the share that the error has of the values' norm.
+    """
     count = packed.numel() // BLOCK_BYTES
     programs = triton.cdiv(count, ROWS)
     squares = values.new_empty(programs, 2, dtype=torch.float32) if measured else tile
-    _pack[(programs,)](
-        values,
-        packed,
-        packed.view(torch.float32),
-        tile,
-        squares,
-        count,
-        first,
-        top=TOPS[kind],
-        whole=kind == "int8",
-        dithered=dithered,
-        measured=measured,
-        rows=ROWS,
-        tile_numbers=tile.numel() - BLOCK,
-        tiny=TINY,
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-    )
+    with _on(values):
+        _pack[(programs,)](
+            values,
+            packed,
+            packed.view(torch.float32),
+            tile,
+            squares,
+            count,
+            first,
+            top=TOPS[kind],
+            whole=kind == "int8",
+            dithered=dithered,
+            measured=measured,
+            rows=ROWS,
+            tile_numbers=tile.numel() - BLOCK,
+            tiny=TINY,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
     if not measured:
         return None
     error, original = squares.sum(dim=0).sqrt_()
@@ -181,14 +185,20 @@ def pack(
 def unpack(kind: str, packed: Tensor, values: Tensor, *, adds: bool) -> None:
     """The inverse, written or added to ``values``, which lie elsewhere."""
     count = packed.numel() // BLOCK_BYTES
-    _unpack[(triton.cdiv(count, ROWS),)](
-        values,
-        packed,
-        packed.view(torch.float32),
-        count,
-        whole=kind == "int8",
-        adds=adds,
-        rows=ROWS,
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-    )
+    with _on(values):
+        _unpack[(triton.cdiv(count, ROWS),)](
+            values,
+            packed,
+            packed.view(torch.float32),
+            count,
+            whole=kind == "int8",
+            adds=adds,
+            rows=ROWS,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _on(values: Tensor) -> AbstractContextManager[object]:
+    """Kernels go to the device that is current, not to that of what they are given."""
+    return torch.cuda.device(values.device) if values.is_cuda else nullcontext()

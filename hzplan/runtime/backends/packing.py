@@ -221,8 +221,9 @@ def _pieces(
     raise ValueError("in either direction something would be overwritten before it was read")
 
 
-STAGED = 2 * 4 * BLOCK * CHUNK_ON_DEVICE // BLOCK_BYTES
-"""Blocks that kernels take at once: as many as fit, packed, where torch's operations compute on the way."""
+STAGED = 2 * 4 * BLOCK * CHUNK_ON_DEVICE // BLOCK_BYTES // 16 * 16
+"""Blocks that kernels take at once: as many as fit, packed, where torch's operations compute on the way; a
+number after which memory is aligned as before."""
 
 
 @cache
@@ -236,6 +237,7 @@ def _kernels_for(kind: str, dtype: torch.dtype) -> ModuleType | None:
         values = torch.zeros(BLOCK, dtype=dtype, device=kind)
         packed = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=kind)
         kernels.pack("int8", values, packed, _tile(values.device)[: TILE + BLOCK], 0)
+        kernels.unpack("int8", packed, values, adds=False)
     except Exception as error:  # Triton builds them here, with a compiler of C
         warnings.warn(f"values are rounded by torch's operations, slowly: {one_line(error)}", stacklevel=2)
         return None
@@ -360,7 +362,7 @@ def pack(
     top = 127.0 if form.kind == "int8" else 448.0
     empty = most < TINY
     has_empty = values.is_cuda or bool(empty.any())
-    scale = (most / top).to(torch.float32)
+    scale = (most / most.new_tensor(top)).to(torch.float32)  # by a number a GPU would multiply instead
     original = wide.clone() if measured else None
     absent = None
     if has_empty:
