@@ -31,7 +31,8 @@ def check(payload: Any) -> list[str]:
     wrong: list[str] = []
     orders = [list(range(world)), list(reversed(range(world))), [1, 0] if me < 2 else [2, 3]]
     for late, order in enumerate(orders):
-        handle = dist.new_group(**in_order(tuple(order)), use_local_synchronization=True)
+        ranks, kept = in_order(tuple(order))
+        handle = dist.new_group(ranks, use_local_synchronization=True, **kept)
         assert handle is not None
         group = GlooGroup(handle)
         place = order.index(me)

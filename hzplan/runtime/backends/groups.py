@@ -83,13 +83,15 @@ def process_group(
             many = streams or (1 if kind == LINK_STREAM else STREAMS)
             most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.high - 1), many, sms)
             given = options(timeout, most)
+        in_slice_order, kept = in_order(members)
         made[kind, members] = group = dist.new_group(
+            in_slice_order,
             use_local_synchronization=True,
             timeout=timeout,
             backend=backend,  # one, where the job has one more for processors
             pg_options=given,
             group_desc=f"hzplan {kind} {stage.low}-{stage.high}",
-            **in_order(members),
+            **kept,
         )
         _alive.update((world, group))
     return made[kind, members]
@@ -104,14 +106,14 @@ class _Placed(int):
         return isinstance(other, _Placed) and self.place < other.place
 
 
-def in_order(members: tuple[int, ...]) -> dict[str, Any]:
+def in_order(members: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
     """What ``new_group`` is given so that the ranks of a group are in slice order, whatever their numbers."""
     if SORTS_ON_DEMAND:
-        return {"ranks": [*members], "sort_ranks": False}
+        return [*members], {"sort_ranks": False}
     placed = [_Placed(member) for member in members]
     for place, member in enumerate(placed):
         member.place = place
-    return {"ranks": placed}
+    return [*placed], {}
 
 
 def release() -> None:
