@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.run --output gpu.json
     python -m benchmarks.gpu.run --only rehearsal
+    python -m benchmarks.gpu.run --within 540  # on a machine that is lent: what fits, the quickest first
     python -m benchmarks.gpu.run --small  # the script itself, on any machine: its figures mean nothing
 
 Every part is made of the product's own commands, in processes of their own: one that fails is written down
-and the next one goes on.
+and the next one goes on. The file is written after every row.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import typer
 
 from benchmarks.__main__ import about
 from benchmarks.measure import ROOT, NoResult, output_of
+from hzplan.core.wire import Format
 from hzplan.cost.model import CostModel
 from hzplan.formats.base import to_text, write_text
 from hzplan.formats.cluster import find_cluster
@@ -36,6 +38,8 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.formats.source import profile_of
 from hzplan.peers.paired import paired_ratio
+from hzplan.runtime.backends import packing
+from hzplan.runtime.backends.packing import form_of
 
 MOST_SAID = 120
 """Characters of an error in the table; the file has all of them."""
@@ -81,13 +85,28 @@ class Bench:
 
     scale: Scale
     work: Path
+    output: Path | None = None
+    until_s: float = float("inf")  # of time.perf_counter
+    results: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
 
     def say(self, what: str, figure: str, asked: str = "", reached: bool | None = None) -> None:
-        """A line of the table, shown at once too."""
+        """A line of the table, shown and written at once: a job may end before all is done."""
         self.rows.append(Row(what, figure, asked, reached))
         print(_line(self.rows[-1]), file=sys.stderr, flush=True)
+        self.save()
+
+    def save(self) -> None:
+        """Write what there is."""
+        write(self.output, self.results | {"parts": self.found, "rows": [asdict(row) for row in self.rows]})
+
+    def is_late(self, what: str) -> bool:
+        """Whether the time is over, which then is a line of the table."""
+        late = time.perf_counter() > self.until_s
+        if late:
+            self.say(what, "no time left")
+        return late
 
     def plan(self, model: str, name: str, micro_batch: int, *options: object) -> Path:
         """A plan for this device alone, of one micro-batch."""
@@ -172,6 +191,8 @@ def overhead(bench: Bench) -> None:
         if again == "none":
             pairs.append(("plain again", "plain", None))
         for one, other, most in pairs:
+            if bench.is_late(f"{one} ÷ {other}, recompute {again}"):
+                continue
             rounds = ["--rounds", bench.scale.rounds, "--steps", max(2, bench.scale.steps // 5)]
             words = [sys.executable, "-m", "benchmarks.gpu.beside", plan, one, other, *rounds]
             answer = json.loads(output_of(list(map(str, words))))
@@ -183,7 +204,9 @@ def overhead(bench: Bench) -> None:
                 f"≤ {most}" if most else "",
                 ratio.value <= most if most else None,
             )
-        answer = bench.found["overhead"][f"hzplan beside plain, recompute {again}"]
+        answer = bench.found["overhead"].get(f"hzplan beside plain, recompute {again}")
+        if answer is None:
+            continue
         flops = CostModel(profile_of(plan, Plan.load(plan))).flops(least)  # not those of recomputation
         for who in ("hzplan", "plain"):
             share = flops / statistics.median(answer[who]["round_s"]) / peak
@@ -192,7 +215,9 @@ def overhead(bench: Bench) -> None:
 
 def accuracy(bench: Bench) -> None:
     """Predicted against measured, over models, micro-batches, recomputation and offload."""
-    scale, found = bench.scale, []
+    scale = bench.scale
+    found: list[dict[str, Any]] = []
+    bench.found["accuracy"] = found
     combinations = [
         (model, size, again, offload)
         for model, size, again in product(scale.models, scale.micro_batches, ("none", "all"))
@@ -200,6 +225,8 @@ def accuracy(bench: Bench) -> None:
     ]
     for number, (model, size, again, offload) in enumerate(combinations):
         name = f"{named(model)}, {size} × {scale.seq_len}, recompute {again}{', offload' * offload}"
+        if bench.is_late(name):
+            break
         # Nobody offloads who has room: all state is made to go by a budget just below what staying takes.
         options: list[object] = ["--recompute", again]
         if offload:
@@ -219,7 +246,84 @@ def accuracy(bench: Bench) -> None:
         good = abs(step) <= 0.05 and abs(memory) <= 0.02 and abs(unit) <= 0.05
         figure = f"step {step:+.1%}, memory {memory:+.2%}, worst unit {unit:+.1%}"
         bench.say(name, figure, "5 %, 2 %, 5 %", good)
-    bench.found["accuracy"] = found
+
+
+def rounding(bench: Bench) -> None:
+    """int8 and fp8 there and back, by kernels and by torch's operations: alike, and how long."""
+    if not torch.cuda.is_available():
+        bench.say("rounding by kernels", "skipped: no CUDA device here")
+        return
+    device = torch.device("cuda", 0)
+    copied = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    rate = 2 * copied.numel() / _seconds(lambda: copied[: 1 << 27].copy_(copied[1 << 27 :])) / 2
+    kinds: tuple[Format, ...] = ("int8", "fp8")
+    for kind, count in product(kinds, (1 << 20, 1 << 26)):
+        values, form = torch.randn(count, device=device), form_of(kind)
+        by = {}
+        for name, kernels_on in (("kernels", {"cuda"}), ("torch", set[str]())):
+            packing.KERNELS_ON = kernels_on
+            packing._kernels_for.cache_clear()
+            packed = torch.zeros(form.units(count), dtype=torch.uint8, device=device)
+            there, back = form.pack(values, packed), form.unpack(packed, torch.empty_like(values))
+            by[name] = packed, _seconds(there.run), _seconds(back.run), type(there).__name__
+        packing.KERNELS_ON = {"cuda"}
+        packing._kernels_for.cache_clear()
+        least = (values.nbytes + form.units(count)) / rate
+        bench.found.setdefault("rounding", {})[f"{kind} of {count}"] = {
+            name: {"pack_s": pack_s, "unpack_s": unpack_s, "by": step}
+            for name, (_, pack_s, unpack_s, step) in by.items()
+        }
+        alike = torch.equal(by["kernels"][0], by["torch"][0])
+        seconds = ", ".join(
+            f"{name} {pack_s * 1e6:,.0f} + {unpack_s * 1e6:,.0f} µs"
+            for name, (_, pack_s, unpack_s, _) in by.items()
+        )
+        figure = f"{seconds}; a copy of as many bytes {least * 1e6:,.0f}"
+        bench.say(f"{kind} of {count:,} values", figure, "alike to the bit", alike)
+
+
+def _seconds(call: Callable[[], object], repeats: int = 20) -> float:
+    """Of a call on the device, the median."""
+    found = []
+    for _ in range(repeats + 3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[3:])
+
+
+def units(bench: Bench) -> None:
+    """A model's units as measured here, beside what ``--analytic`` has of this card."""
+    model, size = bench.scale.models[0], bench.scale.micro_batches[0]
+    card = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    short = next((name for name in ("h100", "h200", "a100", "b200") if name in card), None)
+    cluster = f"{short}-8x400g" if short else bench.scale.cluster
+    path = bench.work / "analytic.json"
+    words = ["--analytic", "--cluster", cluster, "--nodes", 1, "--seq-len", bench.scale.seq_len]
+    hzplan("profile", model, *words, "--micro-batch", size, "--dtype", bench.scale.dtype, "-o", path)
+    measured, analytic = (
+        {(use.unit, use.phase): use.costs[0] for use in Profile.load(of).uses}
+        for of in (bench.profile(model, size), path)
+    )
+    both = [name for name in measured if name in analytic]
+    for what in ("retained_bytes", "peak_bytes"):
+        apart = [abs(getattr(measured[name], what) - getattr(analytic[name], what)) for name in both]
+        bench.say(
+            f"{what} of {len(both)} uses, measured beside modelled", f"{max(apart):,} bytes apart at most"
+        )
+    bench.found["units"] = {
+        f"{phase} {unit}": {
+            of: costs[unit, phase].model_dump(include={"seconds", "retained_bytes", "peak_bytes", "flops"})
+            for of, costs in (("measured", measured), ("modelled", analytic))
+        }
+        for unit, phase in both
+    }
+    total = {
+        of: sum(costs[name].seconds for name in both) for of, costs in (("m", measured), ("a", analytic))
+    }
+    bench.say("compute of a step, modelled ÷ measured", f"{total['a'] / total['m']:.2f}")
 
 
 def _measured(plan: Path, model: str, trace: Path, steps: int) -> dict[str, Any]:
@@ -294,7 +398,9 @@ def memory(bench: Bench) -> None:
 
 
 PARTS: Mapping[str, Callable[[Bench], None]] = {
+    "rounding": rounding,
     "oracles": oracles,
+    "units": units,
     "overhead": overhead,
     "accuracy": accuracy,
     "rehearsal": rehearsal,
@@ -307,6 +413,7 @@ def main(
     only: Annotated[str, typer.Option(help=f"Parts, with commas between: {', '.join(PARTS)}.")] = "",
     small: Annotated[bool, typer.Option("--small", help="Try the script with a small model.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    within: Annotated[float, typer.Option(help="Seconds after which nothing new is begun.")] = float("inf"),
     work: Annotated[Path, typer.Option(help="Profiles and plans; profiles there are taken.")] = Path(
         "build/gpu"
     ),
@@ -324,10 +431,13 @@ def main(
         skip(f"no CUDA device here (torch {torch.__version__})", output)
         return
     results["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    bench = Bench(SMALL if small else FULL, work / ("small" if small else "full"))
+    folder, until_s = work / ("small" if small else "full"), time.perf_counter() + within
+    bench = Bench(SMALL if small else FULL, folder, output, until_s, results)
     bench.work.mkdir(parents=True, exist_ok=True)
-    seconds = {}
+    seconds = results["seconds"] = {}
     for name in wanted:
+        if bench.is_late(name):
+            continue
         began = time.perf_counter()
         try:
             PARTS[name](bench)
@@ -336,8 +446,7 @@ def main(
             bench.found[f"{name} failed"] = f"{type(error).__name__}: {error}"
             bench.say(name, f"failed: {said[0]}"[:MOST_SAID], "", False)
         seconds[name] = time.perf_counter() - began
-        results |= {"parts": bench.found, "rows": [asdict(row) for row in bench.rows], "seconds": seconds}
-        write(output, results)  # after every part: a job may end before all are done
+        bench.save()
     print("\n".join(table(bench.rows, results["device"])))
 
 
