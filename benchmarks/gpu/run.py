@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.run --output gpu.json
     python -m benchmarks.gpu.run --only rehearsal
-    python -m benchmarks.gpu.run --within 540  # on a machine that is lent: what fits, the quickest first
+    python -m benchmarks.gpu.run --within 540  # where time is short: what fits, the quickest first
     python -m benchmarks.gpu.run --small  # the script itself, on any machine: its figures mean nothing
 
 Every part is made of the product's own commands, in processes of their own: one that fails is written down
