@@ -93,6 +93,11 @@ def fits(form: Format, slice_elements: int, item_bytes: int) -> bool:
     return slice_elements % BLOCK == 0 and item_bytes > 1
 
 
+TOPS: dict[str, float] = {"int8": 127.0, "fp8": 448.0}
+"""What the largest value of a block becomes, by format."""
+TINY = 2.0**-100
+"""A block of smaller values than this travels as zeros, for its scale would hardly be a normal number."""
+
 CHUNK, CHUNK_ON_DEVICE = 256, 1 << 12
 """Blocks that are rounded at once: on a processor what is computed on the way fits its cache."""
 

@@ -17,12 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hzplan.core.wire import BLOCK, BLOCK_BYTES
+from hzplan.core.wire import BLOCK, BLOCK_BYTES, TINY, TOPS
 
 ROWS = 16
 """Blocks of one program: 2048 values, 16 for each of 128 threads."""
-TINY = 2.0**-100
-TOPS = {"int8": 127.0, "fp8": 448.0}
 WARPS = 4
 
 

@@ -22,14 +22,12 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hzplan.core.wire import BLOCK, BLOCK_BYTES, CHUNK, CHUNK_ON_DEVICE, Format
+from hzplan.core.wire import BLOCK, BLOCK_BYTES, CHUNK, CHUNK_ON_DEVICE, TINY, TOPS, Format
 from hzplan.errors import one_line
 from hzplan.runtime.backends.convert import Conversion
 
 TILE = 1 << 14
 """Numbers between 0 and 1 that rounding at random takes in turn."""
-TINY = 2.0**-100
-"""A block of smaller values than this travels as zeros, for its scale would hardly be a normal number."""
 NEGATIVE_ZERO = -1
 """The code of int8 for −0.0 in such a block: it says that there was no gradient (``runtime.unit.ABSENT``)."""
 NOT_FINITE = {"int8": -128, "fp8": 127}
@@ -359,7 +357,7 @@ def pack(
         bad = ~torch.isfinite(wide)
         wide.masked_fill_(bad, 0.0)
         most = torch.amax(torch.abs(wide, out=other), dim=1, keepdim=True)
-    top = 127.0 if form.kind == "int8" else 448.0
+    top = TOPS[form.kind]
     empty = most < TINY
     has_empty = values.is_cuda or bool(empty.any())
     scale = (most / most.new_tensor(top)).to(torch.float32)  # by a number a GPU would multiply instead
