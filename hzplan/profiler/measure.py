@@ -38,6 +38,7 @@ from hzplan.profiler.model.entries import (
 )
 from hzplan.profiler.model.matrices import for_optimizer, measure_matrices
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
+from hzplan.profiler.model.outside import merged
 from hzplan.profiler.model.passes import record_passes
 from hzplan.profiler.model.reuse import EarlierCosts, with_reused
 from hzplan.profiler.model.time import measure_uses
@@ -250,6 +251,7 @@ def _measure_model(
     parts.part(f"forward and backward, micro-batch {', '.join(map(str, left))}", PASS_S * len(left))
     if left:
         passes = record_passes(ranks, model, left, lambda done: parts.at(RECORDING_SHARE * done))
+        model = model.reading(merged(recorded.outside for recorded in passes))
         if reused and model.shapes is not None and passes[0].uses != model.shapes.uses:
             raise UserError(
                 f"{workload.name}: modules are used in another order with values than without; profile "
@@ -262,16 +264,18 @@ def _measure_model(
         )
         uses, stragglers = with_reused(measured, reused), slow_compute(ranks, own_seconds)
     else:
-        assert model.shapes is not None
-        uses, stragglers = reusable.use_entries(model.shapes, reused), ()
+        shapes = model.shapes
+        assert shapes is not None
+        model = model.reading(shapes.outside)
+        uses, stragglers = reusable.use_entries(shapes, reused), ()
     largest = largest_elements(model.entries)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
     steps = reusable.optimizer(optimizer, min(largest, LAST_ELEMENTS)) or measure_optimizer(
         ranks, optimizer, torch_dtype, largest, model.run_smallest, parts.at
     )
-    if shapes := matrix_shapes(model.entries):
-        matrix = measure_matrices(ranks, optimizer, torch_dtype, shapes, model.run_smallest, parts.at)
+    if sides := matrix_shapes(model.entries):
+        matrix = measure_matrices(ranks, optimizer, torch_dtype, sides, model.run_smallest, parts.at)
         steps = steps.model_copy(update={"matrix": matrix})
     return ModelResult(
         entry=model_entry(workload, model.entries, as_dtype(dtype)),

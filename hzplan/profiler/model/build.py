@@ -9,7 +9,7 @@ from its shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from hzplan.models.units import Unit, master_dtype_of
 from hzplan.models.workload import Workload
 from hzplan.profiler.model.calls import RecordedCalls, Step
 from hzplan.profiler.model.entries import unit_entry
+from hzplan.profiler.model.outside import Outside, requiring
 from hzplan.profiler.model.shapes import (
     Shapes,
     model_on_meta,
@@ -56,6 +57,13 @@ class RunnableModel:
     steps: Mapping[int, Step]
     shapes: Shapes | None
     weight_shared: bool
+
+    def reading(self, outside: Outside) -> RunnableModel:
+        """The model, whose units require also what is read during their calls."""
+        units = requiring(self.units, outside)
+        requires = {unit.name: unit.requires for unit in units}
+        entries = tuple(one.model_copy(update={"requires": requires[one.name]}) for one in self.entries)
+        return replace(self, units=units, entries=entries)
 
     def run_smallest(self) -> None:
         """A forward and backward of the smallest micro-batch."""

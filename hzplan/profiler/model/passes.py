@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from hzplan.profiler.model.build import RunnableModel
 from hzplan.profiler.model.calls import RecordedCalls, Step
 from hzplan.profiler.model.flops import FlopProbe
 from hzplan.profiler.model.memory import Segment, memory_trace
+from hzplan.profiler.model.outside import Outside, OutsideReads, merged
 from hzplan.profiler.session.ranks import Ranks
 
 WARM_UPS = 2
@@ -28,13 +29,17 @@ NOT_FIXED = "the order in which modules are used must be fixed for a plan; take 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward at a micro-batch size, as far as it is the same every time."""
+    """One forward and backward at a micro-batch size, as far as it is the same every time.
+
+    ``outside``: what is read during other units' calls, on any rank.
+    """
 
     micro_batch: int
     step: Step
     uses: tuple[Use, ...]
     memory: tuple[Segment, ...]
     flops: tuple[int, ...]
+    outside: Outside = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class _Recorded:
     uses: tuple[Use, ...] = ()
     repeated: tuple[Use, ...] = ()
     memory: Sequence[Segment] = ()
+    outside: Outside = field(default_factory=dict)
     failure: str = ""
 
 
@@ -63,7 +69,7 @@ def record_passes(
     passes = []
     for size in micro_batches:
         step = model.steps[size]
-        by_rank = ranks.gather(_record(ranks, model.calls, step, follow_memory=shapes is None))
+        by_rank = ranks.gather(_record(ranks, model, step))
         for rank, recorded in enumerate(by_rank):
             if recorded.failure:
                 where = f" on rank {rank}" if ranks.size > 1 else ""
@@ -78,29 +84,33 @@ def record_passes(
             if uses != shapes.uses:
                 raise UserError(f"{model.name}: {NOT_FIXED} values")
             memory = tuple(Segment(cost.retained_bytes, cost.peak_bytes) for cost in shapes.costs[size])
-            flops = [cost.flops for cost in shapes.costs[size]]
+            flops, outside = [cost.flops for cost in shapes.costs[size]], shapes.outside
         else:
             memory = _middle([recorded.memory for recorded in by_rank])
             # Counting has no noise, but costs seconds of imports: one rank does it.
             flops = ranks.share(_flops(model.calls, step) if ranks.rank == 0 else [])
-        passes.append(Pass(size, step, uses, memory, tuple(flops)))
+            outside = merged(recorded.outside for recorded in by_rank)
+        passes.append(Pass(size, step, uses, memory, tuple(flops), outside))
         progress(len(passes) / len(micro_batches))
     return passes
 
 
-def _record(ranks: Ranks, calls: RecordedCalls, step: Step, *, follow_memory: bool) -> _Recorded:
+def _record(ranks: Ranks, model: RunnableModel, step: Step) -> _Recorded:
+    """A weight-shared model's parameters are in the same memory, so that nobody could tell which are read."""
+    calls = model.calls
+    reads = OutsideReads(() if model.weight_shared else model.units, lambda: calls.current_unit)
     try:
-        with _Alone() if ranks.size > 1 else nullcontext():  # type: ignore[no-untyped-call]
+        with _Alone() if ranks.size > 1 else nullcontext(), reads:  # type: ignore[no-untyped-call]
             uses = calls.run(step)
         for _ in range(WARM_UPS - 1):
             uses = calls.run(step)
         if not uses:
             return _Recorded(failure="its loss uses no module that has parameters")
-        if not follow_memory:
+        if model.weight_shared:
             return _Recorded(uses, uses)
         with memory_trace(ranks.device) as trace:
             repeated = calls.run(step, trace)
-        return _Recorded(uses, repeated, trace.segments())
+        return _Recorded(uses, repeated, trace.segments(), reads.found)
     except Exception as error:  # the user's model, which may raise anything
         return _Recorded(failure=one_line(error))
 

@@ -32,6 +32,7 @@ from hzplan.profiler.model.entries import unit_entry
 from hzplan.profiler.model.flops import FlopProbe
 from hzplan.profiler.model.folding import Fold, fold
 from hzplan.profiler.model.operations import Operated, Recorder, bytes_of
+from hzplan.profiler.model.outside import Outside, OutsideReads, merged, requiring
 from hzplan.profiler.session.clock import Probe
 
 
@@ -40,15 +41,16 @@ class Shapes:
     """A model as far as it is known without values.
 
     ``reads``: whether each use may read parameters; ``costs``: every use's FLOPs and bytes, without seconds,
-    by micro-batch size; ``recompute``: the same where all ``recomputable`` units compute their forward again,
-    by way, without those that the model does not allow. ``operations``, ``recompute_operations``: of the same
-    uses.
+    by micro-batch size; ``outside``: what is read during other units' calls; ``recompute``: costs where all
+    ``recomputable`` units compute their forward again, by way, without those that the model does not allow.
+    ``operations``, ``recompute_operations``: of the same uses.
     """
 
     units: tuple[UnitEntry, ...]
     uses: tuple[Use, ...]
     reads: tuple[bool, ...]
     costs: Mapping[int, Sequence[UseCost]]
+    outside: Outside
     recompute: Mapping[Way, Mapping[int, Sequence[UseCost]]]
     recomputable: frozenset[str]
     operations: Mapping[int, Sequence[Operated]]
@@ -83,10 +85,13 @@ def trace_shapes(
     assert passes is not None, "without folding there is a result"
     looked_up = {unit.name for unit in units if _looks_up(unit.module)}
     return Shapes(
-        units=tuple(unit_entry(unit, workload.matrices_of(unit)) for unit in units),
+        units=tuple(
+            unit_entry(unit, workload.matrices_of(unit)) for unit in requiring(units, passes.outside)
+        ),
         uses=passes.uses,
         reads=tuple(use.phase == "forward" or use.unit not in looked_up for use in passes.uses),
         costs=passes.costs,
+        outside=passes.outside,
         recompute=passes.recompute,
         recomputable=recomputable,
         operations=passes.operations,
@@ -100,6 +105,7 @@ class _Passes:
 
     uses: tuple[Use, ...] = ()
     costs: dict[int, Sequence[UseCost]] = field(default_factory=dict)
+    outside: Outside = field(default_factory=dict)
     operations: dict[int, Sequence[Operated]] = field(default_factory=dict)
     recompute: dict[Way, dict[int, Sequence[UseCost]]] = field(default_factory=dict)
     recompute_operations: dict[Way, dict[int, Sequence[Operated]]] = field(default_factory=dict)
@@ -120,10 +126,13 @@ def _passes(
     with _without_values(model, dtype):
         units = workload.units_of(model)
 
-        def trace(size: int, around: Callable[[Step], Step]) -> _Traced | None:
-            uses, costs, operations = _trace(workload, model, units, size, world, around)
+        def trace(size: int, around: Callable[[Step], Step]) -> _Unfolded | None:
+            uses, costs, operations, outside = _trace(workload, model, units, size, world, around)
+            found.outside = merged([found.outside, outside])
             if folded is None:
                 return uses, costs, operations
+            if any(folded.index(unit) is not None for of in outside.items() for unit in (of[0], *of[1])):
+                return None
             unfolded = folded.unfolded(uses, [*zip(costs, operations, strict=True)])
             if unfolded is None:
                 return None
@@ -157,7 +166,7 @@ def _passes(
     return found
 
 
-_Traced = tuple[tuple[Use, ...], Sequence[UseCost], Sequence[Operated]]
+_Unfolded = tuple[tuple[Use, ...], Sequence[UseCost], Sequence[Operated]]
 
 
 def _trace(
@@ -167,16 +176,17 @@ def _trace(
     size: int,
     world: int,
     around: Callable[[Step], Step] = lambda step: step,
-) -> tuple[tuple[Use, ...], list[UseCost], list[Operated]]:
-    """The uses of a forward and backward, their FLOPs and bytes, and their operations."""
+) -> tuple[tuple[Use, ...], list[UseCost], list[Operated], Outside]:
+    """The uses of a forward and backward, their costs, their operations, and what is read outside."""
     with unset_fake_temporarily():
         real = workload.batch(size, torch.Generator().manual_seed(0))
     batch = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
     calls = RecordedCalls(units, world, copy_gradients=False)
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     ledger = Ledger(size, [*model.parameters(), *model.buffers(), *inputs])
+    reads = OutsideReads(units, lambda: calls.current_unit)
     try:
-        with workload.in_shapes(), ledger:
+        with workload.in_shapes(), ledger, reads:
             uses = calls.run(around(partial(workload.loss, model, batch)), ledger)
             costs, operations = ledger.result()
     except Exception as error:  # the user's model, which may raise anything
@@ -188,7 +198,10 @@ def _trace(
         calls.detach()
     if not uses:
         raise UserError(f"{workload.name}: its loss uses no module that has parameters")
-    return uses, costs, operations
+    try:
+        return uses, costs, operations, reads.found
+    except UserError as error:
+        raise UserError(f"{workload.name}: {error}") from None
 
 
 def _looks_up(module: nn.Module) -> bool:

@@ -1,0 +1,91 @@
+"""Parameters that are read outside of their own module's forward: by a head that multiplies with an
+embedding's table without calling it, by an attention that multiplies with its output projection's weight.
+
+They must be whole in the call during which they are read, whichever unit's that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hzplan.errors import UserError
+from hzplan.models.local import local
+from hzplan.models.units import Unit
+
+Outside = Mapping[str, tuple[str, ...]]
+"""By unit, the others whose parameters are read during its calls though they are not known to be needed."""
+
+
+class OutsideReads(TorchDispatchMode):
+    """Sees what operations read, in every call. A view reads nothing: what is done with it does."""
+
+    def __init__(self, units: Sequence[Unit], current_unit: Callable[[], str | None]) -> None:
+        """``current_unit``: whose call it is; None before the first."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._current_unit = current_unit
+        self._owners = {_storage(p): (unit.name, name) for unit in units for name, p in unit.parameters}
+        self._requires = {unit.name: {*unit.requires} for unit in units}
+        self._found: dict[str, dict[str, None]] = {}
+        self._too_early = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = _storages((args, kwargs))
+        if func._schema.is_mutable or not _storages(result) <= read:
+            for storage in read & self._owners.keys():
+                self._note(*self._owners[storage])
+        return result
+
+    def _note(self, owner: str, parameter: str) -> None:
+        unit = self._current_unit()
+        if unit is None:
+            self._too_early = parameter
+        elif owner not in self._requires[unit]:
+            self._found.setdefault(unit, {})[owner] = None
+
+    @property
+    def found(self) -> Outside:
+        """What was read so far. UserError where that was before the first call, when nothing is whole."""
+        if self._too_early:
+            raise UserError(
+                f"the parameter {self._too_early} is read before the forward of any module that has "
+                "parameters; read it in its module's forward"
+            )
+        return {unit: tuple(sorted(owners)) for unit, owners in self._found.items()}
+
+
+def merged(found: Iterable[Outside]) -> Outside:
+    """Everything that was read in any pass, or on any rank."""
+    owners: dict[str, set[str]] = {}
+    for one in found:
+        for unit, read in one.items():
+            owners.setdefault(unit, set()).update(read)
+    return {unit: tuple(sorted(read)) for unit, read in sorted(owners.items())}
+
+
+def requiring(units: Iterable[Unit], outside: Outside) -> tuple[Unit, ...]:
+    """The units, which require also what is read during their calls."""
+    return tuple(
+        replace(unit, requires=tuple(dict.fromkeys([*unit.requires, *outside.get(unit.name, ())])))
+        for unit in units
+    )
+
+
+def _storages(values: Any) -> set[int]:
+    return {_storage(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tells a tensor's memory from others', of tensors without values too."""
+    try:
+        return int(local(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a kind of tensor that has none, as sparse ones
+        return id(tensor)
