@@ -90,13 +90,16 @@ def migrated(data: dict[str, Any], form: str, version: int, path: Path) -> dict[
     return data
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file (NaN and infinity refused); UserError naming the file and the place."""
+def read_json(path: Path, *, finite: bool = True) -> Any:
+    """Parse a JSON file; UserError naming the file and the place. ``finite``: refuse NaN and infinity, which
+    are no JSON but which Python writes."""
     try:
         content = _content(path)
         if len(content) > MAX_FILE_BYTES:
             raise UserError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a file of hzplan")
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_once)
+        return json.loads(
+            content.decode("utf-8"), parse_constant=_refuse if finite else float, object_pairs_hook=_once
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -45,7 +45,7 @@ def load_config(spec: str, name: str) -> Any:
         raise UserError(
             f"{spec}: no such file; use a config.json, its folder, or {', '.join(known_configs())}"
         )
-    data = read_json(path)
+    data = _with_infinities(read_json(path, finite=False))
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise UserError(f"{path}: not a model's config.json (it has no text in its field 'model_type')")
     from transformers import AutoConfig
@@ -57,6 +57,16 @@ def load_config(spec: str, name: str) -> Any:
         raise UserError(f"{path}: transformers does not take it: {one_line(error)}") from error
     config.use_cache = False
     return config
+
+
+def _with_infinities(value: Any) -> Any:
+    """A file's values, with the numbers that JSON has no word for, such as limits of state-space models:
+    transformers writes ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _with_infinities(inner) for key, inner in value.items()}
+    return [_with_infinities(inner) for inner in value] if isinstance(value, list) else value
 
 
 def seq_len_of(spec: str, config: Any, asked: int | None) -> int:

@@ -130,6 +130,10 @@ class _Hooks:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     _before_gradient(tensor, begin)
+                    # What is done in place to a view gives it another history, without the view's hooks, and
+                    # a linear layer's output is one. That of what it is a view of keeps its own.
+                    if tensor._base is not None and tensor._base.grad_fn is not None:
+                        _before_gradient(tensor._base, begin)
 
         return hook
 

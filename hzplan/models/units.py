@@ -61,8 +61,9 @@ def find_units(model: nn.Module, blocks: Iterable[str] | None = None) -> tuple[U
     """Repeated blocks are a unit each; every other module with parameters of its own is one too.
 
     Repeated blocks are the children of a ModuleList, or of a Sequential in which a class with parameters
-    below its own children occurs at least twice; the outermost such container counts. ``blocks``: the names
-    of other modules to take for them (of one inside another the outer one counts).
+    below its own children occurs at least twice; the outermost such container counts, and of lists in a list
+    the inner ones. ``blocks``: the names of other modules to take for them (of one inside another the outer
+    one counts).
     """
     return _units(model, dict(_blocks(model, "")) if blocks is None else _named(model, blocks))
 
@@ -163,11 +164,18 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if _repeats(child):
-            for index, block in child.named_children():
-                if next(block.parameters(), None) is not None:
-                    yield f"{path}.{index}", block
+            yield from _members(child, path)
         else:
             yield from _blocks(child, f"{path}.")
+
+
+def _members(container: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a container; of containers in it, which nobody calls, their own."""
+    for index, block in container.named_children():
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            yield from _members(block, f"{path}.{index}")
+        elif next(block.parameters(), None) is not None:
+            yield f"{path}.{index}", block
 
 
 def _repeats(container: nn.Module) -> bool:

@@ -89,7 +89,10 @@ def trace_shapes(
             unit_entry(unit, workload.matrices_of(unit)) for unit in requiring(units, passes.outside)
         ),
         uses=passes.uses,
-        reads=tuple(use.phase == "forward" or use.unit not in looked_up for use in passes.uses),
+        reads=tuple(
+            use.phase == "forward" or use.unit not in looked_up or use.unit in passes.outside
+            for use in passes.uses
+        ),
         costs=passes.costs,
         outside=passes.outside,
         recompute=passes.recompute,
@@ -126,12 +129,16 @@ def _passes(
     with _without_values(model, dtype):
         units = workload.units_of(model)
 
-        def trace(size: int, around: Callable[[Step], Step]) -> _Unfolded | None:
-            uses, costs, operations, outside = _trace(workload, model, units, size, world, around)
-            found.outside = merged([found.outside, outside])
+        def trace(size: int, around: Callable[[Step], Step] | None = None) -> _Unfolded | None:
+            traced = _trace(workload, model, units, size, world, around or (lambda step: step))
+            uses, costs, operations, outside = traced
+            if around is None:
+                found.outside = merged([found.outside, outside])
             if folded is None:
                 return uses, costs, operations
-            if any(folded.index(unit) is not None for of in outside.items() for unit in (of[0], *of[1])):
+            if any(
+                folded.index(unit) is not None for of in found.outside.items() for unit in (of[0], *of[1])
+            ):
                 return None
             unfolded = folded.unfolded(uses, [*zip(costs, operations, strict=True)])
             if unfolded is None:
@@ -140,7 +147,7 @@ def _passes(
 
         for number, size in enumerate(micro_batches):
             progress(f"forward and backward in shapes, micro-batch {size}", number / len(micro_batches))
-            traced = trace(size, lambda step: step)
+            traced = trace(size)
             if traced is None:
                 return None
             found.uses, found.costs[size], found.operations[size] = traced
@@ -175,7 +182,7 @@ def _trace(
     units: Sequence[Unit],
     size: int,
     world: int,
-    around: Callable[[Step], Step] = lambda step: step,
+    around: Callable[[Step], Step],
 ) -> tuple[tuple[Use, ...], list[UseCost], list[Operated], Outside]:
     """The uses of a forward and backward, their costs, their operations, and what is read outside."""
     with unset_fake_temporarily():
