@@ -22,6 +22,7 @@ import typer
 from torch import Tensor, nn
 
 from hzplan.formats.base import write_text
+from hzplan.models.hf import NARROW
 
 STEPS = ("built", "counted", "solved for", "trains as one process")
 TIMEOUT_S = 180.0
@@ -36,6 +37,7 @@ LAYER_FIELDS = (
     "encoder_layers",
 )
 SIZES = {
+    **NARROW,
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "n_embed"), 32),
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim", "decoder_ffn_dim"), 24
@@ -151,6 +153,8 @@ def small_config(family: Family, kind: str) -> Any:
     for field, value in [*vars(inner).items()]:
         if "drop" in field and isinstance(value, float):
             setattr(inner, field, 0.0)
+        elif "drop" in field and isinstance(value, list):
+            setattr(inner, field, [0.0] * len(value))
     if isinstance(vars(inner).get("layer_types"), list):
         inner.layer_types = inner.layer_types[:LAYERS]
     for field in ("pad_token_id", "bos_token_id", "eos_token_id"):

@@ -83,7 +83,14 @@ NARROW = {
     "shared_expert_intermediate_size": 24,
     **dict.fromkeys(("num_attention_heads", "n_head"), 4),
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    **dict.fromkeys(("head_dim", "rotary_dim"), 8),
+    # latent attention: a head's two parts, and what keys and values are compressed to
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("qk_head_dim", "q_lora_rank", "kv_lora_rank"), 16),
+    # state spaces: heads are as wide together as the model, twice
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 8),
+    "mamba_d_ssm": 64,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 32),
 }
 """Sizes of a small copy, by the names that configurations have for them."""
@@ -97,6 +104,8 @@ def narrow_config(config: Any, vocab: int) -> Any:
     sizes = {**NARROW, "vocab_size": vocab}
     if getattr(inner, "num_key_value_heads", None) == getattr(inner, "num_attention_heads", 0):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if getattr(inner, "expand", None) == 2 and hasattr(inner, "num_heads"):  # of a state space
+        sizes["num_heads"] = 8
     for field, size in sizes.items():
         if isinstance(getattr(inner, field, None), int) and not _is_computed(inner, field):
             setattr(inner, field, size)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.formats.cluster import find_cluster
+from hzplan.models.hf import builder, causal_loss, load_config, narrow_config
 from hzplan.models.workload import load
 from hzplan.profiler.analytic import analyse
 from hzplan.solver.solve import Request, Solved, solve
@@ -84,3 +88,22 @@ def test_a_model_of_transformers_is_counted_and_solved_for(kind: str, tmp_path: 
         parameter.numel() for parameter in model.parameters()
     )
     assert isinstance(solve(profile, Request(1 << 34, 2 * mesh.world)), Solved)
+
+
+@pytest.mark.parametrize("infinity", ["Infinity", '{"__float__": "Infinity"}'])
+def test_a_configuration_may_hold_infinities(infinity: str, tmp_path: Path) -> None:
+    """Those of state spaces do, as Python writes them or as transformers does."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "mamba2", "time_step_limit": [0.0, {infinity}]}}')
+    assert load_config("hf:mamba2", str(tmp_path)).time_step_limit == [0.0, inf]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gptj", "mamba2", "nemotron_h"])
+def test_a_small_copy_of_a_full_size_configuration_runs(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    config = narrow_config(load_config(f"hf:{kind}", str(tmp_path)), vocab=64)
+    for field in ("num_hidden_layers", "n_layer"):
+        if isinstance(getattr(config, field, None), int):
+            with suppress(AttributeError, NotImplementedError):  # nemotron_h has a list of them
+                setattr(config, field, 4)
+    model = builder("hf:", config)()
+    causal_loss(model, torch.randint(64, (2, 17))).backward()
