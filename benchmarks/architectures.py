@@ -144,7 +144,12 @@ def small_config(family: Family, kind: str) -> Any:
     config.architectures, config.use_cache = [], False
     pictures = family.inputs == "pixel_values"
     inner = getattr(config, "vision_config", config) if pictures else config.get_text_config()
-    for field, size in {**SIZES, **dict.fromkeys(LAYER_FIELDS, LAYERS)}.items():
+    sizes = {**SIZES, **dict.fromkeys(LAYER_FIELDS, LAYERS)}
+    if getattr(inner, "num_key_value_heads", None) == getattr(inner, "num_attention_heads", 0):
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if getattr(inner, "expand", None) == 2:  # a state space, whose heads are as wide together as it is, twice
+        sizes["num_heads"] = 8
+    for field, size in sizes.items():
         if isinstance(getattr(inner, field, None), int):
             try:
                 setattr(inner, field, size)

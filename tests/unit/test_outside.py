@@ -16,9 +16,11 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
 from hzplan.formats.cluster import find_cluster
 from hzplan.formats.profile import Profile
+from hzplan.models.units import find_units
 from hzplan.models.workload import load
 from hzplan.profiler import measure
 from hzplan.profiler.analytic import analyse
+from hzplan.profiler.model.outside import OutsideReads
 from hzplan.solver.emit import emit
 from hzplan.solver.solve import Request, Solved, solve
 from hzplan.training.verify import verify
@@ -164,3 +166,26 @@ def test_measured_needs_are_the_modelled_ones(way: str, monkeypatch: pytest.Monk
 def test_what_is_read_before_any_call_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^their_code:factory: the parameter table\.weight is read before"):
         modelled(named("too early", monkeypatch))
+
+
+def test_numbers_and_operations_with_functions_are_reads() -> None:
+    """A number is no tensor, and ``torch.cond`` no operation with a schema."""
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+    units = find_units(nn.ModuleDict({"first": first, "second": second, "third": third}))
+    reads = OutsideReads(units, lambda: "first")
+    with reads:
+        x = first(torch.ones(1, 2)) * second.bias[0].item()
+        torch.cond(x.sum() > 0, lambda t: t @ t.T, lambda t: t @ t, (third.weight,))
+    assert reads.found == {"first": ("second", "third")}
+
+
+def test_a_gradient_comes_to_whoever_is_there() -> None:
+    """A table's gradient needs no table, but somebody must wait for it."""
+    table, block = nn.Embedding(4, 2), nn.Linear(2, 2)
+    units, current = find_units(nn.ModuleDict({"table": table, "block": block})), "table"
+    reads = OutsideReads(units, lambda: current)
+    with reads:
+        x = F.embedding(torch.tensor([1]), table.weight)
+        current = "block"
+        block(x).sum().backward()
+    assert reads.found == {"block": ("table",)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,23 +24,45 @@ Outside = Mapping[str, tuple[str, ...]]
 
 
 class OutsideReads(TorchDispatchMode):
-    """Sees what operations read, in every call. A view reads nothing: what is done with it does."""
+    """Sees what operations read, in every call, and whose gradients come. A view reads nothing: what is done
+    with it does. A gradient may need no parameter, but comes to whoever is there for it."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, units: Sequence[Unit], current_unit: Callable[[], str | None]) -> None:
         """``current_unit``: whose call it is; None before the first."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._current_unit = current_unit
-        self._owners = {_storage(p): (unit.name, name) for unit in units for name, p in unit.parameters}
+        self._parameters = [(unit.name, name, p) for unit in units for name, p in unit.parameters]
+        self._owners = {_storage(p): (unit, name) for unit, name, p in self._parameters}
         self._requires = {unit.name: {*unit.requires} for unit in units}
         self._found: dict[str, dict[str, None]] = {}
         self._too_early = ""
+
+    def __enter__(self) -> OutsideReads:
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._note_gradient, unit, name))
+            for unit, name, p in self._parameters
+            if p.requires_grad
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note_gradient(self, owner: str, parameter: str, tensor: Tensor) -> None:
+        self._note(owner, parameter)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = _storages((args, kwargs))
-        if func._schema.is_mutable or not _storages(result) <= read:
+        read, made = _storages((args, kwargs)), _storages(result)
+        schema = getattr(func, "_schema", None)  # operations that take functions have none
+        if schema is None or schema.is_mutable or not made or not made <= read:
             for storage in read & self._owners.keys():
                 self._note(*self._owners[storage])
         return result

@@ -119,8 +119,10 @@ class _Alone(TorchDispatchMode):
     """Refuses messages. Ranks run a model as often as their own measurements need, so that one's messages
     would wait for ever for another's."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             raise UserError(
                 f"it sends messages of its own ({func}), and cannot be measured by itself; leave them out of "
                 "what gives the loss"

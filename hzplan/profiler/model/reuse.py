@@ -92,7 +92,10 @@ class EarlierCosts:
         """The uses of a model at sizes that are all reused."""
         modelled = shapes.costs[min(reused)]
         kinds = use_kinds(shapes.units, shapes.uses, [cost.flops for cost in modelled])
-        reads = [self.reads[kind] for kind in kinds]
+        reads = [
+            self.reads[kind] or use.unit in shapes.outside
+            for kind, use in zip(kinds, shapes.uses, strict=True)
+        ]
         return use_entries(shapes.uses, reads, [costs for _, costs in sorted(reused.items())], {}, ())
 
     def optimizer(self, name: str, elements: int) -> OptimizerEntry | None:
