@@ -51,7 +51,7 @@ class Net(nn.Module):
         self.way = way
         self.table = nn.Embedding(VOCAB, WIDTH)
         self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
-        blocks = 8 if way == "shared by blocks" else 2
+        blocks = 8 if way in ("shared by blocks", "one of many") else 2
         self.blocks = nn.ModuleList(
             Block(self.shared if way == "shared by blocks" else None) for _ in range(blocks)
         )
@@ -66,9 +66,9 @@ class Net(nn.Module):
             added = self.shared(x)
             x = self.entry(x)
             x += added
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             x = block(x)
-            if self.way == "between blocks":
+            if self.way == "between blocks" or (self.way == "one of many" and index == 3):
                 x = x + F.linear(x, self.shared.weight).tanh()
         if self.way == "attention":
             x = x + self.attention(x, x, x, need_weights=False)[0]
@@ -89,7 +89,7 @@ class Theirs:
         self.model = Net(way)
         for name, module in self.model.named_children():  # what takes no part is not trained
             used = {
-                "shared": way in ("between blocks", "shared by blocks", "in place"),
+                "shared": way not in ("table", "head", "attention", "too early"),
                 "head": way != "table",
             }
             used |= {"attention": way == "attention", "entry": way == "in place"}
@@ -122,6 +122,7 @@ READ = {
     "head": {"norm": {"head"}},
     "attention": {"attention": {"attention.out_proj"}},
     "between blocks": {"blocks.0": {"shared"}, "blocks.1": {"shared"}, "norm": {"shared"}},
+    "one of many": {"blocks.3": {"shared"}, "blocks.4": {"shared"}},
     "in place": {},
     "shared by blocks": {f"blocks.{index}": {"shared"} for index in range(8)},
 }

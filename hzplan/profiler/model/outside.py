@@ -30,7 +30,8 @@ class OutsideReads(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, units: Sequence[Unit], current_unit: Callable[[], str | None]) -> None:
-        """``current_unit``: whose call it is; None before the first."""
+        """``current_unit``: whose call it is; None before the first. ``met``: the units of which anything was
+        read, or had a gradient."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._current_unit = current_unit
         self._parameters = [(unit.name, name, p) for unit in units for name, p in unit.parameters]
@@ -38,6 +39,7 @@ class OutsideReads(TorchDispatchMode):
         self._requires = {unit.name: {*unit.requires} for unit in units}
         self._found: dict[str, dict[str, None]] = {}
         self._too_early = ""
+        self.met: set[str] = set()
 
     def __enter__(self) -> OutsideReads:
         self._hooks = [
@@ -69,6 +71,7 @@ class OutsideReads(TorchDispatchMode):
 
     def _note(self, owner: str, parameter: str) -> None:
         unit = self._current_unit()
+        self.met.add(owner)
         if unit is None:
             self._too_early = parameter
         elif owner not in self._requires[unit]:

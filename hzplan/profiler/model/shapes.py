@@ -131,14 +131,14 @@ def _passes(
 
         def trace(size: int, around: Callable[[Step], Step] | None = None) -> _Unfolded | None:
             traced = _trace(workload, model, units, size, world, around or (lambda step: step))
-            uses, costs, operations, outside = traced
+            uses, costs, operations, outside, met = traced
             if around is None:
                 found.outside = merged([found.outside, outside])
             if folded is None:
                 return uses, costs, operations
-            if any(
-                folded.index(unit) is not None for of in found.outside.items() for unit in (of[0], *of[1])
-            ):
+            outer = {unit.name for unit in units if unit.parameters and folded.index(unit.name) is None}
+            read = {unit for of in found.outside.items() for unit in (of[0], *of[1])}
+            if not outer <= met or not read <= outer:  # a block that is not there may be the one that reads
                 return None
             unfolded = folded.unfolded(uses, [*zip(costs, operations, strict=True)])
             if unfolded is None:
@@ -183,8 +183,9 @@ def _trace(
     size: int,
     world: int,
     around: Callable[[Step], Step],
-) -> tuple[tuple[Use, ...], list[UseCost], list[Operated], Outside]:
-    """The uses of a forward and backward, their costs, their operations, and what is read outside."""
+) -> tuple[tuple[Use, ...], list[UseCost], list[Operated], Outside, set[str]]:
+    """The uses of a forward and backward, their costs, their operations, what is read outside, and the units
+    that are met at all."""
     with unset_fake_temporarily():
         real = workload.batch(size, torch.Generator().manual_seed(0))
     batch = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
@@ -206,7 +207,7 @@ def _trace(
     if not uses:
         raise UserError(f"{workload.name}: its loss uses no module that has parameters")
     try:
-        return uses, costs, operations, reads.found
+        return uses, costs, operations, reads.found, reads.met
     except UserError as error:
         raise UserError(f"{workload.name}: {error}") from None
 
