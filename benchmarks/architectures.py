@@ -22,7 +22,7 @@ import typer
 from torch import Tensor, nn
 
 from hzplan.formats.base import write_text
-from hzplan.models.hf import NARROW
+from hzplan.models.hf import NARROW, fitting
 
 STEPS = ("built", "counted", "solved for", "trains as one process")
 TIMEOUT_S = 180.0
@@ -144,11 +144,7 @@ def small_config(family: Family, kind: str) -> Any:
     config.architectures, config.use_cache = [], False
     pictures = family.inputs == "pixel_values"
     inner = getattr(config, "vision_config", config) if pictures else config.get_text_config()
-    sizes = {**SIZES, **dict.fromkeys(LAYER_FIELDS, LAYERS)}
-    if getattr(inner, "num_key_value_heads", None) == getattr(inner, "num_attention_heads", 0):
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    if getattr(inner, "expand", None) == 2:  # a state space, whose heads are as wide together as it is, twice
-        sizes["num_heads"] = 8
+    sizes = fitting({**SIZES, **dict.fromkeys(LAYER_FIELDS, LAYERS)}, inner)
     for field, size in sizes.items():
         if isinstance(getattr(inner, field, None), int):
             try:

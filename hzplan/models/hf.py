@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -101,11 +101,7 @@ def narrow_config(config: Any, vocab: int) -> Any:
     found = copy.deepcopy(config)
     found._experts_implementation = "eager"  # the default's kernel knows no float64
     inner = found.get_text_config()
-    sizes = {**NARROW, "vocab_size": vocab}
-    if getattr(inner, "num_key_value_heads", None) == getattr(inner, "num_attention_heads", 0):
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    if getattr(inner, "expand", None) == 2 and hasattr(inner, "num_heads"):  # of a state space
-        sizes["num_heads"] = 8
+    sizes = fitting({**NARROW, "vocab_size": vocab}, inner)
     for field, size in sizes.items():
         if isinstance(getattr(inner, field, None), int) and not _is_computed(inner, field):
             setattr(inner, field, size)
@@ -115,6 +111,16 @@ def narrow_config(config: Any, vocab: int) -> Any:
     for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(inner, field, None) is not None:
             setattr(inner, field, 0)
+    return found
+
+
+def fitting(sizes: Mapping[str, int], config: Any) -> dict[str, int]:
+    """Small sizes, with as many heads of each sort as this configuration asks for."""
+    found = dict(sizes)
+    if getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", 0):
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    if getattr(config, "expand", None) == 2 and hasattr(config, "num_heads"):  # of a state space
+        found["num_heads"] = 8
     return found
 
 
