@@ -63,7 +63,7 @@ def random_profile(
     _add_partial_ways(uses)
     _add_host_way(uses)
     own = random.Random(json.dumps(units))  # what was drawn before this was added stays as it was
-    return Profile.model_validate(
+    drawn = Profile.model_validate(
         {
             "provenance": {"created": "-", "hzplan": "-", "torch": "-", "python": "-", "cpus": 1},
             "model": {"name": "random", "parameters": 1, "signature": "-", "dtype": dtype, "seq_len": 8},
@@ -102,6 +102,18 @@ def random_profile(
             "host": _host(own),
         }
     )
+    return with_processors(drawn, own) if own.random() < 0.5 else drawn
+
+
+def with_processors(profile: Profile, rng: random.Random) -> Profile:
+    """What compute and messages ask of processors that ranks share."""
+    content = profile.model_dump(mode="json")
+    content["cluster"]["compute_busy"] = rng.choice((0.2, 1.0))
+    for curve in content["collectives"]:
+        share = rng.choice((0.1, 0.6, 1.2))
+        for point in curve["points"]:
+            point["busy_seconds"] = point["seconds"] * share
+    return Profile.model_validate(content)
 
 
 def with_matrices(profile: Profile, rng: random.Random) -> Profile:
@@ -288,16 +300,17 @@ def try_everything(
                     named = size, schedule.pace
                     tried = by_pace.get(named, float("inf"))
                     enough = max(tried, shortest) if steps else tried
-                    if floor_ns(schedule, durations, model.interference) >= enough:
+                    busy = model.busy(schedule, units, durations)
+                    if floor_ns(schedule, durations, model.interference, busy) >= enough:
                         continue
                     part = replay(schedule, durations).period_ns  # of the objective, and of the step
                     if part < tried:
-                        objective = objective_ns(schedule, durations, model.interference, graph)
+                        objective = objective_ns(schedule, durations, model.interference, graph, busy)
                         best = min(best, objective)
                         by_pace[named] = min(objective, by_pace.get(named, objective))
                     if steps and part < shortest:
-                        again_ns = replay_shared(schedule, durations, model.interference, late).period_ns
-                        shortest = min(again_ns, shortest)
+                        again = replay_shared(schedule, durations, model.interference, late, busy)
+                        shortest = min(again.period_ns, shortest)
     assert smallest is not None
     step = shortest if shortest < float("inf") else None
     return Truth(best if by_pace else None, step, smallest, by_pace)

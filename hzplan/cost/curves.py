@@ -20,5 +20,25 @@ def interpolate(curve: Curve, size: float) -> float:
     for (low, low_s), (high, high_s) in itertools.pairwise(curve):
         if size <= high:
             return low_s + (high_s - low_s) * (size - low) / (high - low)
-    (low, low_s), (high, high_s) = curve[-2], curve[-1]
-    return high_s + max(0.0, (high_s - low_s) / (high - low)) * (size - high)
+    high, high_s = curve[-1]
+    return high_s + _last_slope(curve) * (size - high)
+
+
+def latency(curve: Curve, size: float) -> float:
+    """Seconds that a message of a size takes beyond its bytes at the rate of the largest: what messages that
+    are under way together pay once.
+
+    Not what the smallest message takes, as waiting for an answer and sending can take place at once: then a
+    message of a middling size takes the longer of both.
+    """
+    spent = interpolate(curve, size)
+    return min(interpolate(curve, 0), max(0.0, spent - _last_slope(curve) * size))
+
+
+def _last_slope(curve: Curve) -> float:
+    """Seconds per byte between the last two points; of a single point all of its time."""
+    high, high_s = curve[-1]
+    if len(curve) == 1:
+        return high_s / max(high, 1)
+    low, low_s = curve[-2]
+    return max(0.0, (high_s - low_s) / (high - low))

@@ -5,7 +5,8 @@ Times are integer nanoseconds and sizes integer bytes, so that sums do not depen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,16 +15,21 @@ from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes, marked
 from hzplan.core.order import in_order
 from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
-from hzplan.core.schedule import Interval, Kind, MessageOrder, Schedule, Task, build
-from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
+from hzplan.core.schedule import HOST_LINK, Interval, Kind, MessageOrder, Schedule, Task, build
+from hzplan.core.stages import PARAMETERS, Collective, Operation, collectives_of, format_of
 from hzplan.core.wire import Format, Wire, packed_bytes
-from hzplan.cost.curves import interpolate
+from hzplan.cost.curves import Curve, interpolate, latency
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.lateness import Late
 from hzplan.cost.matrices import ORTHOGONALIZED_BYTES, MatrixCosts, orthogonalize_ns
-from hzplan.cost.unit import BucketCost, UnitCost, summed
+from hzplan.cost.unit import MESSAGES, BucketCost, UnitCost, busy_at, summed
 from hzplan.formats.profile import InterferenceEntry, Profile, RecomputeCost, UseCost
+
+COPIES = frozenset(itertools.chain(*HOST_LINK))
+"""The streams of copies between a device and the host's memory."""
+Curves = Mapping[tuple[str, int, int], Curve]
+"""By operation and stage, of a size seconds."""
 
 REDUCED_TOGETHER = (Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
 """The kinds of tasks in which units pay something once: the largest of what each would pay alone. Bounds
@@ -56,11 +62,24 @@ class CostModel:
         return self.profile.mesh
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, int, int], list[tuple[int, float]]]:
+    def _curves(self) -> Curves:
         return {
             (curve.operation, curve.low, curve.high): [(p.bytes, p.seconds) for p in curve.points]
             for curve in self.profile.collectives
         }
+
+    @cached_property
+    def _busy_curves(self) -> Curves:
+        return {
+            (curve.operation, curve.low, curve.high): [(p.bytes, p.busy_seconds or 0.0) for p in curve.points]
+            for curve in self.profile.collectives
+        }
+
+    @cached_property
+    def compute_busy(self) -> float | None:
+        """The share of the processors that ranks share which compute of all of them keeps busy; None where
+        nobody measured what messages cost processors."""
+        return self.profile.cluster.compute_busy
 
     @cached_property
     def _optimizer_curve(self) -> list[tuple[int, float]]:
@@ -118,24 +137,56 @@ class CostModel:
         leaves.
         """
         key = operation, stage, nbytes
-        if key not in self._known and operation == "all_to_all":
-            self._known[key] = sum(
-                round(interpolate(curve, nbytes) * 1e9)
+        if key not in self._known:
+            self._known[key] = self._interpolated(self._curves, *key)
+        return self._known[key]
+
+    def busy_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Nanoseconds for which a collective keeps the processors that ranks share busy; as
+        ``collective_ns``."""
+        key = operation, stage, nbytes
+        if key not in self._known_busy:
+            self._known_busy[key] = self._interpolated(self._busy_curves, *key)
+        return self._known_busy[key]
+
+    def latency_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Of ``collective_ns`` what collectives under way together pay once (``curves.latency``)."""
+        key = operation, stage, nbytes
+        if key not in self._known_latency:
+            self._known_latency[key] = self._interpolated(self._curves, *key, latency)
+        return self._known_latency[key]
+
+    def _interpolated(
+        self,
+        curves: Curves,
+        operation: str,
+        stage: Stage,
+        nbytes: int,
+        reading: Callable[[Curve, float], float] = interpolate,
+    ) -> int:
+        """Nanoseconds of a collective as read off the curves of every one on every stage."""
+        if operation == "all_to_all":
+            return sum(
+                round(reading(curve, nbytes) * 1e9)
                 for tier in range(len(self.mesh.tiers))
                 if (one := self.mesh.stage_in_tier(tier, *stage)) is not None
-                for curve in [self._curves.get((operation, *one)) or self._curves["all_gather", *one]]
+                for curve in [curves.get((operation, *one)) or curves["all_gather", *one]]
             )
-        elif key not in self._known:
-            curve = self._curves.get((operation, *stage))
-            if curve is None and operation == "all_reduce":
-                parts = ("reduce_scatter", "all_gather")
-                self._known[key] = sum(self.collective_ns(part, stage, nbytes) for part in parts)
-            else:
-                self._known[key] = round(interpolate(self._curves[(operation, *stage)], nbytes) * 1e9)
-        return self._known[key]
+        if (operation, *stage) not in curves and operation == "all_reduce":
+            parts = ("reduce_scatter", "all_gather")
+            return sum(self._interpolated(curves, part, stage, nbytes, reading) for part in parts)
+        return round(reading(curves[(operation, *stage)], nbytes) * 1e9)
 
     @cached_property
     def _known(self) -> dict[tuple[str, Stage, int], int]:
+        return {}
+
+    @cached_property
+    def _known_latency(self) -> dict[tuple[str, Stage, int], int]:
+        return {}
+
+    @cached_property
+    def _known_busy(self) -> dict[tuple[str, Stage, int], int]:
         return {}
 
     def compute_ns(self, use_index: int, micro_batch: int) -> int:
@@ -360,7 +411,9 @@ class CostModel:
         Gathers of several stages of a tier share its link, so their times add up. Exchanges are under way at
         the same time, so of their latencies only the largest counts.
         """
-        total = UnitCost.zero(len(self.mesh.tiers))
+        tiers, busy = len(self.mesh.tiers), self.compute_busy
+        total = UnitCost.zero(tiers, busy=busy is not None)
+        working = [0] * len(total.busy_ns)
         twice = list(total.final_reduce_ns)  # what all-reduces wait, counted for each
         sizes: dict[tuple[int, int, Stage], int] = {}
         times = [[0] * len(self.mesh.tiers) for _ in range(3)]
@@ -370,13 +423,17 @@ class CostModel:
             for kind, tier, stage, nbytes, rounding_ns in part.gathers:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
                 times[kind][tier] += rounding_ns
+                if busy is not None:
+                    working[busy_at(MESSAGES[kind], tier, tiers)] += round(busy * rounding_ns)
         waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
         at_once = self.profile.cluster.reduce_scatter_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
             alone = self.collective_ns("all_gather", stage, nbytes)
-            latency = min(alone, self.collective_ns("all_gather", stage, 0)) if at_once else 0
-            times[kind][tier] += alone - latency
-            waited[kind][tier] = max(waited[kind][tier], latency)
+            once = self.latency_ns("all_gather", stage, nbytes) if at_once else 0
+            times[kind][tier] += alone - once
+            waited[kind][tier] = max(waited[kind][tier], once)
+            if busy is not None:
+                working[busy_at(MESSAGES[kind], tier, tiers)] += self.busy_ns("all_gather", stage, nbytes)
         unshard, grad_gather, param_gather = map(summed, times, waited)
         final = tuple(
             ns - more + once
@@ -389,6 +446,7 @@ class CostModel:
             grad_gather_ns=grad_gather,
             param_gather_ns=param_gather,
             gather_waits_ns=tuple(waited[1]),
+            busy_ns=summed(total.busy_ns, working),
         )
 
     def part(self, bucket: BucketLayout) -> BucketCost:
@@ -402,12 +460,12 @@ class CostModel:
         tiers = range(len(mesh.tiers))
         gathers = tuple(
             (number, tier, one.stage, nbytes, self._rounding_ns(bucket, kind, tier, one))
-            for number, kind in enumerate((Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER))
+            for number, kind in enumerate(MESSAGES[:3])
             for tier in tiers
             for one, nbytes in self.collectives(bucket, kind, tier)
         )
         parameters = replace(
-            UnitCost.zero(len(tiers)),
+            UnitCost.zero(len(tiers), busy=self.compute_busy is not None),
             param_bytes=bucket.nbytes // mesh.shards[levels.param],
             unshard_bytes=bucket.buffer_nbytes if mesh.shards[levels.param] > 1 else 0,
         )
@@ -425,10 +483,10 @@ class CostModel:
             )
 
         def waited(tier: int) -> int:
-            """Of a library's all-reduces that what a message of no bytes takes."""
+            """Of a library's all-reduces that are under way together what is paid once."""
             listed = self.collectives(bucket, Kind.FINAL_REDUCE, tier)
             return sum(
-                min(self.collective_ns(*one, nbytes), self.collective_ns(*one, 0))
+                self.latency_ns(*one, nbytes)
                 for one, nbytes in listed
                 if one.operation == "all_reduce"
                 and self._is_summed_by_library(bucket, Kind.FINAL_REDUCE, tier, one, nbytes)
@@ -452,11 +510,30 @@ class CostModel:
             replicated=replicated,
             norm_ns=0 if replicated else self._norm_share_ns(bucket),
             reduce_waits_ns=tuple(map(waited, tiers)),
+            busy_ns=self._messages_busy_ns(bucket),
         )
         if self.matrices is not None and levels.matrix:
             cost = self._with_messages(self.matrices.with_updates(cost, bucket, mesh), bucket)
             cost = replace(cost, optim_bytes=master_bytes * self.matrices.state_per_element)
         return BucketCost(cost, gathers)
+
+    def _messages_busy_ns(self, bucket: BucketLayout) -> tuple[int, ...]:
+        """``UnitCost.busy_ns`` of a bucket without its gathers, which buckets join."""
+        if self.compute_busy is None:
+            return ()
+        found = []
+        for kind, tier in itertools.product(MESSAGES, range(len(self.mesh.tiers))):
+            total = 0
+            if kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
+                for one, nbytes in self.collectives(bucket, kind, tier):
+                    parts = self._reduction(bucket, kind, tier, one, nbytes)
+                    total += sum(self.busy_ns(part, one.stage, nbytes) for part in parts)
+                    total += round(self.compute_busy * self._rounding_ns(bucket, kind, tier, one))
+            elif kind in (Kind.ASSEMBLE, Kind.RETURN) and self.matrices is not None and bucket.levels.matrix:
+                listed = self.collectives(bucket, kind, tier)
+                total = sum(self.busy_ns(*one, nbytes) for one, nbytes in listed)
+            found.append(total)
+        return tuple(found)
 
     def _scratch_bytes(self, bucket: BucketLayout, tier: int) -> int:
         """Bytes that a bucket's messages on a tier need beside their buffers: to receive, and to round."""
@@ -475,7 +552,7 @@ class CostModel:
             for kind in (Kind.ASSEMBLE, Kind.RETURN)
         }
         waits = {
-            kind: [sum(self.collective_ns(*one, 0) for one, _ in of) for of in by_tier]
+            kind: [sum(self.latency_ns(*one, nbytes) for one, nbytes in of) for of in by_tier]
             for kind, by_tier in listed.items()
         }
         times = {
@@ -512,14 +589,18 @@ class CostModel:
         A library adds up what it sends. What is narrower than the sum goes to its rank as it is, in an
         all-to-all, and is added up there; of an all-reduce that is the first half.
         """
+        parts = self._reduction(bucket, kind, tier, one, nbytes)
+        return sum(self.collective_ns(part, one.stage, nbytes) for part in parts)
+
+    def _reduction(
+        self, bucket: BucketLayout, kind: Kind, tier: int, one: Collective, nbytes: int
+    ) -> list[Operation]:
+        """The collectives that a reduction of gradients is made of, one after the other."""
         if self._is_summed_by_library(bucket, kind, tier, one, nbytes):
-            return self.collective_ns(*one, nbytes)
+            return [one.operation]
         by_exchange = self.profile.cluster.reduce_scatter_by_exchange
-        first = "reduce_scatter" if by_exchange else "all_to_all"
-        gather_ns = (
-            self.collective_ns("all_gather", one.stage, nbytes) if one.operation == "all_reduce" else 0
-        )
-        return self.collective_ns(first, one.stage, nbytes) + gather_ns
+        first: Operation = "reduce_scatter" if by_exchange else "all_to_all"
+        return [first, "all_gather"] if one.operation == "all_reduce" else [first]
 
     def _is_summed_by_library(
         self, bucket: BucketLayout, kind: Kind, tier: int, one: Collective, nbytes: int
@@ -615,6 +696,27 @@ class CostModel:
         distinct, places = schedule.distinct
         lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
         return [lengths[place] for place in places]
+
+    def busy(
+        self, schedule: Schedule, units: Mapping[str, UnitCost], durations_ns: Sequence[int]
+    ) -> list[float] | None:
+        """Nanoseconds for which each task keeps busy the processors that ranks share; None where unknown.
+
+        Messages by what was measured. Whatever else is done is like compute; of matrices that go to hosts
+        each rank's share counts, while their group's task lasts as long as the host with most.
+        """
+        if (share := self.compute_busy) is None:
+            return None
+
+        def of(task: Task, duration_ns: int) -> float:
+            named = (units[unit] for unit in task.units)
+            if task.tier >= 0:
+                return float(sum(unit.messages_busy_ns(task.kind, task.tier) for unit in named))
+            if task.kind is Kind.ORTHOGONALIZE:
+                return share * sum(unit.duration_ns(task.kind, task.tier) for unit in named)
+            return 0.0 if task.stream in COPIES else share * duration_ns
+
+        return [of(task, ns) for task, ns in zip(schedule.tasks, durations_ns, strict=True)]
 
     def step_ns(self, schedule: Schedule, *, replicated: bool) -> int:
         """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.

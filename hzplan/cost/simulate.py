@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import fsum, inf, prod
 from operator import mul
 
 import numpy as np
@@ -114,27 +114,32 @@ def objective_ns(
     durations_ns: Sequence[int],
     interference: Interference | None = None,
     graph: EventGraph | None = None,
+    busy_ns: Sequence[float] | None = None,
 ) -> float:
     """A lower bound on a step's time for these durations, and what the ILP minimises.
 
-    The largest of three: the period if every task had the whole of its link, with what late ranks and
+    The largest of four: the period if every task had the whole of its link, with what late ranks and
     interference are sure to cost (``graph``, ``event_graph`` of the schedule; None: made here, no rank is
-    late); the whole load of a tier, which cannot carry its bytes faster, whatever the sharing; and what
-    compute and all loads take together as they slow each other (``Interference.energies``).
+    late); the whole load of a tier, which cannot carry its bytes faster, whatever the sharing; what
+    compute and all loads take together as they slow each other (``Interference.energies``); and how long
+    all tasks keep processors busy (``busy_ns``, ``CostModel.busy``).
     """
     if graph is None:
         graph = event_graph(schedule, interference or Interference.none(schedule.tiers))
     period = replay(schedule, durations_ns).period_ns
     if not graph.plain:
         period = max(period, graph.period(np.asarray(durations_ns, dtype=float)))
-    return max(period, floor_ns(schedule, durations_ns, interference))
+    return max(period, floor_ns(schedule, durations_ns, interference, busy_ns))
 
 
 def floor_ns(
-    schedule: Schedule, durations_ns: Sequence[int], interference: Interference | None = None
+    schedule: Schedule,
+    durations_ns: Sequence[int],
+    interference: Interference | None = None,
+    busy_ns: Sequence[float] | None = None,
 ) -> float:
     """The part of ``objective_ns`` that needs no replay: the largest of tier loads, loads of the link to the
-    host's memory, and energies."""
+    host's memory, energies, and what processors do."""
     loads = tier_loads_ns(schedule, durations_ns)
     compute = sum(d for t, d in zip(schedule.tasks, durations_ns, strict=True) if t.stream == COMPUTE_STREAM)
     energies = interference.energies if interference else ()
@@ -142,7 +147,8 @@ def floor_ns(
     for task, duration in zip(schedule.tasks, durations_ns, strict=True):
         if (way := _HOST_WAYS.get(task.stream)) is not None:
             copies[way] += duration
-    return max(compute, *loads, *copies, *(energy.at(compute, loads) for energy in energies))
+    together = (energy.at(compute, loads) for energy in energies)
+    return max(compute, *loads, *copies, *together, fsum(busy_ns or ()))
 
 
 def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
@@ -159,6 +165,7 @@ def replay_shared(
     durations_ns: Sequence[int],
     interference: Interference | None = None,
     late: Sequence[Late] | None = None,
+    busy_ns: Sequence[float] | None = None,
 ) -> Timeline:
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
@@ -168,8 +175,11 @@ def replay_shared(
     ``late``: by task, in nanoseconds. With it several ranks are simulated, each at random faster or slower
     than the mean, and a collective begins when the last of them
     is ready. Exposed time is the mean over ranks; start and end of compute tasks are the first rank's.
+
+    ``busy_ns``: by task, for which it keeps processors busy that ranks share. Messages, whose threads wait
+    for them most of the time, get them first, and what computes shares the rest.
     """
-    return _SharedReplay(schedule, durations_ns, interference, late).run()
+    return _SharedReplay(schedule, durations_ns, interference, late, busy_ns).run()
 
 
 STEPS, STEPS_OF_MANY = 4, 6
@@ -183,6 +193,9 @@ def events(schedule: Schedule, late: Sequence[Late] | None = None) -> int:
     computes = len(schedule.streams[COMPUTE_STREAM])
     return STEPS_OF_MANY * (len(schedule.tasks) + (RANKS - 1) * computes)
 
+
+LEAST_COMPUTE = 0.05
+"""Share of the processors that messages leave to compute."""
 
 _Ready = tuple[int, int, str]
 """(rank, 0 for all; task number; stream whose task end released it)."""
@@ -202,6 +215,7 @@ class _SharedReplay:
         durations_ns: Sequence[int],
         interference: Interference | None,
         late: Sequence[Late] | None,
+        busy_ns: Sequence[float] | None,
     ) -> None:
         self.schedule, self.durations_ns = schedule, durations_ns
         self.late = late
@@ -221,6 +235,7 @@ class _SharedReplay:
             else other
             for task, compute in zip(schedule.tasks, self.computes, strict=True)
         ]
+        self.busy = self._busy(busy_ns)
         self.slowdowns: dict[tuple[int, ...], list[float]] = {}
         uses = max(len(schedule.uses), 1)
         self.uses_of = [(task.position % uses, task.position // uses) for task in schedule.tasks]
@@ -343,6 +358,8 @@ class _SharedReplay:
         total, under_way, kinds = self.total, self.under_way, self.kinds
         placed = tuple([kinds[key % total] for _, key in under_way])
         slowdown = self.slowdowns.get(placed) or self._slowdowns(placed)
+        if self.busy:
+            slowdown = self._with_processors(placed, slowdown)
         elapsed = min(map(mul, under_way.values(), slowdown), default=inf)
         if self.waking:
             elapsed = min(elapsed, min(self.waking.values()) - self.now)
@@ -378,6 +395,32 @@ class _SharedReplay:
         factors = [*map(mul, shared, beside_compute), update, (1.0 + heavy * updating) / speed, *copies]
         self.slowdowns[kinds] = [factors[kind] for kind in kinds]
         return self.slowdowns[kinds]
+
+    def _busy(self, busy_ns: Sequence[float] | None) -> list[float]:
+        """By task, the share of processors that it keeps busy while it runs alone; of compute one rank's."""
+        if busy_ns is None:
+            return []
+        return [
+            busy / duration / (self.ranks if compute else 1) if duration else 0.0
+            for busy, duration, compute in zip(busy_ns, self.durations_ns, self.computes, strict=True)
+        ]
+
+    def _with_processors(self, placed: tuple[int, ...], slowdown: list[float]) -> list[float]:
+        """Slowdowns with those by which tasks under way ask for no more than all processors."""
+        total, tiers, busy = self.total, self.schedule.tiers, self.busy
+        asked = [busy[key % total] / slow for (_, key), slow in zip(self.under_way, slowdown, strict=True)]
+        if sum(asked) <= 1.0:
+            return slowdown
+        sent = sum(share for share, kind in zip(asked, placed, strict=True) if kind < tiers)
+        rest = sum(asked) - sent
+        # Compute gets what messages leave, and a little in any case.
+        left = min(rest, max(1.0 - sent, LEAST_COMPUTE))
+        slow_messages = max(1.0, sent / (1.0 - left)) if sent > 1.0 - LEAST_COMPUTE else 1.0
+        slower = slow_messages, rest / left if rest else 1.0
+        return [
+            slow * slower[kind >= tiers] if share else slow
+            for slow, kind, share in zip(slowdown, placed, asked, strict=True)
+        ]
 
 
 def _steady(begins: Sequence[float]) -> float | None:

@@ -11,6 +11,12 @@ from hzplan.core.hierarchy import Stage
 from hzplan.core.recompute import Way
 from hzplan.core.schedule import Kind
 
+MESSAGES = (
+    *(Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER),
+    *(Kind.REDUCE, Kind.FINAL_REDUCE, Kind.ASSEMBLE, Kind.RETURN),
+)
+"""The kinds of tasks that send something; first the gathers, which buckets join."""
+
 
 class Hosted(NamedTuple):
     """A matrix whose update one of ``ranks`` computes: its sides, and nanoseconds."""
@@ -36,7 +42,9 @@ class UnitCost:
     are brought together for their updates: ``assemble_ns`` and ``return_ns`` by tier, without the
     ``matrix_waits_ns`` that a group of units pays once; ``repeated_ns``: Newton–Schulz of those that every
     rank computes; ``hosted``: those that one rank each does; ``apply_ns``: the step afterwards;
-    ``matrix_bytes``: of the buffers in which they come together, without what hosts receive.
+    ``matrix_bytes``: of the buffers in which they come together, without what hosts receive. ``busy_ns``:
+    nanoseconds for which the processors that ranks share are busy with a kind of messages, by kind
+    (``MESSAGES``) and tier; empty where nobody measured that.
     """
 
     unshard_ns: tuple[int, ...]
@@ -67,6 +75,7 @@ class UnitCost:
     hosted: tuple[Hosted, ...] = ()
     apply_ns: int = 0
     matrix_bytes: int = 0
+    busy_ns: tuple[int, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -105,11 +114,12 @@ class UnitCost:
             hosted=self.hosted + other.hosted,
             apply_ns=self.apply_ns + other.apply_ns,
             matrix_bytes=self.matrix_bytes + other.matrix_bytes,
+            busy_ns=summed(self.busy_ns, other.busy_ns),
         )
 
     @classmethod
-    def zero(cls, tiers: int) -> UnitCost:
-        """A unit without tensors."""
+    def zero(cls, tiers: int, *, busy: bool = False) -> UnitCost:
+        """A unit without tensors; ``busy``: whether it is known how long messages keep processors busy."""
         none = (0,) * tiers
         zero = cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
         return replace(
@@ -119,6 +129,7 @@ class UnitCost:
             matrix_waits_ns=none,
             assemble_ns=none,
             return_ns=none,
+            busy_ns=none * len(MESSAGES) if busy else (),
         )
 
     @cached_property
@@ -149,6 +160,15 @@ class UnitCost:
         """Of them those that units which are reduced together pay once, the same for each."""
         by_tier = {Kind.FINAL_REDUCE: self.reduce_waits_ns, Kind.GRAD_GATHER: self.gather_waits_ns}.get(kind)
         return by_tier[tier] if by_tier else 0
+
+    def messages_busy_ns(self, kind: Kind, tier: int) -> int:
+        """Nanoseconds for which processors are busy with this unit's messages of a kind on a tier."""
+        return self.busy_ns[busy_at(kind, tier, len(self.unshard_ns))] if self.busy_ns else 0
+
+
+def busy_at(kind: Kind, tier: int, tiers: int) -> int:
+    """Where ``busy_ns`` has the messages of a kind on a tier."""
+    return MESSAGES.index(kind) * tiers + tier
 
 
 class BucketCost(NamedTuple):

@@ -49,6 +49,7 @@ from hzplan.profiler.network.rounding import measure_rounding
 from hzplan.profiler.network.stragglers import slow_compute, slow_links
 from hzplan.profiler.network.wakeup import measure_wakeup
 from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes, untracked_bytes
+from hzplan.profiler.session.processors import Processors, compute_busy
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import PartialResults
@@ -307,7 +308,9 @@ def _measure_links(
     peak = peak_flops(ranks, torch_dtype)
     parts.part("links", STAGE_S * len(mesh.stages()))
     before = untracked_bytes(ranks)
-    collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at)
+    apart = ranks.device.type != "cpu"  # else ranks share processors, and there is no memory but the host's
+    processors = None if apart else Processors.of(ranks)
+    collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at, processors)
     context, communicator = _reserve(before, untracked_bytes(ranks), len(mesh.stages()))
     release()
     parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))
@@ -315,7 +318,6 @@ def _measure_links(
     parts.part("rounding of what travels", ROUNDING_S)
     rounding = measure_rounding(ranks, parts.at)
     parts.part("the host's memory", HOST_S)
-    apart = ranks.device.type != "cpu"  # else there is no memory but the host's
     host, stragglers = measure_host(ranks, parts.at) if apart else None, slow_links(ranks, mesh)
     release()
     forget()
@@ -333,6 +335,7 @@ def _measure_links(
             wakeup_seconds=None if apart else measure_wakeup(ranks),
             context_bytes=context if apart else None,
             communicator_bytes=communicator if apart else None,
+            compute_busy=None if processors is None else round(compute_busy(ranks, processors, compute), 4),
         ),
         collectives=collectives,
         interference=interference,

@@ -64,7 +64,12 @@ class Evaluation:
     @cached_property
     def floor_ns(self) -> float:
         """A lower bound on the objective that needs no replay, nanoseconds."""
-        return floor_ns(self.schedule, self.durations_ns, self.model.interference)
+        return floor_ns(self.schedule, self.durations_ns, self.model.interference, self.busy_ns)
+
+    @cached_property
+    def busy_ns(self) -> list[float] | None:
+        """By task, nanoseconds for which it keeps processors busy that ranks share; None where unknown."""
+        return self.model.busy(self.schedule, self.units, self.durations_ns)
 
     @cached_property
     def objective_ns(self) -> float:
@@ -81,7 +86,8 @@ class Evaluation:
     def _objective_ns(self, schedule: Schedule) -> float:
         durations = self.model.durations(schedule, self.units, self.micro_batch)
         graph = self.model.event_graph(schedule, self.micro_batch)
-        return objective_ns(schedule, durations, self.model.interference, graph)
+        busy = self.model.busy(schedule, self.units, durations)
+        return objective_ns(schedule, durations, self.model.interference, graph, busy)
 
     @cached_property
     def communication_ns(self) -> int:
@@ -92,7 +98,7 @@ class Evaluation:
     def predicted(self) -> Timeline:
         """The predicted timeline: links shared, interference and stragglers included."""
         late = self.model.late_ns(self.schedule, self.micro_batch)
-        return replay_shared(self.schedule, self.durations_ns, self.model.interference, late)
+        return replay_shared(self.schedule, self.durations_ns, self.model.interference, late, self.busy_ns)
 
     @cached_property
     def undisturbed(self) -> Timeline:

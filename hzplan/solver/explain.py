@@ -85,7 +85,9 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     labels += ["all that is fetched from the host", "all that is stored there"] * bool(
         found.schedule.offload_slots
     )
-    labels += ["compute and communication, as they slow each other"] * len(network.energies)
+    known = len(found.model.interference.energies)
+    labels += ["compute and communication, as they slow each other"] * known
+    labels += ["all that keeps processors busy"] * (len(network.energies) - known)
     longest = int(np.argmax(loads))
     seconds = cut.at(durations)
     binding = (

@@ -28,7 +28,7 @@ from hzplan.core.recompute import HOST
 from hzplan.core.schedule import COMPUTE_STREAM, HOST_LINK, Kind, Schedule, Task
 from hzplan.cost.events import Cycle, Event, EventGraph
 from hzplan.cost.lateness import Late, late_in
-from hzplan.cost.model import CostModel
+from hzplan.cost.model import COPIES, CostModel
 from hzplan.cost.unit import UnitCost
 from hzplan.solver.patterns import RECOMPUTE_KEYS, DurationKey, duration_keys
 
@@ -232,8 +232,10 @@ class Network:
 
     @cached_property
     def energies(self) -> list[LazyConstraint]:
-        """What compute and all loads take together as they slow each other (``Interference.energies``)."""
-        return [
+        """What compute and all loads take together as they slow each other (``Interference.energies``), and
+        what they ask of the processors that ranks share, where that is known."""
+        processors = [self._busy(share)] if (share := self.model.compute_busy) is not None else []
+        together = [
             LazyConstraint(
                 energy.compute * self.compute.constant,
                 energy.compute * self.compute.weights
@@ -241,6 +243,19 @@ class Network:
             )
             for energy in self.model.interference.energies
         ]
+        return together + processors
+
+    def _busy(self, share: float) -> LazyConstraint:
+        """The row of what keeps processors busy, ``CostModel.busy`` of all tasks."""
+        row = self._sum(task for task in self.whole.tasks if task.tier < 0 and task.stream not in COPIES)
+        weights = share * row.weights
+        for task in self.whole.tasks:
+            for unit in task.units if task.tier >= 0 else ():
+                if unit in self.rows:
+                    weights[self.rows[unit], self.columns[DurationKey(task.kind, task.tier, busy=True)]] += (
+                        1.0
+                    )
+        return LazyConstraint(share * row.constant, weights)
 
     def _sum(self, tasks: Iterable[Task]) -> LazyConstraint:
         """The summed duration of some tasks."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from math import comb
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from hzplan.core.recompute import WAYS, Way
 from hzplan.core.schedule import Kind
 from hzplan.cost.matrices import least_buffer_bytes
 from hzplan.cost.model import REDUCED_TOGETHER, CostModel
-from hzplan.cost.unit import BucketCost, UnitCost
+from hzplan.cost.unit import MESSAGES, BucketCost, UnitCost
 from hzplan.errors import UserError
 
 MAX_BUCKETS = 3
@@ -40,24 +40,26 @@ MAX_NS = 24 * 3600 * 10**9
 
 class DurationKey(NamedTuple):
     """A part of a unit's duration in a task, what is paid ``once`` by units that are reduced together being
-    one of its own."""
+    one of its own. ``busy``: for which messages keep processors busy, and so part of no duration."""
 
     kind: Kind
     tier: int = -1
     once: bool = False
     way: Way | None = None
+    busy: bool = False
 
     def of(self, cost: UnitCost) -> int:
         """Nanoseconds of a unit's cost."""
+        if self.busy:
+            return cost.messages_busy_ns(self.kind, self.tier)
         once = cost.once_ns(self.kind, self.tier)
         return once if self.once else cost.duration_ns(self.kind, self.tier) - once
 
 
 def duration_keys(tiers: int) -> list[DurationKey]:
     """What of a unit's durations depends on the pattern, as ``durations_ns`` has it."""
-    kinds = [Kind.UNSHARD, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.GRAD_GATHER, Kind.PARAM_GATHER]
-    kinds += [Kind.ASSEMBLE, Kind.RETURN]
-    found = [DurationKey(kind, tier) for kind in kinds for tier in range(tiers)]
+    sent = [*product(MESSAGES, range(tiers))]
+    found = [DurationKey(kind, tier, busy=busy) for busy in (False, True) for kind, tier in sent]
     found += [DurationKey(kind, tier, once=True) for kind in REDUCED_TOGETHER for tier in range(tiers)]
     found += [DurationKey(kind) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
     found += [DurationKey(kind) for kind in (Kind.ORTHOGONALIZE, Kind.APPLY)]

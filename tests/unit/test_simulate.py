@@ -279,6 +279,39 @@ def test_no_window_is_longer_than_the_time_between_its_ends(
             assert found.start_ns[end] - found.end_ns[begin] >= least * (1 - 1e-9) - 1e-3
 
 
+@given(disturbed(), st.data())
+def test_no_more_is_done_than_processors_do(
+    drawn: tuple[Schedule, list[int], Interference], data: st.DataObject
+) -> None:
+    """Whatever share of them each task asks for, and however late ranks are."""
+    schedule, lengths, cost = drawn
+    shares = [data.draw(st.floats(0, 1.3)) for _ in lengths]
+    busy = [share * length for share, length in zip(shares, lengths, strict=True)]
+    late = [
+        Late(5.0, float(length)) if task.stream == COMPUTE_STREAM else Late()
+        for task, length in zip(schedule.tasks, lengths, strict=True)
+    ]
+    alone = objective_ns(schedule, lengths, cost)
+    assert objective_ns(schedule, lengths, cost, busy_ns=busy) == pytest.approx(max(alone, sum(busy)))
+    for ranks in (None, late):
+        found = replay_shared(schedule, lengths, cost, ranks, busy)
+        assert found.period_ns >= max(alone, sum(busy)) * (1 - 1e-9) - 1e-6
+        assert replay_shared(schedule, lengths, cost, ranks, [0.0] * len(busy)) == replay_shared(
+            schedule, lengths, cost, ranks
+        )
+
+
+def test_messages_get_processors_first() -> None:
+    """u1's gradient travels while u0 computes backward, u0's afterwards, alone."""
+    schedule = chain(2).build()
+    lengths = durations(schedule, {"compute": 10, "final-reduce": 5})
+    busy = [
+        (1.0 if task.stream == COMPUTE_STREAM else 0.4) * length
+        for task, length in zip(schedule.tasks, lengths, strict=True)
+    ]
+    assert replay_shared(schedule, lengths, busy_ns=busy).period_ns == pytest.approx(40 + 0.4 * 5 + 5)
+
+
 def test_compute_and_communication_slow_each_other() -> None:
     """u1's gradient travels while u0 computes backward, u0's afterwards, alone."""
     schedule = chain(2).build()

@@ -1,16 +1,18 @@
 """Seconds of collectives over the stages of a mesh, all sibling groups active at once.
 
 A sample is the slowest rank's time, a point of a curve the median of samples. Where noise says that more
-bytes take less time, the points share their mean (``statistics.rising``).
+bytes take less time, the points share their mean (``statistics.rising``). Where ranks share processors their
+processor time is measured beside it: messages that hide each other's latency do not hide that.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch import Tensor
 from hzplan.core.buffers import MAX_IN_FLIGHT, scratch_bytes
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Operation
+from hzplan.profiler.session.processors import Processors
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import rounds
 from hzplan.profiler.session.statistics import nanoseconds, rising, sizes, spread
@@ -53,15 +56,27 @@ class TimedCollective:
     run: Callable[[], object]
 
 
+class _Sample(NamedTuple):
+    """Seconds of a call on a rank, and of processor time of all of its threads."""
+
+    seconds: float
+    processor_s: float
+
+
 def measure_links(
-    ranks: Ranks, mesh: Mesh, dtype: torch.dtype, largest_bytes: int, progress: Callable[[float], None]
+    ranks: Ranks,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    largest_bytes: int,
+    progress: Callable[[float], None],
+    processors: Processors | None = None,
 ) -> tuple[CollectiveCurve, ...]:
     """A curve for every operation and stage, the same on every rank.
 
     Sizes are those of the coarser slice, from 4 KiB to the first at or above ``largest_bytes`` (of a whole
     buffer; at most 64 MiB), fewer where a link is so slow that the next would take more than the budget.
     A sample is the slowest rank's time of a call, and a point their median. Curves rise: points where noise
-    says otherwise share their mean.
+    says otherwise share their mean. ``processors``: those that ranks share, and whose time counts.
     """
     stages = mesh.stages()
     if not stages:
@@ -71,21 +86,20 @@ def measure_links(
     ]
     results = rounds(
         ranks,
-        [partial(_seconds, ranks, each.run, each.calls) for each in timed],
+        [partial(_sample, ranks, each.run, each.calls) for each in timed],
         at_least=MIN_REPEATS,
         at_most=MAX_REPEATS,
         budget_s=STAGE_BUDGET_S * len(stages),
         progress=progress,
     )
     samples = {
-        (each.operation, each.stage, each.bytes): [max(by_rank) for by_rank in result]
-        for each, result in zip(timed, results, strict=True)
+        (each.operation, each.stage, each.bytes): result for each, result in zip(timed, results, strict=True)
     }
     return tuple(
         _curve(
-            operation,
-            stage,
+            *(operation, stage),
             {nbytes: s for (other, at, nbytes), s in samples.items() if (other, at) == (operation, stage)},
+            processors,
         )
         for stage in stages
         for operation in OPERATIONS
@@ -97,7 +111,8 @@ def measure_norm(ranks: Ranks) -> float:
     if ranks.size == 1:
         return 0.0
     number = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    seconds = [_seconds(ranks, partial(ProcessWorld().all_reduce, number), 1) for _ in range(MAX_REPEATS)]
+    add = partial(ProcessWorld().all_reduce, number)
+    seconds = [_sample(ranks, add, 1).seconds for _ in range(MAX_REPEATS)]
     return nanoseconds(statistics.median(map(max, zip(*ranks.gather(seconds), strict=True))))
 
 
@@ -121,7 +136,7 @@ def _timed_collectives(
         for index, nbytes in enumerate(wanted):
             run = issue(whole[: nbytes // dtype.itemsize])
             run()
-            once = max(ranks.gather(_seconds(ranks, run, 1)))
+            once = max(ranks.gather(_sample(ranks, run, 1).seconds))
             yield TimedCollective(operation, stage, nbytes, max(1, min(MAX_CALLS, int(BATCH_S / once))), run)
             if index >= 1 and once * FACTOR * MIN_REPEATS > STAGE_BUDGET_S / len(OPERATIONS):
                 break
@@ -141,24 +156,44 @@ def collective(
     return group.all_reduce([buffers], scratch).run
 
 
-def _seconds(ranks: Ranks, run: Callable[[], object], calls: int) -> float:
+def _sample(ranks: Ranks, run: Callable[[], object], calls: int) -> _Sample:
     """This rank's time of a call, from a barrier of the whole world on."""
     ranks.barrier()
-    started = time.perf_counter()
+    started, spent = time.perf_counter(), time.process_time()
     for _ in range(calls):
         run()
     ranks.finish_device()
-    return (time.perf_counter() - started) / calls
+    return _Sample((time.perf_counter() - started) / calls, (time.process_time() - spent) / calls)
 
 
-def _curve(operation: Operation, stage: Stage, samples: Mapping[int, list[float]]) -> CollectiveCurve:
-    medians = rising([statistics.median(seconds) for seconds in samples.values()])
+def _curve(
+    operation: Operation,
+    stage: Stage,
+    by_size: Mapping[int, list[list[_Sample]]],
+    processors: Processors | None,
+) -> CollectiveCurve:
+    """From samples by size, round and rank."""
+    samples = [[max(one.seconds for one in ranks) for ranks in rounds] for rounds in by_size.values()]
+    medians = rising([statistics.median(seconds) for seconds in samples])
+    busy: Sequence[float | None] = [None] * len(samples)
+    if processors is not None:
+        busy = rising(
+            [
+                statistics.median(processors.busy_s([one.processor_s for one in ranks]) for ranks in rounds)
+                for rounds in by_size.values()
+            ]
+        )
     return CollectiveCurve(
         operation=operation,
         low=stage.low,
         high=stage.high,
         points=tuple(
-            CollectivePoint(bytes=nbytes, seconds=nanoseconds(median), spread=spread(seconds))
-            for (nbytes, seconds), median in zip(samples.items(), medians, strict=True)
+            CollectivePoint(
+                bytes=nbytes,
+                seconds=nanoseconds(median),
+                spread=spread(seconds),
+                busy_seconds=None if taken is None else nanoseconds(taken),
+            )
+            for nbytes, seconds, median, taken in zip(by_size, samples, medians, busy, strict=True)
         ),
     )
