@@ -108,11 +108,9 @@ def random_profile(
 def with_processors(profile: Profile, rng: random.Random) -> Profile:
     """What compute and messages ask of processors that ranks share."""
     content = profile.model_dump(mode="json")
-    content["cluster"]["compute_busy"] = rng.choice((0.2, 1.0))
-    for curve in content["collectives"]:
-        share = rng.choice((0.1, 0.6, 1.2))
-        for point in curve["points"]:
-            point["busy_seconds"] = point["seconds"] * share
+    content["cluster"]["compute_processor_share"] = rng.choice((0.2, 1.0))
+    for point in (point for curve in content["collectives"] for point in curve["points"]):
+        point["processor_seconds"] = point["seconds"] * rng.choice((0.1, 0.6, 1.2))
     return Profile.model_validate(content)
 
 
@@ -300,7 +298,7 @@ def try_everything(
                     named = size, schedule.pace
                     tried = by_pace.get(named, float("inf"))
                     enough = max(tried, shortest) if steps else tried
-                    busy = model.busy(schedule, units, durations)
+                    busy = model.processor_ns(schedule, units, durations)
                     if floor_ns(schedule, durations, model.interference, busy) >= enough:
                         continue
                     part = replay(schedule, durations).period_ns  # of the objective, and of the step
@@ -309,8 +307,8 @@ def try_everything(
                         best = min(best, objective)
                         by_pace[named] = min(objective, by_pace.get(named, objective))
                     if steps and part < shortest:
-                        again = replay_shared(schedule, durations, model.interference, late, busy)
-                        shortest = min(again.period_ns, shortest)
+                        found = replay_shared(schedule, durations, model.interference, late, busy)
+                        shortest = min(found.period_ns, shortest)
     assert smallest is not None
     step = shortest if shortest < float("inf") else None
     return Truth(best if by_pace else None, step, smallest, by_pace)

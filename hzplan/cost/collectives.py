@@ -202,7 +202,14 @@ def with_ranks(profile: Profile, world: int) -> Profile:
 
 
 def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveCurve:
-    points = tuple(
-        point.model_copy(update={"seconds": round(point.seconds * factor, 9)}) for point in curve.points
-    )
+    def resized(point: CollectivePoint) -> CollectivePoint:
+        taken = point.processor_seconds
+        return point.model_copy(
+            update={
+                "seconds": round(point.seconds * factor, 9),
+                "processor_seconds": None if taken is None else round(taken * factor, 9),
+            }
+        )
+
+    points = tuple(map(resized, curve.points))
     return CollectiveCurve(operation=curve.operation, low=stage.low, high=stage.high, points=points)

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 Curve = Sequence[tuple[int, float]]
+TOGETHER = 4
+"""Messages of units that travel together: the steps of plans have few such groups, of few units each."""
 
 
 def interpolate(curve: Curve, size: float) -> float:
@@ -20,25 +22,19 @@ def interpolate(curve: Curve, size: float) -> float:
     for (low, low_s), (high, high_s) in itertools.pairwise(curve):
         if size <= high:
             return low_s + (high_s - low_s) * (size - low) / (high - low)
-    high, high_s = curve[-1]
-    return high_s + _last_slope(curve) * (size - high)
+    (low, low_s), (high, high_s) = curve[-2], curve[-1]
+    return high_s + max(0.0, (high_s - low_s) / (high - low)) * (size - high)
 
 
 def latency(curve: Curve, size: float) -> float:
-    """Seconds that a message of a size takes beyond its bytes at the rate of the largest: what messages that
-    are under way together pay once.
+    """Seconds that ``TOGETHER`` messages of a size pay once when they are under way together, as they then
+    take as long as one with all of their bytes; at most the time of the first point.
 
-    Not what the smallest message takes, as waiting for an answer and sending can take place at once: then a
-    message of a middling size takes the longer of both.
+    Not always what the smallest message takes: waiting for an answer and sending can take place at once, and
+    then a message of a middling size takes about the longer of both. Of a line it is its latency.
     """
-    spent = interpolate(curve, size)
-    return min(interpolate(curve, 0), max(0.0, spent - _last_slope(curve) * size))
-
-
-def _last_slope(curve: Curve) -> float:
-    """Seconds per byte between the last two points; of a single point all of its time."""
-    high, high_s = curve[-1]
-    if len(curve) == 1:
-        return high_s / max(high, 1)
-    low, low_s = curve[-2]
-    return max(0.0, (high_s - low_s) / (high - low))
+    first_size, first_seconds = curve[0]
+    size = max(size, first_size, 1)
+    alone, joined = interpolate(curve, size), interpolate(curve, TOGETHER * size)
+    per_byte = (joined - alone) / ((TOGETHER - 1) * size)
+    return min(first_seconds, max(0.0, alone - per_byte * (size - first_size)))

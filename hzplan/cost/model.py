@@ -23,13 +23,13 @@ from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.lateness import Late
 from hzplan.cost.matrices import ORTHOGONALIZED_BYTES, MatrixCosts, orthogonalize_ns
-from hzplan.cost.unit import MESSAGES, BucketCost, UnitCost, busy_at, summed
+from hzplan.cost.unit import MESSAGES, BucketCost, UnitCost, processor_at, summed
 from hzplan.formats.profile import InterferenceEntry, Profile, RecomputeCost, UseCost
 
 COPIES = frozenset(itertools.chain(*HOST_LINK))
 """The streams of copies between a device and the host's memory."""
 Curves = Mapping[tuple[str, int, int], Curve]
-"""By operation and stage, of a size seconds."""
+"""Points of (bytes, seconds) by operation and the two levels of a stage."""
 
 REDUCED_TOGETHER = (Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
 """The kinds of tasks in which units pay something once: the largest of what each would pay alone. Bounds
@@ -69,17 +69,18 @@ class CostModel:
         }
 
     @cached_property
-    def _busy_curves(self) -> Curves:
+    def _processor_curves(self) -> Curves:
         return {
-            (curve.operation, curve.low, curve.high): [(p.bytes, p.busy_seconds or 0.0) for p in curve.points]
+            (curve.operation, curve.low, curve.high): [
+                (p.bytes, p.processor_seconds or 0.0) for p in curve.points
+            ]
             for curve in self.profile.collectives
         }
 
     @cached_property
-    def compute_busy(self) -> float | None:
-        """The share of the processors that ranks share which compute of all of them keeps busy; None where
-        nobody measured what messages cost processors."""
-        return self.profile.cluster.compute_busy
+    def compute_processor_share(self) -> float | None:
+        """``ClusterEntry.compute_processor_share``."""
+        return self.profile.cluster.compute_processor_share
 
     @cached_property
     def _optimizer_curve(self) -> list[tuple[int, float]]:
@@ -141,13 +142,13 @@ class CostModel:
             self._known[key] = self._interpolated(self._curves, *key)
         return self._known[key]
 
-    def busy_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
-        """Nanoseconds for which a collective keeps the processors that ranks share busy; as
+    def collective_processor_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Processor time of a collective, ``CollectivePoint.processor_seconds``; sizes as for
         ``collective_ns``."""
         key = operation, stage, nbytes
-        if key not in self._known_busy:
-            self._known_busy[key] = self._interpolated(self._busy_curves, *key)
-        return self._known_busy[key]
+        if key not in self._known_processor:
+            self._known_processor[key] = self._interpolated(self._processor_curves, *key)
+        return self._known_processor[key]
 
     def latency_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
         """Of ``collective_ns`` what collectives under way together pay once (``curves.latency``)."""
@@ -164,7 +165,7 @@ class CostModel:
         nbytes: int,
         reading: Callable[[Curve, float], float] = interpolate,
     ) -> int:
-        """Nanoseconds of a collective as read off the curves of every one on every stage."""
+        """Nanoseconds of a collective read off ``curves``, summed over the collectives that stand for it."""
         if operation == "all_to_all":
             return sum(
                 round(reading(curve, nbytes) * 1e9)
@@ -186,7 +187,7 @@ class CostModel:
         return {}
 
     @cached_property
-    def _known_busy(self) -> dict[tuple[str, Stage, int], int]:
+    def _known_processor(self) -> dict[tuple[str, Stage, int], int]:
         return {}
 
     def compute_ns(self, use_index: int, micro_batch: int) -> int:
@@ -411,9 +412,9 @@ class CostModel:
         Gathers of several stages of a tier share its link, so their times add up. Exchanges are under way at
         the same time, so of their latencies only the largest counts.
         """
-        tiers, busy = len(self.mesh.tiers), self.compute_busy
-        total = UnitCost.zero(tiers, busy=busy is not None)
-        working = [0] * len(total.busy_ns)
+        tiers, share = len(self.mesh.tiers), self.compute_processor_share
+        total = UnitCost.zero(tiers, processors=share is not None)
+        working = [0] * len(total.processor_ns)
         twice = list(total.final_reduce_ns)  # what all-reduces wait, counted for each
         sizes: dict[tuple[int, int, Stage], int] = {}
         times = [[0] * len(self.mesh.tiers) for _ in range(3)]
@@ -423,8 +424,8 @@ class CostModel:
             for kind, tier, stage, nbytes, rounding_ns in part.gathers:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
                 times[kind][tier] += rounding_ns
-                if busy is not None:
-                    working[busy_at(MESSAGES[kind], tier, tiers)] += round(busy * rounding_ns)
+                if share is not None:
+                    working[processor_at(MESSAGES[kind], tier, tiers)] += round(share * rounding_ns)
         waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
         at_once = self.profile.cluster.reduce_scatter_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
@@ -432,8 +433,10 @@ class CostModel:
             once = self.latency_ns("all_gather", stage, nbytes) if at_once else 0
             times[kind][tier] += alone - once
             waited[kind][tier] = max(waited[kind][tier], once)
-            if busy is not None:
-                working[busy_at(MESSAGES[kind], tier, tiers)] += self.busy_ns("all_gather", stage, nbytes)
+            if share is not None:
+                working[processor_at(MESSAGES[kind], tier, tiers)] += self.collective_processor_ns(
+                    "all_gather", stage, nbytes
+                )
         unshard, grad_gather, param_gather = map(summed, times, waited)
         final = tuple(
             ns - more + once
@@ -446,7 +449,7 @@ class CostModel:
             grad_gather_ns=grad_gather,
             param_gather_ns=param_gather,
             gather_waits_ns=tuple(waited[1]),
-            busy_ns=summed(total.busy_ns, working),
+            processor_ns=summed(total.processor_ns, working),
         )
 
     def part(self, bucket: BucketLayout) -> BucketCost:
@@ -465,7 +468,7 @@ class CostModel:
             for one, nbytes in self.collectives(bucket, kind, tier)
         )
         parameters = replace(
-            UnitCost.zero(len(tiers), busy=self.compute_busy is not None),
+            UnitCost.zero(len(tiers), processors=self.compute_processor_share is not None),
             param_bytes=bucket.nbytes // mesh.shards[levels.param],
             unshard_bytes=bucket.buffer_nbytes if mesh.shards[levels.param] > 1 else 0,
         )
@@ -510,16 +513,16 @@ class CostModel:
             replicated=replicated,
             norm_ns=0 if replicated else self._norm_share_ns(bucket),
             reduce_waits_ns=tuple(map(waited, tiers)),
-            busy_ns=self._messages_busy_ns(bucket),
+            processor_ns=self._messages_processor_ns(bucket),
         )
         if self.matrices is not None and levels.matrix:
             cost = self._with_messages(self.matrices.with_updates(cost, bucket, mesh), bucket)
             cost = replace(cost, optim_bytes=master_bytes * self.matrices.state_per_element)
         return BucketCost(cost, gathers)
 
-    def _messages_busy_ns(self, bucket: BucketLayout) -> tuple[int, ...]:
-        """``UnitCost.busy_ns`` of a bucket without its gathers, which buckets join."""
-        if self.compute_busy is None:
+    def _messages_processor_ns(self, bucket: BucketLayout) -> tuple[int, ...]:
+        """``UnitCost.processor_ns`` of a bucket without its gathers, which buckets join."""
+        if self.compute_processor_share is None:
             return ()
         found = []
         for kind, tier in itertools.product(MESSAGES, range(len(self.mesh.tiers))):
@@ -527,11 +530,11 @@ class CostModel:
             if kind in (Kind.REDUCE, Kind.FINAL_REDUCE):
                 for one, nbytes in self.collectives(bucket, kind, tier):
                     parts = self._reduction(bucket, kind, tier, one, nbytes)
-                    total += sum(self.busy_ns(part, one.stage, nbytes) for part in parts)
-                    total += round(self.compute_busy * self._rounding_ns(bucket, kind, tier, one))
+                    total += sum(self.collective_processor_ns(part, one.stage, nbytes) for part in parts)
+                    total += round(self.compute_processor_share * self._rounding_ns(bucket, kind, tier, one))
             elif kind in (Kind.ASSEMBLE, Kind.RETURN) and self.matrices is not None and bucket.levels.matrix:
                 listed = self.collectives(bucket, kind, tier)
-                total = sum(self.busy_ns(*one, nbytes) for one, nbytes in listed)
+                total = sum(self.collective_processor_ns(*one, nbytes) for one, nbytes in listed)
             found.append(total)
         return tuple(found)
 
@@ -697,26 +700,33 @@ class CostModel:
         lengths = [self.task_ns(schedule, task, units, micro_batch) for task in distinct]
         return [lengths[place] for place in places]
 
-    def busy(
+    def processor_ns(
         self, schedule: Schedule, units: Mapping[str, UnitCost], durations_ns: Sequence[int]
     ) -> list[float] | None:
-        """Nanoseconds for which each task keeps busy the processors that ranks share; None where unknown.
+        """By task the processor time, of all ranks that share processors over the number of these,
+        nanoseconds; None where unknown.
 
-        Messages by what was measured. Whatever else is done is like compute; of matrices that go to hosts
-        each rank's share counts, while their group's task lasts as long as the host with most.
+        That of messages was measured. Whatever else is done is like compute; of matrices that go to hosts
+        each rank's share counts, while their group's task lasts as long as the host with most. The norm's
+        task is left out: most of it is waiting for other ranks.
         """
-        if (share := self.compute_busy) is None:
+        if (share := self.compute_processor_share) is None:
             return None
 
         def of(task: Task, duration_ns: int) -> float:
             named = (units[unit] for unit in task.units)
             if task.tier >= 0:
-                return float(sum(unit.messages_busy_ns(task.kind, task.tier) for unit in named))
+                return float(sum(unit.messages_processor_ns(task.kind, task.tier) for unit in named))
             if task.kind is Kind.ORTHOGONALIZE:
                 return share * sum(unit.duration_ns(task.kind, task.tier) for unit in named)
-            return 0.0 if task.stream in COPIES else share * duration_ns
+            return share * duration_ns if takes_processors(task) else 0.0
 
-        return [of(task, ns) for task, ns in zip(schedule.tasks, durations_ns, strict=True)]
+        distinct, places = schedule.distinct
+        known: dict[int, float] = {}
+        for place, duration_ns in zip(places, durations_ns, strict=True):
+            if place not in known:
+                known[place] = of(distinct[place], duration_ns)
+        return [known[place] for place in places]
 
     def step_ns(self, schedule: Schedule, *, replicated: bool) -> int:
         """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.
@@ -779,6 +789,11 @@ class CostModel:
             once = [units[unit].once_ns(task.kind, task.tier) for unit in task.units]
             total -= sum(once) - max(once)
         return total
+
+
+def takes_processors(task: Task) -> bool:
+    """Whether a task that sends nothing is work like compute: no copy, and not the norm, which waits."""
+    return task.tier < 0 and task.kind is not Kind.STEP and task.stream not in COPIES
 
 
 def _replicated(units: Mapping[str, UnitCost]) -> bool:

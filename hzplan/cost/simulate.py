@@ -114,29 +114,29 @@ def objective_ns(
     durations_ns: Sequence[int],
     interference: Interference | None = None,
     graph: EventGraph | None = None,
-    busy_ns: Sequence[float] | None = None,
+    processor_ns: Sequence[float] | None = None,
 ) -> float:
     """A lower bound on a step's time for these durations, and what the ILP minimises.
 
     The largest of four: the period if every task had the whole of its link, with what late ranks and
     interference are sure to cost (``graph``, ``event_graph`` of the schedule; None: made here, no rank is
     late); the whole load of a tier, which cannot carry its bytes faster, whatever the sharing; what
-    compute and all loads take together as they slow each other (``Interference.energies``); and how long
-    all tasks keep processors busy (``busy_ns``, ``CostModel.busy``).
+    compute and all loads take together as they slow each other (``Interference.energies``); and the
+    processor time of all tasks (``processor_ns``, ``CostModel.processor_ns``).
     """
     if graph is None:
         graph = event_graph(schedule, interference or Interference.none(schedule.tiers))
     period = replay(schedule, durations_ns).period_ns
     if not graph.plain:
         period = max(period, graph.period(np.asarray(durations_ns, dtype=float)))
-    return max(period, floor_ns(schedule, durations_ns, interference, busy_ns))
+    return max(period, floor_ns(schedule, durations_ns, interference, processor_ns))
 
 
 def floor_ns(
     schedule: Schedule,
     durations_ns: Sequence[int],
     interference: Interference | None = None,
-    busy_ns: Sequence[float] | None = None,
+    processor_ns: Sequence[float] | None = None,
 ) -> float:
     """The part of ``objective_ns`` that needs no replay: the largest of tier loads, loads of the link to the
     host's memory, energies, and what processors do."""
@@ -148,7 +148,7 @@ def floor_ns(
         if (way := _HOST_WAYS.get(task.stream)) is not None:
             copies[way] += duration
     together = (energy.at(compute, loads) for energy in energies)
-    return max(compute, *loads, *copies, *together, fsum(busy_ns or ()))
+    return max(compute, *loads, *copies, *together, fsum(processor_ns or ()))
 
 
 def tier_loads_ns(schedule: Schedule, durations_ns: Sequence[int]) -> list[int]:
@@ -165,7 +165,7 @@ def replay_shared(
     durations_ns: Sequence[int],
     interference: Interference | None = None,
     late: Sequence[Late] | None = None,
-    busy_ns: Sequence[float] | None = None,
+    processor_ns: Sequence[float] | None = None,
 ) -> Timeline:
     """Event by event: tasks active on one tier progress at equal shares of its bandwidth.
 
@@ -176,10 +176,10 @@ def replay_shared(
     than the mean, and a collective begins when the last of them
     is ready. Exposed time is the mean over ranks; start and end of compute tasks are the first rank's.
 
-    ``busy_ns``: by task, for which it keeps processors busy that ranks share. Messages, whose threads wait
+    ``processor_ns``: by task, ``CostModel.processor_ns``. Messages, whose threads wait
     for them most of the time, get them first, and what computes shares the rest.
     """
-    return _SharedReplay(schedule, durations_ns, interference, late, busy_ns).run()
+    return _SharedReplay(schedule, durations_ns, interference, late, processor_ns).run()
 
 
 STEPS, STEPS_OF_MANY = 4, 6
@@ -195,7 +195,7 @@ def events(schedule: Schedule, late: Sequence[Late] | None = None) -> int:
 
 
 LEAST_COMPUTE = 0.05
-"""Share of the processors that messages leave to compute."""
+"""The least share of the processors that messages leave to compute; assumed, so that nothing stands still."""
 
 _Ready = tuple[int, int, str]
 """(rank, 0 for all; task number; stream whose task end released it)."""
@@ -215,7 +215,7 @@ class _SharedReplay:
         durations_ns: Sequence[int],
         interference: Interference | None,
         late: Sequence[Late] | None,
-        busy_ns: Sequence[float] | None,
+        processor_ns: Sequence[float] | None,
     ) -> None:
         self.schedule, self.durations_ns = schedule, durations_ns
         self.late = late
@@ -235,7 +235,7 @@ class _SharedReplay:
             else other
             for task, compute in zip(schedule.tasks, self.computes, strict=True)
         ]
-        self.busy = self._busy(busy_ns)
+        self.processors = self._shares(processor_ns)
         self.slowdowns: dict[tuple[int, ...], list[float]] = {}
         uses = max(len(schedule.uses), 1)
         self.uses_of = [(task.position % uses, task.position // uses) for task in schedule.tasks]
@@ -358,7 +358,7 @@ class _SharedReplay:
         total, under_way, kinds = self.total, self.under_way, self.kinds
         placed = tuple([kinds[key % total] for _, key in under_way])
         slowdown = self.slowdowns.get(placed) or self._slowdowns(placed)
-        if self.busy:
+        if self.processors:
             slowdown = self._with_processors(placed, slowdown)
         elapsed = min(map(mul, under_way.values(), slowdown), default=inf)
         if self.waking:
@@ -396,19 +396,19 @@ class _SharedReplay:
         self.slowdowns[kinds] = [factors[kind] for kind in kinds]
         return self.slowdowns[kinds]
 
-    def _busy(self, busy_ns: Sequence[float] | None) -> list[float]:
+    def _shares(self, processor_ns: Sequence[float] | None) -> list[float]:
         """By task, the share of processors that it keeps busy while it runs alone; of compute one rank's."""
-        if busy_ns is None:
+        if processor_ns is None:
             return []
         return [
-            busy / duration / (self.ranks if compute else 1) if duration else 0.0
-            for busy, duration, compute in zip(busy_ns, self.durations_ns, self.computes, strict=True)
+            taken / duration / (self.ranks if compute else 1) if duration else 0.0
+            for taken, duration, compute in zip(processor_ns, self.durations_ns, self.computes, strict=True)
         ]
 
     def _with_processors(self, placed: tuple[int, ...], slowdown: list[float]) -> list[float]:
         """Slowdowns with those by which tasks under way ask for no more than all processors."""
-        total, tiers, busy = self.total, self.schedule.tiers, self.busy
-        asked = [busy[key % total] / slow for (_, key), slow in zip(self.under_way, slowdown, strict=True)]
+        total, tiers, shares = self.total, self.schedule.tiers, self.processors
+        asked = [shares[key % total] / slow for (_, key), slow in zip(self.under_way, slowdown, strict=True)]
         if sum(asked) <= 1.0:
             return slowdown
         sent = sum(share for share, kind in zip(asked, placed, strict=True) if kind < tiers)

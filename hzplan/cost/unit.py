@@ -42,9 +42,9 @@ class UnitCost:
     are brought together for their updates: ``assemble_ns`` and ``return_ns`` by tier, without the
     ``matrix_waits_ns`` that a group of units pays once; ``repeated_ns``: Newton–Schulz of those that every
     rank computes; ``hosted``: those that one rank each does; ``apply_ns``: the step afterwards;
-    ``matrix_bytes``: of the buffers in which they come together, without what hosts receive. ``busy_ns``:
-    nanoseconds for which the processors that ranks share are busy with a kind of messages, by kind
-    (``MESSAGES``) and tier; empty where nobody measured that.
+    ``matrix_bytes``: of the buffers in which they come together, without what hosts receive.
+    ``processor_ns``: processor time of messages, of all ranks that share processors over the number of these,
+    by kind (``MESSAGES``) and tier; empty where nobody measured that.
     """
 
     unshard_ns: tuple[int, ...]
@@ -75,7 +75,7 @@ class UnitCost:
     hosted: tuple[Hosted, ...] = ()
     apply_ns: int = 0
     matrix_bytes: int = 0
-    busy_ns: tuple[int, ...] = ()
+    processor_ns: tuple[int, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -114,12 +114,12 @@ class UnitCost:
             hosted=self.hosted + other.hosted,
             apply_ns=self.apply_ns + other.apply_ns,
             matrix_bytes=self.matrix_bytes + other.matrix_bytes,
-            busy_ns=summed(self.busy_ns, other.busy_ns),
+            processor_ns=summed(self.processor_ns, other.processor_ns),
         )
 
     @classmethod
-    def zero(cls, tiers: int, *, busy: bool = False) -> UnitCost:
-        """A unit without tensors; ``busy``: whether it is known how long messages keep processors busy."""
+    def zero(cls, tiers: int, *, processors: bool = False) -> UnitCost:
+        """A unit without tensors; ``processors``: whether processor time of messages is known."""
         none = (0,) * tiers
         zero = cls(none, none, none, none, none, 0, 0, 0, 0, 0, 0, 0, none, 0)
         return replace(
@@ -129,7 +129,7 @@ class UnitCost:
             matrix_waits_ns=none,
             assemble_ns=none,
             return_ns=none,
-            busy_ns=none * len(MESSAGES) if busy else (),
+            processor_ns=none * len(MESSAGES) if processors else (),
         )
 
     @cached_property
@@ -161,13 +161,13 @@ class UnitCost:
         by_tier = {Kind.FINAL_REDUCE: self.reduce_waits_ns, Kind.GRAD_GATHER: self.gather_waits_ns}.get(kind)
         return by_tier[tier] if by_tier else 0
 
-    def messages_busy_ns(self, kind: Kind, tier: int) -> int:
-        """Nanoseconds for which processors are busy with this unit's messages of a kind on a tier."""
-        return self.busy_ns[busy_at(kind, tier, len(self.unshard_ns))] if self.busy_ns else 0
+    def messages_processor_ns(self, kind: Kind, tier: int) -> int:
+        """Of ``processor_ns`` that of a kind of messages on a tier."""
+        return self.processor_ns[processor_at(kind, tier, len(self.unshard_ns))] if self.processor_ns else 0
 
 
-def busy_at(kind: Kind, tier: int, tiers: int) -> int:
-    """Where ``busy_ns`` has the messages of a kind on a tier."""
+def processor_at(kind: Kind, tier: int, tiers: int) -> int:
+    """The index into ``UnitCost.processor_ns`` of a kind of messages on a tier."""
     return MESSAGES.index(kind) * tiers + tier
 
 

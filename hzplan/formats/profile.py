@@ -124,14 +124,14 @@ class UseEntry(Strict):
 class CollectivePoint(Strict):
     """Seconds of a collective whose whole buffer (gathered result, or input of the scatter) has ``bytes``.
 
-    ``busy_seconds``: for which it keeps the processors that ranks share busy, its processor time on all of
-    them over their number; None where nobody measured it, or a device does the work.
+    ``processor_seconds``: processor time of all ranks that share processors, over the number of these; None
+    where nobody measured it, or a device does the work.
     """
 
     bytes: NonNegativeInt
     seconds: Measured
     spread: Fraction
-    busy_seconds: Measured | None = None
+    processor_seconds: Measured | None = None
 
 
 class CollectiveCurve(Strict):
@@ -274,8 +274,9 @@ class ClusterEntry(Strict):
     ``norm_seconds``: an all-reduce of one number over all ranks, which clipping waits for;
     ``wakeup_seconds``: the wake-up latency of a stream's thread, None where streams are a device's.
     ``context_bytes``, ``communicator_bytes``: memory of a device beside its tensors, of CUDA's context with
-    its libraries and of a communicator; None where nobody measured. ``compute_busy``: the share of the
-    processors that ranks share which compute of all of them keeps busy; None where a device computes."""
+    its libraries and of a communicator; None where nobody measured. ``compute_processor_share``: the share
+    of the processors that ranks have in common which compute of all of them keeps busy; None where a device
+    computes."""
 
     mesh: str
     tier_names: tuple[str, ...]
@@ -288,7 +289,7 @@ class ClusterEntry(Strict):
     wakeup_seconds: Measured | None = None
     context_bytes: NonNegativeInt | None = None
     communicator_bytes: NonNegativeInt | None = None
-    compute_busy: Fraction | None = None
+    compute_processor_share: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class ProvenanceEntry(Strict):

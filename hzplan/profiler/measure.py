@@ -49,7 +49,7 @@ from hzplan.profiler.network.rounding import measure_rounding
 from hzplan.profiler.network.stragglers import slow_compute, slow_links
 from hzplan.profiler.network.wakeup import measure_wakeup
 from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes, untracked_bytes
-from hzplan.profiler.session.processors import Processors, compute_busy
+from hzplan.profiler.session.processors import Processors, compute_share
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import PartialResults
@@ -190,9 +190,13 @@ def measure_with(
     result = _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
-    wakeup = measure_wakeup(ranks) if links.cluster.device == ranks.device.type == "cpu" else None
+    on_processors = links.cluster.device == ranks.device.type == "cpu"
+    wakeup = measure_wakeup(ranks) if on_processors else None
+    share = links.cluster.compute_processor_share if on_processors else None
     parts.finish("measured")
-    cluster = links.cluster.model_copy(update={"peak_flops": peak, "wakeup_seconds": wakeup})
+    cluster = links.cluster.model_copy(
+        update={"peak_flops": peak, "wakeup_seconds": wakeup, "compute_processor_share": share}
+    )
     return result.profile(links.model_copy(update={"cluster": cluster}))
 
 
@@ -335,7 +339,9 @@ def _measure_links(
             wakeup_seconds=None if apart else measure_wakeup(ranks),
             context_bytes=context if apart else None,
             communicator_bytes=communicator if apart else None,
-            compute_busy=None if processors is None else round(compute_busy(ranks, processors, compute), 4),
+            compute_processor_share=None
+            if processors is None
+            else round(compute_share(ranks, processors, compute), 4),
         ),
         collectives=collectives,
         interference=interference,

@@ -64,12 +64,12 @@ class Evaluation:
     @cached_property
     def floor_ns(self) -> float:
         """A lower bound on the objective that needs no replay, nanoseconds."""
-        return floor_ns(self.schedule, self.durations_ns, self.model.interference, self.busy_ns)
+        return floor_ns(self.schedule, self.durations_ns, self.model.interference, self.processor_ns)
 
     @cached_property
-    def busy_ns(self) -> list[float] | None:
-        """By task, nanoseconds for which it keeps processors busy that ranks share; None where unknown."""
-        return self.model.busy(self.schedule, self.units, self.durations_ns)
+    def processor_ns(self) -> list[float] | None:
+        """Processor time by task, nanoseconds; None where unknown."""
+        return self.model.processor_ns(self.schedule, self.units, self.durations_ns)
 
     @cached_property
     def objective_ns(self) -> float:
@@ -86,8 +86,12 @@ class Evaluation:
     def _objective_ns(self, schedule: Schedule) -> float:
         durations = self.model.durations(schedule, self.units, self.micro_batch)
         graph = self.model.event_graph(schedule, self.micro_batch)
-        busy = self.model.busy(schedule, self.units, durations)
-        return objective_ns(schedule, durations, self.model.interference, graph, busy)
+        processors = (
+            self.processor_ns
+            if schedule is self.schedule
+            else self.model.processor_ns(schedule, self.units, durations)
+        )
+        return objective_ns(schedule, durations, self.model.interference, graph, processors)
 
     @cached_property
     def communication_ns(self) -> int:
@@ -98,7 +102,9 @@ class Evaluation:
     def predicted(self) -> Timeline:
         """The predicted timeline: links shared, interference and stragglers included."""
         late = self.model.late_ns(self.schedule, self.micro_batch)
-        return replay_shared(self.schedule, self.durations_ns, self.model.interference, late, self.busy_ns)
+        return replay_shared(
+            self.schedule, self.durations_ns, self.model.interference, late, self.processor_ns
+        )
 
     @cached_property
     def undisturbed(self) -> Timeline:

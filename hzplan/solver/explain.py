@@ -85,9 +85,8 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     labels += ["all that is fetched from the host", "all that is stored there"] * bool(
         found.schedule.offload_slots
     )
-    known = len(found.model.interference.energies)
-    labels += ["compute and communication, as they slow each other"] * known
-    labels += ["all that keeps processors busy"] * (len(network.energies) - known)
+    labels += ["compute and communication, as they slow each other"] * len(network.energies)
+    labels += ["the processors that ranks share"] * len(network.processors)
     longest = int(np.argmax(loads))
     seconds = cut.at(durations)
     binding = (

@@ -38,10 +38,10 @@ def parts(one: Evaluation, bound_ns: float) -> list[Part]:
     waking = Interference.none(one.schedule.tiers, interference.wakeup_ns)
     updating = replace(waking, beside_updates=interference.beside_updates)
 
-    def left(cost: Interference, busy_ns: Sequence[float] | None = None) -> float:
+    def left(cost: Interference, processor_ns: Sequence[float] | None = None) -> float:
         """What the objective does not know when no rank is late."""
-        replayed = replay_shared(one.schedule, one.durations_ns, cost, busy_ns=busy_ns).period_ns
-        return replayed - objective_ns(one.schedule, one.durations_ns, cost, busy_ns=busy_ns)
+        replayed = replay_shared(one.schedule, one.durations_ns, cost, processor_ns=processor_ns).period_ns
+        return replayed - objective_ns(one.schedule, one.durations_ns, cost, processor_ns=processor_ns)
 
     found = [Part((one.in_order_ns - bound_ns) / max(bound_ns, 1.0), *SEARCH)]
     before = 0.0
@@ -49,11 +49,8 @@ def parts(one: Evaluation, bound_ns: float) -> list[Part]:
         (left(none), "messages that share a link", "a faster slow tier, or fewer bytes on it"),
         (left(waking), "wake-ups between streams", "fewer, larger units"),
         (left(updating), "updates of matrices beside compute", "more ranks that share them"),
-        (
-            left(interference, one.busy_ns),
-            "communication and computation slowing each other",
-            "fewer bytes under way",
-        ),
+        (left(interference), "communication and computation slowing each other", "fewer bytes under way"),
+        (left(interference, one.processor_ns), "processors that ranks share", "fewer, larger messages"),
         (one.predicted.period_ns - one.in_order_ns, "late ranks", "the ranks that hzplan profile names"),
     ):
         found.append(Part((unknown - before) / max(bound_ns, 1.0), cause, lever))

@@ -28,9 +28,9 @@ from hzplan.core.recompute import HOST
 from hzplan.core.schedule import COMPUTE_STREAM, HOST_LINK, Kind, Schedule, Task
 from hzplan.cost.events import Cycle, Event, EventGraph
 from hzplan.cost.lateness import Late, late_in
-from hzplan.cost.model import COPIES, CostModel
+from hzplan.cost.model import CostModel, takes_processors
 from hzplan.cost.unit import UnitCost
-from hzplan.solver.patterns import RECOMPUTE_KEYS, DurationKey, duration_keys
+from hzplan.solver.patterns import RECOMPUTE_KEYS, DurationKey, keys_of
 
 MS = 1e-6  # nanoseconds to milliseconds
 Weights = NDArray[np.floating[Any]]
@@ -70,7 +70,7 @@ class Network:
     ) -> None:
         self.model, self.whole, self.micro_batch, self.binaries = model, whole, micro_batch, binaries
         self.rows = {unit: row for row, unit in enumerate(units)}
-        keys = duration_keys(short.tiers)
+        keys = keys_of(model)
         self.columns = {key: column for column, key in enumerate(keys)}
         self.shape = len(units), len(keys)
         nodes: list[list[Task]] = [[task] for task in short.tasks]  # a node lasts as long as its tasks
@@ -221,7 +221,12 @@ class Network:
     @property
     def capacities(self) -> list[LazyConstraint]:
         """Rows of whole steps, which hold in any order of messages."""
-        return [*self.loads, *self.energies]
+        return [*self.loads, *self.together]
+
+    @property
+    def together(self) -> list[LazyConstraint]:
+        """Those of them that compute is part of."""
+        return [*self.energies, *self.processors]
 
     @cached_property
     def loads(self) -> list[LazyConstraint]:
@@ -232,10 +237,8 @@ class Network:
 
     @cached_property
     def energies(self) -> list[LazyConstraint]:
-        """What compute and all loads take together as they slow each other (``Interference.energies``), and
-        what they ask of the processors that ranks share, where that is known."""
-        processors = [self._busy(share)] if (share := self.model.compute_busy) is not None else []
-        together = [
+        """What compute and all loads take together as they slow each other (``Interference.energies``)."""
+        return [
             LazyConstraint(
                 energy.compute * self.compute.constant,
                 energy.compute * self.compute.weights
@@ -243,19 +246,20 @@ class Network:
             )
             for energy in self.model.interference.energies
         ]
-        return together + processors
 
-    def _busy(self, share: float) -> LazyConstraint:
-        """The row of what keeps processors busy, ``CostModel.busy`` of all tasks."""
-        row = self._sum(task for task in self.whole.tasks if task.tier < 0 and task.stream not in COPIES)
+    @cached_property
+    def processors(self) -> list[LazyConstraint]:
+        """The processor time of all tasks (``CostModel.processor_ns``), where it is known."""
+        if (share := self.model.compute_processor_share) is None:
+            return []
+        row = self._sum(filter(takes_processors, self.whole.tasks))
         weights = share * row.weights
         for task in self.whole.tasks:
             for unit in task.units if task.tier >= 0 else ():
                 if unit in self.rows:
-                    weights[self.rows[unit], self.columns[DurationKey(task.kind, task.tier, busy=True)]] += (
-                        1.0
-                    )
-        return LazyConstraint(share * row.constant, weights)
+                    column = self.columns[DurationKey(task.kind, task.tier, processors=True)]
+                    weights[self.rows[unit], column] += 1.0
+        return [LazyConstraint(share * row.constant, weights)]
 
     def _sum(self, tasks: Iterable[Task]) -> LazyConstraint:
         """The summed duration of some tasks."""

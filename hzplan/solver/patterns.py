@@ -40,26 +40,29 @@ MAX_NS = 24 * 3600 * 10**9
 
 class DurationKey(NamedTuple):
     """A part of a unit's duration in a task, what is paid ``once`` by units that are reduced together being
-    one of its own. ``busy``: for which messages keep processors busy, and so part of no duration."""
+    one of its own. ``processors``: whether it is processor time of messages, which is part of no
+    duration."""
 
     kind: Kind
     tier: int = -1
     once: bool = False
     way: Way | None = None
-    busy: bool = False
+    processors: bool = False
 
     def of(self, cost: UnitCost) -> int:
         """Nanoseconds of a unit's cost."""
-        if self.busy:
-            return cost.messages_busy_ns(self.kind, self.tier)
+        if self.processors:
+            return cost.messages_processor_ns(self.kind, self.tier)
         once = cost.once_ns(self.kind, self.tier)
         return once if self.once else cost.duration_ns(self.kind, self.tier) - once
 
 
-def duration_keys(tiers: int) -> list[DurationKey]:
+def keys_of(model: CostModel) -> list[DurationKey]:
     """What of a unit's durations depends on the pattern, as ``durations_ns`` has it."""
+    tiers, processors = len(model.mesh.tiers), model.compute_processor_share is not None
     sent = [*product(MESSAGES, range(tiers))]
-    found = [DurationKey(kind, tier, busy=busy) for busy in (False, True) for kind, tier in sent]
+    found = [DurationKey(kind, tier) for kind, tier in sent]
+    found += [DurationKey(kind, tier, processors=True) for kind, tier in sent if processors]
     found += [DurationKey(kind, tier, once=True) for kind in REDUCED_TOGETHER for tier in range(tiers)]
     found += [DurationKey(kind) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
     found += [DurationKey(kind) for kind in (Kind.ORTHOGONALIZE, Kind.APPLY)]
@@ -75,7 +78,7 @@ the milliseconds that this adds to each backward use."""
 class ColumnPool:
     """The columns of one unit: its patterns, none dominated by another.
 
-    ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, duration_keys]; in
+    ``levels[i]``: the triple of each tensor in pattern i; ``durations_ns`` [patterns, keys_of]; in
     bytes ``resident``, ``unshard``, ``gradient_buffer``, ``temporary``, ``host``, ``matrix`` [patterns] and
     ``scratch`` [patterns, tiers]. ``host`` is above 0 where the optimizer state lies in the host's memory;
     ``matrix``: of a group's buffer what is sure to be this unit's.
@@ -151,7 +154,7 @@ def enumerate_patterns(
         offloaded = [model.offloaded(cost) for cost in costs]
         levels += [pattern for pattern, cost in zip(levels, offloaded, strict=True) if cost.host_bytes]
         costs += [cost for cost in offloaded if cost.host_bytes]
-    keys = duration_keys(len(model.mesh.tiers))
+    keys = keys_of(model)
     lengths = [[key.of(cost) for key in keys] for cost in costs]
     if max(map(max, lengths)) > MAX_NS:
         raise UserError(
@@ -184,14 +187,15 @@ def recompute_names(model: CostModel) -> dict[str, str]:
     return {unit: f"{prefix}{unit}" for unit in model.ways}
 
 
-def recompute_pool(tiers: int, ways: Sequence[Way | None]) -> ColumnPool:
+def recompute_pool(model: CostModel, ways: Sequence[Way | None]) -> ColumnPool:
     """The column pool of a unit's recomputation, one pattern per allowed way.
 
     Cost and saving of recomputation do not depend on the unit's levels. So the choice has a pool of its own,
     and the relaxation, the ILP and the rounding treat it as one more unit. Its time and bytes depend on the
     micro-batch size and are in ``paths.Network`` and in the buffer of activations.
     """
-    keys, none = duration_keys(tiers), np.zeros(len(ways), dtype=np.int64)
+    tiers, keys = len(model.mesh.tiers), keys_of(model)
+    none = np.zeros(len(ways), dtype=np.int64)
     durations = np.zeros((len(ways), len(keys)), dtype=np.int64)
     for pattern, way in enumerate(ways):
         if way is not None:

@@ -490,7 +490,7 @@ class Search:
         """The settings of a triple, one per choice of recomputed units, whether they fit or not."""
         q, none = self.question, self.base_memory(plain)
         loads = [cut.at(plain.durations) / MS for cut in q.network.loads]
-        energies = [cut.at(plain.durations) / MS for cut in q.network.energies]
+        energies = [cut.at(plain.durations) / MS for cut in q.network.together]
         found = []
         for recompute in recompute_choices:
             peak = none.with_activations(
@@ -519,7 +519,7 @@ class Search:
                 for unit, row in rows.items()
                 for way, key in RECOMPUTE_KEYS.items()
             }
-            for energy in network.energies
+            for energy in network.together
         ]
 
     def run(self, found: Candidates, seconds: float) -> None:

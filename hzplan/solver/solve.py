@@ -516,5 +516,5 @@ def _recompute_binaries(
         if {*ways} <= {None, *known}:
             found[unit] = name
             kind = id(pools.get(unit)), *ways
-            pools[name] = made.setdefault(kind, recompute_pool(len(model.mesh.tiers), ways))
+            pools[name] = made.setdefault(kind, recompute_pool(model, ways))
     return found

@@ -90,7 +90,7 @@ def test_gathers_at_once_wait_for_one_latency(exchange: bool) -> None:
     alone = [model.bucket(bucket).unshard_ns[0] for bucket in buckets]
     assert alone == [3_000_000, 3_000_000]
     together = model.unit(buckets).unshard_ns[0]
-    assert together == (5_000_000 if exchange else 6_000_000)
+    assert together == (4_000_000 if exchange else 6_000_000)
 
 
 def test_a_unit_in_bfloat16_has_gradients_and_state_in_float32() -> None:

@@ -199,4 +199,5 @@ def test_a_profile_keeps_no_communicator_and_says_what_they_take(monkeypatch: py
         *(ranks, mesh, ("node", "network"), "float32", 1024, lambda: None, progress, 2**30)
     )
     assert (measured.cluster.context_bytes, measured.cluster.communicator_bytes) == (900 - 300 - 200, 200)
+    assert measured.cluster.compute_processor_share is None
     assert (most[0], alive[0]) == (1 + 6, 1)

@@ -292,7 +292,7 @@ def test_no_more_is_done_than_processors_do(
         for task, length in zip(schedule.tasks, lengths, strict=True)
     ]
     alone = objective_ns(schedule, lengths, cost)
-    assert objective_ns(schedule, lengths, cost, busy_ns=busy) == pytest.approx(max(alone, sum(busy)))
+    assert objective_ns(schedule, lengths, cost, processor_ns=busy) == pytest.approx(max(alone, sum(busy)))
     for ranks in (None, late):
         found = replay_shared(schedule, lengths, cost, ranks, busy)
         assert found.period_ns >= max(alone, sum(busy)) * (1 - 1e-9) - 1e-6
@@ -309,7 +309,7 @@ def test_messages_get_processors_first() -> None:
         (1.0 if task.stream == COMPUTE_STREAM else 0.4) * length
         for task, length in zip(schedule.tasks, lengths, strict=True)
     ]
-    assert replay_shared(schedule, lengths, busy_ns=busy).period_ns == pytest.approx(40 + 0.4 * 5 + 5)
+    assert replay_shared(schedule, lengths, processor_ns=busy).period_ns == pytest.approx(40 + 0.4 * 5 + 5)
 
 
 def test_compute_and_communication_slow_each_other() -> None:

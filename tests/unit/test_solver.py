@@ -345,7 +345,8 @@ def test_plan_file_replays_to_what_it_records(tmp_path: Path) -> None:
     assert again.objective_ns / 1e9 == pytest.approx(plan.proof.objective_s, abs=1e-9)
     assert again.memory.peak == plan.predicted.peak_memory_bytes
     durations = CostModel(profile).durations(again.schedule, again.units, again.micro_batch)
-    assert objective_ns(again.schedule, durations, again.model.interference) == again.objective_ns
+    known = again.model.interference, None, again.processor_ns
+    assert objective_ns(again.schedule, durations, *known) == again.objective_ns
 
 
 def test_same_question_same_text() -> None:

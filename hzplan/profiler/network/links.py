@@ -175,11 +175,11 @@ def _curve(
     """From samples by size, round and rank."""
     samples = [[max(one.seconds for one in ranks) for ranks in rounds] for rounds in by_size.values()]
     medians = rising([statistics.median(seconds) for seconds in samples])
-    busy: Sequence[float | None] = [None] * len(samples)
+    taken: Sequence[float | None] = [None] * len(samples)
     if processors is not None:
-        busy = rising(
+        taken = rising(
             [
-                statistics.median(processors.busy_s([one.processor_s for one in ranks]) for ranks in rounds)
+                statistics.median(processors.time_s([one.processor_s for one in ranks]) for ranks in rounds)
                 for rounds in by_size.values()
             ]
         )
@@ -192,8 +192,8 @@ def _curve(
                 bytes=nbytes,
                 seconds=nanoseconds(median),
                 spread=spread(seconds),
-                busy_seconds=None if taken is None else nanoseconds(taken),
+                processor_seconds=None if one is None else nanoseconds(one),
             )
-            for nbytes, seconds, median, taken in zip(by_size, samples, medians, busy, strict=True)
+            for nbytes, seconds, median, one in zip(by_size, samples, medians, taken, strict=True)
         ),
     )

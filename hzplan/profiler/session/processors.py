@@ -1,4 +1,4 @@
-"""Processor time of ranks that share processors: how long those are busy with what the ranks do."""
+"""Processor time of ranks that share processors."""
 
 from __future__ import annotations
 
@@ -7,58 +7,68 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hzplan.profiler.session.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 COMPUTE_S = 0.3
 """Least seconds of compute that is watched, many slices of a scheduler."""
 
 
-@dataclass(frozen=True)
-class Processors:
-    """``shared``: by rank what it runs on, the kernel and the processors that it may use.
+class Shared(NamedTuple):
+    """What a rank runs on: ranks for which all of it is equal share it.
 
-    Not the host's name: containers, and namespaces with a network of their own, have names of their own and
-    share processors all the same.
+    ``kernel`` and not the host's name: containers, and namespaces with a network of their own, have names of
+    their own and share processors all the same. ``limit``: how many processors its container may use.
     """
 
-    shared: tuple[tuple[str, tuple[int, ...]], ...]
+    kernel: str
+    processors: tuple[int, ...]
+    limit: float
+
+    @classmethod
+    def here(cls) -> Shared:
+        """This process's."""
+        processors = tuple(range(os.cpu_count() or 1))
+        if hasattr(os, "sched_getaffinity"):
+            processors = tuple(sorted(os.sched_getaffinity(0)))
+        kernel, limit = platform.node(), float(len(processors))
+        with suppress(OSError):
+            kernel = _BOOT.read_text().strip()
+        with suppress(OSError, ValueError):  # no cgroup, or "max"
+            quota, period = map(int, _CGROUP_LIMIT.read_text().split())
+            limit = min(limit, quota / period)
+        return cls(kernel, processors, limit)
+
+
+class Processors(NamedTuple):
+    """By rank what it runs on."""
+
+    by_rank: tuple[Shared, ...]
 
     @classmethod
     def of(cls, ranks: Ranks) -> Processors:
         """Every rank calls it, and gets the same."""
-        return cls(tuple(ranks.gather((_kernel(), _allowed()))))
+        return cls(tuple(ranks.gather(Shared.here())))
 
-    def busy_s(self, seconds: list[float]) -> float:
-        """Seconds for which processors are busy with so many of processor time, by rank; where ranks run on
-        different ones, the busiest."""
-        total = dict.fromkeys(self.shared, 0.0)
-        for of, spent in zip(self.shared, seconds, strict=True):
-            total[of] += spent
-        return max(spent / len(processors) for (_, processors), spent in total.items())
+    def time_s(self, seconds: list[float]) -> float:
+        """From each rank's seconds of processor time those of ranks that share processors, over the number of
+        these; where ranks run on different ones, the most."""
+        total = dict.fromkeys(self.by_rank, 0.0)
+        for shared, spent in zip(self.by_rank, seconds, strict=True):
+            total[shared] += spent
+        return max(spent / shared.limit for shared, spent in total.items())
 
 
-def compute_busy(ranks: Ranks, processors: Processors, compute: Callable[[], None]) -> float:
+def compute_share(ranks: Ranks, processors: Processors, compute: Callable[[], None]) -> float:
     """The share of processors that ``compute`` keeps busy, called by all ranks at once."""
     ranks.barrier()
     began, spent = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < COMPUTE_S:
         compute()
-    # Each rank until its own last call ended: processor time over time is a rank's own share of processors.
+    # Each rank until its own last call ended, as ranks need not end together.
     share = (time.process_time() - spent) / (time.perf_counter() - began)
-    return min(1.0, processors.busy_s(ranks.gather(share)))
-
-
-def _kernel() -> str:
-    with suppress(OSError):
-        return _BOOT.read_text().strip()
-    return platform.node()
-
-
-def _allowed() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return min(1.0, processors.time_s(ranks.gather(share)))
