@@ -67,6 +67,19 @@ def test_the_norm_costs_only_who_clips() -> None:
         assert model.task_ns(schedule, step, {}, profile.micro_batches[0]) == expected
 
 
+def test_who_shares_processors_takes_their_time_at_least() -> None:
+    """Two ranks on one processor, 3 each: one is done at 4, the other at 6, in the mean at 5."""
+    repeats = [[[2.0, 2.0], [4.0, 2.0]]] * 3
+    first, second = use_costs(1, ["a", "b"], [1, 1], MEMORY[:2], repeats, 6.0)
+    assert first.seconds + second.seconds == pytest.approx(6.0)
+    assert first.seconds / second.seconds == pytest.approx(3.0 / 2.0)
+    assert first.straggler_seconds == pytest.approx(1.0 - 3.0 * (6 / 5 - 1))
+    assert second.straggler_seconds == 0.0
+    plain = use_costs(1, ["a", "b"], [1, 1], MEMORY[:2], repeats)
+    assert use_costs(1, ["a", "b"], [1, 1], MEMORY[:2], repeats, 4.0) == plain
+    assert [cost.seconds for cost in plain] == [3.0, 2.0]
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_gathers_at_once_wait_for_one_latency(exchange: bool) -> None:
     """Of a tier of two levels: over stages (0, 1) and (0, 2), under way together or one after the other."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from hzplan.core.recompute import HOST, WAYS, Way
 from hzplan.core.schedule import Use
@@ -26,6 +28,7 @@ from hzplan.profiler.model.recompute import (
     without_time,
 )
 from hzplan.profiler.session.clock import clock
+from hzplan.profiler.session.processors import Processors
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.profiler.session.rounds import THOROUGH, Effort, rounds
 from hzplan.profiler.session.statistics import nanoseconds, spread, trimmed_mean
@@ -37,6 +40,21 @@ STEADY_SPREAD = 0.03
 
 Repeats = Sequence[Sequence[Sequence[float]]]
 """Seconds by repeat, rank and use."""
+
+
+class _Block(NamedTuple):
+    """Of several passes on a rank the seconds of each use, and of processor time."""
+
+    rows: list[list[float]]
+    processor_s: list[float]
+
+
+class _Timed(NamedTuple):
+    """A pass: ``repeats`` none where it once failed or had other uses; ``least_s``: its processor time, of
+    all ranks that share processors over the number of these, 0 where a device computes."""
+
+    repeats: list[list[list[float]]]
+    least_s: float
 
 
 def measure_uses(
@@ -62,17 +80,18 @@ def measure_uses(
             again[way] = record_recomputation(ranks, model.calls, passes, switch, way, warm=effort.warm)
         saved = again.pop(HOST, [])  # whose copies take their time on the side
         timed = [*passes, *itertools.chain.from_iterable(again.values())]
-        repeats = _times(ranks, model.calls, timed, progress, effort)
-    if not all(repeats[: len(passes)]):
+        times = _times(ranks, model.calls, timed, progress, effort)
+    if not all(one.repeats for one in times[: len(passes)]):
         raise UserError(f"{model.name}: {NOT_FIXED} chance or earlier calls")
     kinds = [use_kinds(model.entries, uses, recorded.flops) for recorded in passes]
 
     def costs_of(some: Sequence[Pass]) -> list[list[UseCost]]:
         """None where a pass failed: a model that could recompute a few times may not always."""
-        own = [repeats[timed.index(recorded)] for recorded in some]
+        own = [times[timed.index(recorded)] for recorded in some]
         return [
-            use_costs(recorded.micro_batch, kind, recorded.flops, recorded.memory, seconds)
-            for recorded, kind, seconds in zip(some, kinds, own if all(own) else (), strict=False)
+            use_costs(recorded.micro_batch, kind, recorded.flops, recorded.memory, *found)
+            for recorded, kind, found in zip(some, kinds, own, strict=True)
+            if all(found.repeats for found in own)
         ]
 
     costs = costs_of(passes)
@@ -102,7 +121,7 @@ def measure_uses(
             if saved
             else {}
         )
-    own_seconds = statistics.median(sum(by_rank[ranks.rank]) for by_rank in repeats[len(passes) - 1])
+    own_seconds = statistics.median(sum(by_rank[ranks.rank]) for by_rank in times[len(passes) - 1].repeats)
     return use_entries(uses, reads, costs, recompute, leaves(model.units)), own_seconds
 
 
@@ -121,11 +140,16 @@ def use_costs(
     flops: Sequence[int],
     memory: Sequence[Segment],
     repeats: Repeats,
+    least_s: float = 0.0,
 ) -> list[UseCost]:
     """The cost of every use. Those of a kind share their samples, so equal layers cost the same.
 
     Means, scaled to add up to the median of whole passes: where ranks share a core, a use takes as long
     as alone, or several times that, and a step sees the sum. The spread is that of the means, too.
+
+    ``least_s``: the processor time of a pass, of all ranks that share processors over the number of these.
+    Who is served first is done before that, and in a step would leave its processor to others and wait; so
+    the mean is taken to be that at least, and the slowest rank is late by as much less.
     """
     rows = [row for by_rank in repeats for row in by_rank]
     positions: dict[Hashable, list[int]] = defaultdict(list)
@@ -145,13 +169,17 @@ def use_costs(
         for kind, indices in positions.items()
     }
     means = {kind: trimmed_mean(seconds) for kind, seconds in samples.items()}
-    scale = statistics.median(map(sum, rows)) / sum(means[kind] for kind in kinds)
+    own_s = statistics.median(map(sum, rows))
+    scale = own_s / sum(means[kind] for kind in kinds)
+    longer = max(1.0, least_s / own_s)
     return [
         UseCost(
             micro_batch=micro_batch,
-            seconds=nanoseconds(means[kind] * scale),
+            seconds=nanoseconds(means[kind] * scale * longer),
             spread=spread(repeat_means[kind]),
-            straggler_seconds=nanoseconds(trimmed_mean(delays[kind])),
+            straggler_seconds=nanoseconds(
+                max(0.0, trimmed_mean(delays[kind]) - means[kind] * scale * (longer - 1.0))
+            ),
             flops=count,
             retained_bytes=segment.retained_bytes,
             peak_bytes=segment.peak_bytes,
@@ -166,8 +194,9 @@ def _times(
     passes: Sequence[Pass],
     progress: Callable[[float], None],
     effort: Effort,
-) -> list[list[list[list[float]]]]:
-    """Seconds of each use, by pass, repeat and rank; none of a pass that once failed or had other uses."""
+) -> list[_Timed]:
+    """Every pass, the same on every rank."""
+    processors = Processors.of(ranks) if ranks.device.type == "cpu" else None
     results = rounds(
         ranks,
         [partial(_block, ranks, calls, recorded, effort.block) for recorded in passes],
@@ -177,31 +206,43 @@ def _times(
         progress=progress,
         enough=lambda so_far: all(map(_steady, so_far)),
     )
-    return [
-        [[*rows] for by_rank in result for rows in zip(*by_rank, strict=True)]  # blocks' passes, side by side
-        if all(block for by_rank in result for block in by_rank)
-        else []
-        for result in results
-    ]
+    return [_timed(result, processors) for result in results]
 
 
-def _block(ranks: Ranks, calls: RecordedCalls, recorded: Pass, count: int) -> list[list[float]]:
-    """Seconds of each use in so many passes; none when one failed or had other uses. A failure on one rank
-    must not keep the others waiting."""
-    rows: list[list[float]] = []
+def _timed(result: Sequence[Sequence[_Block]], processors: Processors | None) -> _Timed:
+    """From the blocks of a pass by round and rank."""
+    if not all(block.rows for by_rank in result for block in by_rank):
+        return _Timed([], 0.0)
+    repeats, least = list[list[list[float]]](), list[float]()
+    for by_rank in result:  # blocks' passes, side by side
+        repeats += map(list, zip(*(block.rows for block in by_rank), strict=True))
+        if processors is not None:
+            least += map(processors.time_s, zip(*(block.processor_s for block in by_rank), strict=True))
+    return _Timed(repeats, statistics.median(least) if least else 0.0)
+
+
+def _block(ranks: Ranks, calls: RecordedCalls, recorded: Pass, count: int) -> _Block:
+    """So many passes; no rows when one failed or had other uses. A failure on one rank must not keep the
+    others waiting."""
+    rows, processor_s = list[list[float]](), list[float]()
     as_recorded = True
     for _ in range(count):
         ranks.barrier()
-        timer = clock(ranks.device)
+        timer, spent = clock(ranks.device), time.process_time()
         try:
             as_recorded &= calls.run(recorded.step, timer) == recorded.uses
         except Exception:  # the user's model, which has run before
             as_recorded = False
+        processor_s.append(time.process_time() - spent)
         rows.append(timer.seconds())
-    return rows if as_recorded else []
+    return _Block(rows if as_recorded else [], processor_s)
 
 
-def _steady(blocks: Sequence[Sequence[Sequence[Sequence[float]]]]) -> bool:
+def _steady(blocks: Sequence[Sequence[_Block]]) -> bool:
     """Whether whole passes scatter little; ``blocks`` by round, then rank."""
-    by_rank = [[sum(row) for block in own for row in block] for own in zip(*blocks, strict=True) if all(own)]
+    by_rank = [
+        [sum(row) for block in own for row in block.rows]
+        for own in zip(*blocks, strict=True)
+        if all(block.rows for block in own)
+    ]
     return bool(by_rank) and statistics.median(map(spread, by_rank)) < STEADY_SPREAD

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +54,7 @@ class Processors(NamedTuple):
         """Every rank calls it, and gets the same."""
         return cls(tuple(ranks.gather(Shared.here())))
 
-    def time_s(self, seconds: list[float]) -> float:
+    def time_s(self, seconds: Sequence[float]) -> float:
         """From each rank's seconds of processor time those of ranks that share processors, over the number of
         these; where ranks run on different ones, the most."""
         total = dict.fromkeys(self.by_rank, 0.0)
