@@ -60,7 +60,7 @@ def measure_interference(
     """For every tier: the slowdown of ``compute`` while its collectives run, and of these while compute does.
 
     Gathers and reductions alternate over the whole tier, as the runtime issues them, on buffers of
-    ``largest_bytes`` of a model, at most 4 MiB. Medians over rounds of the mean rank. The same on every rank.
+    ``largest_bytes`` of a model, at most 4 MiB. The same on every rank.
     """
     tiers = range(len(mesh.tiers)) if ranks.size > 1 else range(0)
     entries = []
@@ -91,14 +91,17 @@ def _narrow(entry: InterferenceEntry) -> NarrowInterference:
 
 
 def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
-    """From samples by round and rank."""
-    losses = [statistics.fmean(1 - s.compute / s.compute_together for s in by_rank) for by_rank in rounds]
-    slowdowns = [
-        statistics.fmean(s.communication_together / s.communication for s in by_rank) for by_rank in rounds
-    ]
+    """From samples by round and rank: ratios of means over all of them, as a round is too short to say how
+    fast a machine is that ranks share."""
+
+    def mean(seconds: Callable[[_Sample], float]) -> float:
+        return statistics.fmean(seconds(sample) for by_rank in rounds for sample in by_rank)
+
+    loss = 1 - mean(lambda s: s.compute) / mean(lambda s: s.compute_together)
+    slowdown = mean(lambda s: s.communication_together) / mean(lambda s: s.communication)
     return InterferenceEntry(
-        compute_loss=round(min(1.0, max(0.0, statistics.median(losses))), 4),
-        communication_slowdown=round(max(1.0, statistics.median(slowdowns)), 4),
+        compute_loss=round(min(1.0, max(0.0, loss)), 4),
+        communication_slowdown=round(max(1.0, slowdown), 4),
         contention=round(
             max(1.0, statistics.median(max(s.contention for s in by_rank) for by_rank in rounds)), 4
         ),

@@ -31,7 +31,7 @@ class Effort(NamedTuple):
     host_on_cpu: bool
 
 
-THOROUGH = Effort(pass_s=6.0, block=3, rounds=3, alone=3, beside=4, warm=True, host_on_cpu=True)
+THOROUGH = Effort(pass_s=6.0, block=3, rounds=5, alone=3, beside=4, warm=True, host_on_cpu=True)
 QUICK = Effort(pass_s=2.0, block=1, rounds=1, alone=1, beside=1, warm=False, host_on_cpu=False)
 """For a job that waits: a pass that takes seconds is its own mean."""
 
