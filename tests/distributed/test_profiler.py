@@ -80,6 +80,10 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
     assert all(use.costs[0].seconds > 0 for use in profile.uses)
     assert sum(use.costs[1].retained_bytes for use in profile.uses) == 0
     assert profile.cluster.norm_seconds is not None and 1e-5 < profile.cluster.norm_seconds < 1.0
+    assert 0.0 < (profile.cluster.compute_processor_share or 0.0) <= 1.0
+    for curve in profile.collectives:
+        spent = [point.processor_seconds or 0.0 for point in curve.points]
+        assert 0.0 < spent[0] and spent == sorted(spent)
     forwards = [
         use.costs for use in profile.uses if use.unit.startswith("layers.") and use.phase == "forward"
     ]
