@@ -83,7 +83,7 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
     assert 0.0 < (profile.cluster.compute_processor_share or 0.0) <= 1.0
     for curve in profile.collectives:
         spent = [point.processor_seconds or 0.0 for point in curve.points]
-        assert 0.0 < spent[0] and spent == sorted(spent)
+        assert spent[0] > 0.0 and spent == sorted(spent)
     forwards = [
         use.costs for use in profile.uses if use.unit.startswith("layers.") and use.phase == "forward"
     ]
