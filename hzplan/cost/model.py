@@ -23,13 +23,15 @@ from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.lateness import Late
 from hzplan.cost.matrices import ORTHOGONALIZED_BYTES, MatrixCosts, orthogonalize_ns
-from hzplan.cost.unit import MESSAGES, BucketCost, UnitCost, processor_at, summed
+from hzplan.cost.unit import GATHERS, MESSAGES, BucketCost, UnitCost, processor_at, summed
 from hzplan.formats.profile import InterferenceEntry, Profile, RecomputeCost, UseCost
 
 COPIES = frozenset(itertools.chain(*HOST_LINK))
 """The streams of copies between a device and the host's memory."""
 Curves = Mapping[tuple[str, int, int], Curve]
 """Points of (bytes, seconds) by operation and the two levels of a stage."""
+Reading = Callable[[Curve, float], float]
+"""What is read off a curve at a size."""
 
 REDUCED_TOGETHER = (Kind.FINAL_REDUCE, Kind.GRAD_GATHER)
 """The kinds of tasks in which units pay something once: the largest of what each would pay alone. Bounds
@@ -137,35 +139,28 @@ class CostModel:
         Over a stage that spans tiers it is one on each: of what goes in n shares to n ranks, (n − 1)/n
         leaves.
         """
-        key = operation, stage, nbytes
-        if key not in self._known:
-            self._known[key] = self._interpolated(self._curves, *key)
-        return self._known[key]
+        return self._read(self._curves, interpolate, operation, stage, nbytes)
+
+    def latency_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Of ``collective_ns`` what collectives under way together pay once (``curves.latency``)."""
+        return self._read(self._curves, latency, operation, stage, nbytes)
 
     def collective_processor_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
         """Processor time of a collective, ``CollectivePoint.processor_seconds``; sizes as for
         ``collective_ns``."""
-        key = operation, stage, nbytes
-        if key not in self._known_processor:
-            self._known_processor[key] = self._interpolated(self._processor_curves, *key)
-        return self._known_processor[key]
+        return self._read(self._processor_curves, interpolate, operation, stage, nbytes)
 
-    def latency_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
-        """Of ``collective_ns`` what collectives under way together pay once (``curves.latency``)."""
-        key = operation, stage, nbytes
-        if key not in self._known_latency:
-            self._known_latency[key] = self._interpolated(self._curves, *key, latency)
-        return self._known_latency[key]
+    def _read(self, curves: Curves, reading: Reading, operation: str, stage: Stage, nbytes: int) -> int:
+        """Nanoseconds of a collective read off ``curves``, summed over the collectives that stand for it;
+        cached."""
+        key = id(curves), reading, operation, stage, nbytes
+        if key not in self._known:
+            self._known[key] = self._interpolated(curves, reading, operation, stage, nbytes)
+        return self._known[key]
 
     def _interpolated(
-        self,
-        curves: Curves,
-        operation: str,
-        stage: Stage,
-        nbytes: int,
-        reading: Callable[[Curve, float], float] = interpolate,
+        self, curves: Curves, reading: Reading, operation: str, stage: Stage, nbytes: int
     ) -> int:
-        """Nanoseconds of a collective read off ``curves``, summed over the collectives that stand for it."""
         if operation == "all_to_all":
             return sum(
                 round(reading(curve, nbytes) * 1e9)
@@ -175,19 +170,11 @@ class CostModel:
             )
         if (operation, *stage) not in curves and operation == "all_reduce":
             parts = ("reduce_scatter", "all_gather")
-            return sum(self._interpolated(curves, part, stage, nbytes, reading) for part in parts)
+            return sum(self._interpolated(curves, reading, part, stage, nbytes) for part in parts)
         return round(reading(curves[(operation, *stage)], nbytes) * 1e9)
 
     @cached_property
-    def _known(self) -> dict[tuple[str, Stage, int], int]:
-        return {}
-
-    @cached_property
-    def _known_latency(self) -> dict[tuple[str, Stage, int], int]:
-        return {}
-
-    @cached_property
-    def _known_processor(self) -> dict[tuple[str, Stage, int], int]:
+    def _known(self) -> dict[object, int]:
         return {}
 
     def compute_ns(self, use_index: int, micro_batch: int) -> int:
@@ -425,7 +412,7 @@ class CostModel:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
                 times[kind][tier] += rounding_ns
                 if share is not None:
-                    working[processor_at(MESSAGES[kind], tier, tiers)] += round(share * rounding_ns)
+                    working[processor_at(GATHERS[kind], tier, tiers)] += round(share * rounding_ns)
         waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
         at_once = self.profile.cluster.reduce_scatter_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
@@ -434,7 +421,7 @@ class CostModel:
             times[kind][tier] += alone - once
             waited[kind][tier] = max(waited[kind][tier], once)
             if share is not None:
-                working[processor_at(MESSAGES[kind], tier, tiers)] += self.collective_processor_ns(
+                working[processor_at(GATHERS[kind], tier, tiers)] += self.collective_processor_ns(
                     "all_gather", stage, nbytes
                 )
         unshard, grad_gather, param_gather = map(summed, times, waited)
@@ -463,7 +450,7 @@ class CostModel:
         tiers = range(len(mesh.tiers))
         gathers = tuple(
             (number, tier, one.stage, nbytes, self._rounding_ns(bucket, kind, tier, one))
-            for number, kind in enumerate(MESSAGES[:3])
+            for number, kind in enumerate(GATHERS)
             for tier in tiers
             for one, nbytes in self.collectives(bucket, kind, tier)
         )

@@ -11,11 +11,10 @@ from hzplan.core.hierarchy import Stage
 from hzplan.core.recompute import Way
 from hzplan.core.schedule import Kind
 
-MESSAGES = (
-    *(Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER),
-    *(Kind.REDUCE, Kind.FINAL_REDUCE, Kind.ASSEMBLE, Kind.RETURN),
-)
-"""The kinds of tasks that send something; first the gathers, which buckets join."""
+GATHERS = (Kind.UNSHARD, Kind.GRAD_GATHER, Kind.PARAM_GATHER)
+"""The kinds of messages that buckets join."""
+MESSAGES = (*GATHERS, Kind.REDUCE, Kind.FINAL_REDUCE, Kind.ASSEMBLE, Kind.RETURN)
+"""The kinds of tasks that send something."""
 
 
 class Hosted(NamedTuple):
