@@ -95,6 +95,7 @@ class Process:
     folder: str | None
     environment: dict[str, str]
     new_session: bool
+    group: int  # to join; 0 is one of its own, -1 its parent's
 
 
 def program_of(command: Sequence[str]) -> Program | None:
@@ -149,7 +150,7 @@ class Popen(_real_popen):  # type: ignore[type-arg]
                 *rest,
             )
             return
-        process = Process(program, None if cwd is None else os.fspath(cwd), variables, bool(rest[-2]))
+        process = Process(program, None if cwd is None else os.fspath(cwd), variables, *rest[-2:])
         stdin, _, _, stdout, _, stderr = rest[:6]
         streams = [number if number != -1 else usual for usual, number in enumerate((stdin, stdout, stderr))]
         self.pid = _fork(process, streams) if _usual_path else _server().fork(process, streams)
@@ -304,6 +305,8 @@ def _take(process: Process, streams: Sequence[int]) -> None:
     program = process.program
     if process.new_session:
         os.setsid()
+    if process.group >= 0:
+        os.setpgid(0, process.group)
     for usual, number in enumerate(streams):
         if number != usual:
             os.dup2(number, usual)

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -40,7 +41,7 @@ def start(arguments: Sequence[str], ranks: int) -> None:
     os.environ[LAUNCHED] = "1"
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="hzplan-") as folder, _as_before():
+    with tempfile.TemporaryDirectory(prefix="hzplan-") as folder, _as_before(), _ranks_in_our_session():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -101,6 +102,38 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
     """All but one: the agent's timer may be collected on its own thread, which its finalizer then joins."""
     if "cannot join current thread" not in str(what.exc_value):
         sys.__unraisablehook__(what)
+
+
+@contextmanager
+def _ranks_in_our_session() -> Iterator[None]:
+    """Each is a group of processes of its own, so that we say who gets Ctrl-C, but no session.
+
+    Linux shares processors between sessions first (``sched_autogroup_enabled``), and where four ranks share
+    two processors it was measured to give one of them 14 s of 15 and another 1.5 s: a message then waited for
+    seconds until its receiver ran (docs/decisions.md). Within a session all threads are served alike.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    class InOurSession(SubprocessHandler):
+        """A rank."""
+
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(args, env=env, process_group=0, stdout=self._stdout, stderr=self._stderr)
+
+    name = "get_subprocess_handler"
+    usual = getattr(api, name, None)
+    if usual is None or not hasattr(SubprocessHandler, "_popen"):  # another torch: a session each, as it does
+        yield
+        return
+    setattr(api, name, InOurSession)
+    # A group in the background may write to its terminal whatever `stty tostop` says; ranks inherit it.
+    writes = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTTOU, writes)
+        setattr(api, name, usual)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ from hzplan.profiler.network.rounding import measure_rounding
 from hzplan.profiler.network.stragglers import slow_compute, slow_links
 from hzplan.profiler.network.wakeup import measure_wakeup
 from hzplan.profiler.session.machine import peak_flops, provenance, rank_memory_bytes, untracked_bytes
-from hzplan.profiler.session.processors import Processors, compute_share
+from hzplan.profiler.session.processors import Processors, compute_share, of_sessions
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks, local_ranks
 from hzplan.profiler.session.resume import PartialResults
@@ -137,6 +137,9 @@ def measure(
     parts = Progress(progress, _model_s(sizes) + _links_s(mesh))
     memory = memory_bytes or rank_memory_bytes(ranks)
     message = message if ranks.rank == 0 else lambda text: None
+    advice = None if ranks.device.type != "cpu" else of_sessions(ranks, Processors.of(ranks))
+    if advice is not None:
+        message(advice)
     reusable = EarlierCosts.of_profiles(earlier or {}, ranks.device, dtype, local_ranks(ranks))
     model = build_model(ranks, workload, dtype, sizes, seed, memory, trace=bool(reusable), message=message)
     question = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -173,3 +176,16 @@ def test_connections_do_not_grow_with_the_world(tmp_path: Path) -> None:
         assert re.findall(r"kept (\d+)", done.stdout) == ["0"] * world
         found.append(int(re.search(r"connections (\d+)", done.stdout).group(1)))  # type: ignore[union-attr]
     assert found[1] <= found[0] + 8, found
+
+
+STARTS = """
+from hzplan.launch import local
+asks = "import os, sys; print(os.getsid(0), os.getpgid(0) == os.getpid(), sys.argv[1], flush=True)"
+local._python_arguments = lambda: ["-c", asks]
+local.start(["it"], 2)
+"""
+
+
+def test_ranks_are_groups_of_processes_in_our_session() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [f"{os.getsid(0)} True it"] * 2, done.stderr

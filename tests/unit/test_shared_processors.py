@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from hzplan.cost.curves import TOGETHER, interpolate, latency
 from hzplan.cost.model import CostModel
 from hzplan.cost.unit import MESSAGES
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile
-from hzplan.profiler.session.processors import Processors, Shared, compute_share
+from hzplan.profiler.session.processors import Processors, Shared, compute_share, of_sessions
 from hzplan.profiler.session.ranks import Ranks
 from tests.instances import random_profile, with_processors
 
@@ -153,3 +153,38 @@ def test_of_a_line_what_is_paid_once_is_its_first_point(first: int) -> None:
     for size in (first, 5000, 90_000):
         assert latency(curve, size) == pytest.approx(curve[0][1])
     assert latency([(1000, 1e-3)], 5000) == pytest.approx(1e-3)
+
+
+@dataclass(frozen=True)
+class _Sessions:
+    """Ranks of given sessions, as seen by the first."""
+
+    sessions: tuple[str, ...]
+
+    def gather(self, own: str) -> list[str]:
+        return [own and one for one in self.sessions]
+
+
+@pytest.mark.parametrize(
+    ("sessions", "processors", "enabled", "advised"),
+    [
+        (("a", "b", "c"), 2, "1", True),
+        (("a", "a", "a"), 2, "1", False),  # groups of one session
+        (("a", "b"), 2, "1", False),  # a processor for each
+        (("a", "b", "c"), 2, "0", False),
+    ],
+)
+def test_sessions_that_share_processors_are_told_of(
+    sessions: tuple[str, ...],
+    processors: int,
+    enabled: str,
+    advised: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in (("_SESSIONS_FIRST", enabled), ("_SESSION", "/autogroup-7 nice 0")):
+        (tmp_path / name).write_text(f"{text}\n")
+        monkeypatch.setattr(f"hzplan.profiler.session.processors.{name}", tmp_path / name)
+    shared = Shared("kernel", tuple(range(processors)), float(processors))
+    told = of_sessions(_Sessions(sessions), Processors((shared,) * len(sessions)))  # type: ignore[arg-type]
+    assert (told is not None) == advised

@@ -62,6 +62,18 @@ def test_it_ends_and_says_as_a_new_one(arguments: tuple[str, ...], tmp_path: Pat
     assert found[0] == found[1]
 
 
+def test_it_is_a_group_of_processes_in_our_session() -> None:
+    asks = "import os; print(os.getpgid(0) == os.getpid(), os.getsid(0))"
+    with Popen(
+        *([sys.executable, "-c", asks],),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as process:
+        assert process.communicate(timeout=60)[0].split() == ["True", str(os.getsid(0))]
+
+
 def test_it_is_a_child_that_is_signalled(tmp_path: Path) -> None:
     with Popen(
         [sys.executable, "-c", "import os, signal; print(os.getppid(), flush=True); signal.pause()"],

@@ -24,12 +24,14 @@ from hzplan.runtime.backends.packing import Form, form_of
 from hzplan.runtime.launcher import Device
 from hzplan.runtime.world import ProcessWorld
 
-TOGETHER_S = 0.4
-"""Least seconds of communication beside compute, or as long as the least calls of compute take."""
+TOGETHER_S, LONG_TOGETHER_S = 0.4, 3.0
+"""Least seconds of both at once; those after which one call of compute is enough."""
 MAX_BYTES = 4 << 20
 """Size of the buffers gathered and reduced: enough to be bound by the link, small enough to be repeated."""
 ALONE_CALLS, ALONE_S = 3, 0.15
 """First calls of communication alone, and its least seconds then."""
+LEAST_ROUNDS, ENOUGH_S = 2, 6.0
+"""Rounds after which no other is begun that many seconds after the first: long ones are means themselves."""
 PAIRS_S, MIN_PAIRS = 0.2, 3
 """Least seconds, and least number, of gathers beside reductions: the longer of both."""
 
@@ -72,12 +74,15 @@ def measure_interference(
         found = []
         for half, form in enumerate((None, form_of("int8", dithered=True))):
             gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes, form)
-            rounds = []
+            rounds, began = [], time.perf_counter()
             with no_garbage_collection():
                 for number in range(effort.rounds):
                     rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce, effort)))
                     done = tier + (half + (number + 1) / effort.rounds) / 2
                     progress(done / len(mesh.tiers))
+                    elapsed = max(ranks.gather(time.perf_counter() - began))
+                    if number + 1 >= LEAST_ROUNDS and elapsed > ENOUGH_S:
+                        break
             found.append(_entry(rounds))
         exact, narrow = found
         entries.append(exact.model_copy(update={"narrow": _narrow(narrow)}))
@@ -161,13 +166,11 @@ def _sample(
 
     alone = _seconds(ranks, compute, effort.alone)
     communication = max(ranks.gather(_seconds(ranks, communicate, ALONE_CALLS)))
-    communication = max(ranks.gather(_seconds(ranks, communicate, math.ceil(ALONE_S / communication))))
-    calls = math.ceil(max(TOGETHER_S, effort.beside * max(ranks.gather(alone))) / communication)
-    together = _Together(communicate, calls)
-    ranks.barrier()
-    computed = together.run(compute)
+    calls = math.ceil(ALONE_S / communication)
+    communication = max(ranks.gather(_seconds(ranks, communicate, calls)))
+    computed, communicated = _together(ranks, compute, communicate, calls, effort)
     contention = _contention(ranks, gather, reduce, max(MIN_PAIRS, math.ceil(PAIRS_S / communication)))
-    return _Sample(alone, computed, communication, together.seconds, contention)
+    return _Sample(alone, computed, communication, communicated, contention)
 
 
 def _sample_of_queues(
@@ -208,8 +211,7 @@ def _contention(
     def seconds(first: Callable[[], object], second: Callable[[], object]) -> float:
         ranks.barrier()
         began = time.perf_counter()
-        beside = _Together(first, calls)
-        beside.start()
+        beside = _Beside(partial(_mean_seconds, first, calls))
         for _ in range(calls):
             second()
         beside.join()
@@ -233,31 +235,20 @@ def _seconds(ranks: Ranks, call: Callable[[], None], calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
-class _Together:
-    """Communication on a thread of its own, as many calls as all ranks agree on, while compute runs."""
+class _Beside:
+    """Work on a thread of its own."""
 
-    def __init__(self, communicate: Callable[[], object], calls: int) -> None:
-        self._communicate, self._calls = communicate, calls
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._error: Exception | None = None
-        self.seconds = 0.0
-
-    def run(self, compute: Callable[[], None]) -> float:
-        """Mean seconds of the calls of compute that ended before communication did; of the first one where
-        none did, as on a busy machine communication may be over before compute begins."""
-        self.start()
-        seconds: list[float] = []
-        while not (seconds and self._ended.is_set()):
-            began = time.perf_counter()
-            compute()
-            seconds.append(time.perf_counter() - began)
-        self.join()
-        return statistics.fmean(seconds[:-1] or seconds)
-
-    def start(self) -> None:
-        """Communication begins."""
         self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the work is over, or has failed."""
+        return self._ended.is_set()
 
     def join(self) -> None:
         """Wait for its end; raises what it raised."""
@@ -265,13 +256,50 @@ class _Together:
         if self._error is not None:
             raise self._error
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            began = time.perf_counter()
-            for _ in range(self._calls):
-                self._communicate()
-            self.seconds = (time.perf_counter() - began) / self._calls
+            self._work()
         except Exception as error:
             self._error = error
         finally:
             self._ended.set()
+
+
+def _together(
+    ranks: Ranks, compute: Callable[[], None], communicate: Callable[[], object], calls: int, effort: Effort
+) -> tuple[float, float]:
+    """Mean seconds of a call of compute and of one of communication, while both run.
+
+    Communication goes on, ``calls`` at a time, until every rank has computed enough: how much slower each
+    makes the other is not known before. A call of compute that outlasts communication does not count.
+    """
+    computed: list[float] = []
+    communicated: list[float] = []
+    ranks.barrier()
+    began = time.perf_counter()
+
+    def enough() -> bool:
+        elapsed = time.perf_counter() - began
+        return elapsed >= TOGETHER_S and (
+            len(computed) >= effort.beside or (len(computed) >= 1 and elapsed >= LONG_TOGETHER_S)
+        )
+
+    def work() -> None:
+        while not communicated or not all(ranks.gather(enough())):
+            communicated.append(_mean_seconds(communicate, calls))
+
+    beside = _Beside(work)
+    while True:
+        seconds = _mean_seconds(compute, 1)
+        if beside.ended:
+            break
+        computed.append(seconds)
+    beside.join()
+    return statistics.fmean(computed), statistics.fmean(communicated)
+
+
+def _mean_seconds(call: Callable[[], object], calls: int) -> float:
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - began) / calls

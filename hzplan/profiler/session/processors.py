@@ -14,6 +14,7 @@ from hzplan.profiler.session.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_SESSIONS_FIRST, _SESSION = Path("/proc/sys/kernel/sched_autogroup_enabled"), Path("/proc/self/autogroup")
 COMPUTE_S = 0.3
 """Least seconds of compute that is watched, many slices of a scheduler."""
 
@@ -61,6 +62,27 @@ class Processors(NamedTuple):
         for shared, spent in zip(self.by_rank, seconds, strict=True):
             total[shared] += spent
         return max(spent / shared.limit for shared, spent in total.items())
+
+
+def of_sessions(ranks: Ranks, processors: Processors) -> str | None:
+    """A line of advice where more ranks than processors are sessions of their own, as under torchrun, and Linux
+    shares processors between sessions first; else None. Every rank calls it.
+
+    Some kernels serve sessions very unevenly: ranks, and with them messages, then wait for seconds.
+    """
+    session = ""
+    with suppress(OSError):
+        if _SESSIONS_FIRST.read_text().strip() == "1":
+            session = _SESSION.read_text().split()[0]
+    sessions = ranks.gather(session)
+    for shared in set(processors.by_rank):
+        here = [one for one, at in zip(sessions, processors.by_rank, strict=True) if at == shared]
+        if len(here) > shared.limit and len(set(here)) > 1:
+            return (
+                "ranks share processors, and each is a session, which some Linux kernels serve very "
+                "unevenly; where times scatter: sysctl kernel.sched_autogroup_enabled=0, or on one host --nproc N"
+            )
+    return None
 
 
 def compute_share(ranks: Ranks, processors: Processors, compute: Callable[[], None]) -> float:
