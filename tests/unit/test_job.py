@@ -187,5 +187,6 @@ local.start(["it"], 2)
 
 
 def test_ranks_are_groups_of_processes_in_our_session() -> None:
-    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", STARTS]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == [f"{os.getsid(0)} True it"] * 2, done.stderr

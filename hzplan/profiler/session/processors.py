@@ -65,8 +65,8 @@ class Processors(NamedTuple):
 
 
 def of_sessions(ranks: Ranks, processors: Processors) -> str | None:
-    """A line of advice where more ranks than processors are sessions of their own, as under torchrun, and Linux
-    shares processors between sessions first; else None. Every rank calls it.
+    """A line of advice where more ranks than processors are sessions of their own, as under torchrun, and
+    Linux shares processors between sessions first; else None. Every rank calls it.
 
     Some kernels serve sessions very unevenly: ranks, and with them messages, then wait for seconds.
     """
@@ -80,7 +80,8 @@ def of_sessions(ranks: Ranks, processors: Processors) -> str | None:
         if len(here) > shared.limit and len(set(here)) > 1:
             return (
                 "ranks share processors, and each is a session, which some Linux kernels serve very "
-                "unevenly; where times scatter: sysctl kernel.sched_autogroup_enabled=0, or on one host --nproc N"
+                "unevenly; where times scatter: sysctl kernel.sched_autogroup_enabled=0, "
+                "or on one host --nproc N"
             )
     return None
 
