@@ -215,11 +215,14 @@ class _LinksProfiling:
 
     def measure(self, _: object, progress: Progress) -> Callable[[bool], None]:
         """On every rank of the job; returns what writes and shows the result."""
+        from hzplan.cli.console import remark
         from hzplan.cli.profile_tables import show_links
         from hzplan.profiler import measure_links_alone
 
         mesh, names = _tiers(self.mesh)
-        found = measure_links_alone(mesh=mesh, tier_names=names, dtype=self.dtype, progress=progress)
+        found = measure_links_alone(
+            mesh=mesh, tier_names=names, dtype=self.dtype, progress=progress, message=remark
+        )
 
         def write(as_json: bool) -> None:
             found.save(self.output)

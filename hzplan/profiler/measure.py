@@ -133,13 +133,11 @@ def measure(
     ranks = Ranks.here()
     _check_mesh(ranks, mesh, tier_names)
     sizes = _checked(micro_batches, dtype, optimizer)
+    _advise(ranks, message)
     workload = for_optimizer(workload, optimizer)
     parts = Progress(progress, _model_s(sizes) + _links_s(mesh))
     memory = memory_bytes or rank_memory_bytes(ranks)
     message = message if ranks.rank == 0 else lambda text: None
-    advice = None if ranks.device.type != "cpu" else of_sessions(ranks, Processors.of(ranks))
-    if advice is not None:
-        message(advice)
     reusable = EarlierCosts.of_profiles(earlier or {}, ranks.device, dtype, local_ranks(ranks))
     model = build_model(ranks, workload, dtype, sizes, seed, memory, trace=bool(reusable), message=message)
     question = (
@@ -209,6 +207,7 @@ def measure_links_alone(
     tier_names: tuple[str, ...],
     dtype: str,
     progress: Callable[[str, float], None],
+    message: Callable[[str], None] = lambda text: None,
 ) -> Links:
     """Measure a cluster without a model: links carry large buffers and disturb matrix products.
 
@@ -216,6 +215,7 @@ def measure_links_alone(
     """
     ranks = Ranks.here()
     _check_mesh(ranks, mesh, tier_names)
+    _advise(ranks, message)
     matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, dtype), device=ranks.device)
     out = matrix @ matrix
 
@@ -367,6 +367,13 @@ def _by_exchange(ranks: Ranks) -> bool:
     """Whether the job's reduce-scatters go point to point."""
     world = dist.group.WORLD
     return world is not None and ranks.size > 1 and on_device(world, ranks.device).needs_scratch
+
+
+def _advise(ranks: Ranks, message: Callable[[str], None]) -> None:
+    """Rank 0 says what makes ranks of a host disturb each other more than they must."""
+    advice = of_sessions(ranks, Processors.of(ranks)) if ranks.device.type == "cpu" else None
+    if advice is not None and ranks.rank == 0:
+        message(advice)
 
 
 def _check_mesh(ranks: Ranks, mesh: Mesh, tier_names: tuple[str, ...]) -> None:

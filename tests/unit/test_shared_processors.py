@@ -166,25 +166,34 @@ class _Sessions:
 
 
 @pytest.mark.parametrize(
-    ("sessions", "processors", "enabled", "advised"),
+    ("sessions", "processors", "enabled", "own", "group", "advised"),
     [
-        (("a", "b", "c"), 2, "1", True),
-        (("a", "a", "a"), 2, "1", False),  # groups of one session
-        (("a", "b"), 2, "1", False),  # a processor for each
-        (("a", "b", "c"), 2, "0", False),
+        (("a", "b", "c"), 2, "1", "/autogroup-7 nice 0\n", "/", True),
+        (("a", "a", "a"), 2, "1", "/autogroup-7 nice 0\n", "/", False),  # groups of one session
+        (("a", "b"), 2, "1", "/autogroup-7 nice 0\n", "/", False),  # a processor for each
+        (("a", "b", "c"), 2, "0", "/autogroup-7 nice 0\n", "/", False),
+        (("a", "b", "c"), 2, "1", "", "/", False),  # of no session
+        (("a", "b", "c"), 2, "1", "/autogroup-7 nice 0\n", "/job", False),  # a container's processors
     ],
 )
 def test_sessions_that_share_processors_are_told_of(
     sessions: tuple[str, ...],
     processors: int,
     enabled: str,
+    own: str,
+    group: str,
     advised: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, text in (("_SESSIONS_FIRST", enabled), ("_SESSION", "/autogroup-7 nice 0")):
-        (tmp_path / name).write_text(f"{text}\n")
+    limits = tmp_path / "groups" / "job"
+    limits.mkdir(parents=True)
+    (limits / "cpu.max").write_text("max 100000")
+    files = {"_SESSIONS_FIRST": f"{enabled}\n", "_SESSION": own, "_CGROUPS": f"1:memory:/x\n0::{group}\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
         monkeypatch.setattr(f"hzplan.profiler.session.processors.{name}", tmp_path / name)
+    monkeypatch.setattr("hzplan.profiler.session.processors._CGROUP", tmp_path / "groups")
     shared = Shared("kernel", tuple(range(processors)), float(processors))
     told = of_sessions(_Sessions(sessions), Processors((shared,) * len(sessions)))  # type: ignore[arg-type]
     assert (told is not None) == advised

@@ -26,6 +26,8 @@ from hzplan.runtime.world import ProcessWorld
 
 TOGETHER_S, LONG_TOGETHER_S = 0.4, 3.0
 """Least seconds of both at once; those after which one call of compute is enough."""
+BATCH_S = 0.2
+"""Seconds of communication, beside compute, until ranks agree whether that was enough."""
 MAX_BYTES = 4 << 20
 """Size of the buffers gathered and reduced: enough to be bound by the link, small enough to be repeated."""
 ALONE_CALLS, ALONE_S = 3, 0.15
@@ -168,7 +170,7 @@ def _sample(
     communication = max(ranks.gather(_seconds(ranks, communicate, ALONE_CALLS)))
     calls = math.ceil(ALONE_S / communication)
     communication = max(ranks.gather(_seconds(ranks, communicate, calls)))
-    computed, communicated = _together(ranks, compute, communicate, calls, effort)
+    computed, communicated = _together(ranks, compute, communicate, math.ceil(calls / 10), effort)
     contention = _contention(ranks, gather, reduce, max(MIN_PAIRS, math.ceil(PAIRS_S / communication)))
     return _Sample(alone, computed, communication, communicated, contention)
 
@@ -270,32 +272,48 @@ def _together(
 ) -> tuple[float, float]:
     """Mean seconds of a call of compute and of one of communication, while both run.
 
-    Communication goes on, ``calls`` at a time, until every rank has computed enough: how much slower each
-    makes the other is not known before. A call of compute that outlasts communication does not count.
+    Communication goes on until every rank has computed enough, first ``calls`` and then as many as take a
+    while: how much slower each makes the other is not known before. A call of compute that outlasts
+    communication does not count.
     """
     computed: list[float] = []
-    communicated: list[float] = []
+    communicated: list[tuple[int, float]] = []
+    over = False
     ranks.barrier()
     began = time.perf_counter()
 
     def enough() -> bool:
         elapsed = time.perf_counter() - began
-        return elapsed >= TOGETHER_S and (
-            len(computed) >= effort.beside or (len(computed) >= 1 and elapsed >= LONG_TOGETHER_S)
+        return over or (
+            elapsed >= TOGETHER_S
+            and (len(computed) >= effort.beside or (len(computed) >= 1 and elapsed >= LONG_TOGETHER_S))
         )
 
     def work() -> None:
-        while not communicated or not all(ranks.gather(enough())):
-            communicated.append(_mean_seconds(communicate, calls))
+        batch = calls
+        while True:
+            communicated.append((batch, _mean_seconds(communicate, batch)))
+            said = ranks.gather((enough(), communicated[-1][1]))
+            if all(one for one, _ in said):
+                break
+            batch = math.ceil(BATCH_S / max(seconds for _, seconds in said))
 
     beside = _Beside(work)
-    while True:
-        seconds = _mean_seconds(compute, 1)
-        if beside.ended:
-            break
-        computed.append(seconds)
+    try:
+        while True:
+            seconds = _mean_seconds(compute, 1)
+            if beside.ended:
+                break
+            computed.append(seconds)
+    finally:  # where compute fails here, others shall not wait for it
+        over = True
     beside.join()
-    return statistics.fmean(computed), statistics.fmean(communicated)
+    return statistics.fmean(computed), _weighted(communicated)
+
+
+def _weighted(batches: Sequence[tuple[int, float]]) -> float:
+    """The mean of a call, from batches of calls and their means."""
+    return sum(calls * mean for calls, mean in batches) / sum(calls for calls, _ in batches)
 
 
 def _mean_seconds(call: Callable[[], object], calls: int) -> float:

@@ -14,6 +14,7 @@ from hzplan.profiler.session.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_CGROUPS, _CGROUP = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _SESSIONS_FIRST, _SESSION = Path("/proc/sys/kernel/sched_autogroup_enabled"), Path("/proc/self/autogroup")
 COMPUTE_S = 0.3
 """Least seconds of compute that is watched, many slices of a scheduler."""
@@ -70,11 +71,7 @@ def of_sessions(ranks: Ranks, processors: Processors) -> str | None:
 
     Some kernels serve sessions very unevenly: ranks, and with them messages, then wait for seconds.
     """
-    session = ""
-    with suppress(OSError):
-        if _SESSIONS_FIRST.read_text().strip() == "1":
-            session = _SESSION.read_text().split()[0]
-    sessions = ranks.gather(session)
+    sessions = ranks.gather(_session())
     for shared in set(processors.by_rank):
         here = [one for one, at in zip(sessions, processors.by_rank, strict=True) if at == shared]
         if len(here) > shared.limit and len(set(here)) > 1:
@@ -84,6 +81,27 @@ def of_sessions(ranks: Ranks, processors: Processors) -> str | None:
                 "or on one host --nproc N"
             )
     return None
+
+
+def _session() -> str:
+    """The name of this process's session, where Linux shares processors between sessions; else nothing."""
+    with suppress(OSError, IndexError, ValueError):
+        if _SESSIONS_FIRST.read_text().strip() == "1" and not _limited_apart():
+            return _SESSION.read_text().split()[0]
+    return ""
+
+
+def _limited_apart() -> bool:
+    """Whether a control group that is not the root shares out processors; then sessions do not."""
+    unified = "/"
+    for line in _CGROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            return path != "/"
+        if not controllers:
+            unified = path
+    own = _CGROUP / unified.lstrip("/")
+    return any((folder / "cpu.max").exists() for folder in (own, *own.parents))
 
 
 def compute_share(ranks: Ranks, processors: Processors, compute: Callable[[], None]) -> float:
