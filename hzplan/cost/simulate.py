@@ -475,8 +475,9 @@ def _exposed(
 def _cause(
     schedule: Schedule, task: Task, starts: Sequence[float], ends: Sequence[float], period: float
 ) -> str:
-    """Follow the last dependency to end, back through tasks of zero length, to one that took time."""
-    shift = 0.0
+    """Follow the last dependency to end, back through tasks of zero length, to one that took time; where none
+    did, as in a step that only waits for late ranks, to the first that comes again."""
+    shift, seen = 0.0, set[int]()
     while True:
         edges = [(ends[u] + shift, u, 0.0) for u in task.after]
         edges += [(ends[u] + shift - period, u, -period) for u in task.after_previous]
@@ -484,5 +485,6 @@ def _cause(
         _, binding, step = max(edges, key=lambda e: (e[0], schedule.tasks[e[1]].stream != COMPUTE_STREAM))
         shift += step
         task = schedule.tasks[binding]
-        if ends[binding] > starts[binding] or task.stream == COMPUTE_STREAM:
+        if ends[binding] > starts[binding] or task.stream == COMPUTE_STREAM or binding in seen:
             return f"tier {task.tier}" if task.tier >= 0 else "optim"
+        seen.add(binding)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule
+from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Use
 from hzplan.cost.events import event_graph
 from hzplan.cost.interference import Interference
 from hzplan.cost.lateness import Late
@@ -299,6 +299,13 @@ def test_no_more_is_done_than_processors_do(
         assert replay_shared(schedule, lengths, cost, ranks, [0.0] * len(busy)) == replay_shared(
             schedule, lengths, cost, ranks
         )
+
+
+def test_a_step_that_only_waits_for_late_ranks_ends() -> None:
+    """Its tasks take no time, so what compute waited for is none of them: its gather waited for itself."""
+    schedule = Step((Use("u0", "forward"),), {"u0": ("u0",)}, trainable=()).build()
+    late = [Late(5.0, 0.0) if task.stream == COMPUTE_STREAM else Late() for task in schedule.tasks]
+    assert replay_shared(schedule, [0] * len(schedule.tasks), late=late).period_ns > 0
 
 
 def test_messages_get_processors_first() -> None:
