@@ -13,7 +13,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +49,8 @@ from hzplan.training.batches import batches
 from hzplan.training.data import load_corpus
 
 RANKS, LR, CLIP, TAIL, EVERY = 2, 1e-3, 1.0, 200, 25
+REACHED = 0.8
+"""Share of the exact run's steps after which others are asked for the loss that it has then."""
 MICRO_BATCHES = {"small": 4, "large": 1}
 """Sequences of a rank in a step: the larger model gets few, or its run would take hours here."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -266,10 +268,13 @@ def _markdown(found: dict[str, Any]) -> str:
         "message in the format but those of norms and biases, float32, AdamW at a constant rate of "
         f"{LR}, gradients clipped to {CLIP:g}, the text of Python's own library. A final loss is the mean of "
         f"the last {TAIL} steps. *Apart*: from the exact run of the same seed, the mean over seeds with its "
-        "95% interval (Student's t); in the last column how far the exact runs of other seeds are apart.",
+        "95% interval (Student's t), and how far the exact runs of other seeds are apart. *Tokens*: those "
+        f"until the mean of {TAIL} steps (one in {EVERY} is looked at) is down to what the exact run of the "
+        f"same seed has after {REACHED:.0%} of its steps, over those of that run, the mean over seeds; seconds are that over what a step gains on the "
+        "link at hand ([wire.md](wire.md)).",
         "",
-        "| model | steps | format | final loss by seed | apart | seeds apart |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | steps | format | final loss by seed | apart | seeds apart | tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     groups = dict.fromkeys((one["model"], one["steps"]) for one in found.values())
     sized = {"small": "0.2 M", "large": "25 M"}
@@ -282,8 +287,29 @@ def _markdown(found: dict[str, Any]) -> str:
             pairs = [finals[seed] - exact[seed] for seed in finals if seed in exact]
             by_seed = ", ".join(f"{finals[seed]:.4f}" for seed in sorted(finals))
             off = "" if name == "exact" else apart(pairs)
-            lines.append(f"| {sized[model]} | {steps} | {name} | {by_seed} | {off} | {spread} |")
+            curves = {one["seed"]: one["losses"] for one in runs if one["case"] == name}
+            base = {one["seed"]: one["losses"] for one in runs if one["case"] == "exact"}
+            tokens = [tokens_to_loss(curves[seed], base[seed], steps) for seed in curves if seed in base]
+            reached = "never" if None in tokens else f"{statistics.fmean(filter(None, tokens)):.2f}"
+            lines.append(f"| {sized[model]} | {steps} | {name} | {by_seed} | {off} | {spread} | {reached} |")
     return "\n".join([*lines, ""])
+
+
+def tokens_to_loss(losses: Sequence[float], exact: Sequence[float], steps: int) -> float | None:
+    """Tokens until a run is down to what the exact run has after a share of its steps, over that run's.
+
+    ``losses``: of one step in every so many of ``steps``. None where it never is.
+    """
+    tail = max(1, TAIL * len(exact) // steps)
+
+    def after(curve: Sequence[float], parts: int) -> float:
+        return statistics.fmean(curve[max(0, parts - tail) : parts])
+
+    asked = round(REACHED * len(exact))
+    goal = after(exact, asked)
+    first = next((n for n in range(tail, len(exact) + 1) if after(exact, n) <= goal), None)
+    own = next((n for n in range(tail, len(losses) + 1) if after(losses, n) <= goal), None)
+    return None if own is None or first is None else own / first
 
 
 def apart(pairs: list[float]) -> str:
