@@ -270,7 +270,8 @@ def _markdown(found: dict[str, Any]) -> str:
         f"the last {TAIL} steps. *Apart*: from the exact run of the same seed, the mean over seeds with its "
         "95% interval (Student's t), and how far the exact runs of other seeds are apart. *Tokens*: those "
         f"until the mean of {TAIL} steps (one in {EVERY} is looked at) is down to what the exact run of the "
-        f"same seed has after {REACHED:.0%} of its steps, over those of that run, the mean over seeds; seconds are that over what a step gains on the "
+        f"same seed has after {REACHED:.0%} of its steps, "
+        "over those of that run, the mean over seeds; seconds are that over what a step gains on the "
         "link at hand ([wire.md](wire.md)).",
         "",
         "| model | steps | format | final loss by seed | apart | seeds apart | tokens |",
