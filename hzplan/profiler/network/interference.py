@@ -228,13 +228,9 @@ def _contention(
 
 
 def _seconds(ranks: Ranks, call: Callable[[], None], calls: int) -> float:
-    """Mean seconds of so many calls in a row."""
+    """Mean seconds of so many calls in a row, which all ranks begin together."""
     ranks.barrier()
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-    ranks.finish_device()
-    return (time.perf_counter() - began) / calls
+    return _mean_seconds(call, calls)
 
 
 class _Beside:

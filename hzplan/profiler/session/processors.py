@@ -13,8 +13,8 @@ from typing import NamedTuple
 from hzplan.profiler.session.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CGROUPS, _CGROUP = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_CGROUP_LIMIT = _CGROUP / "cpu.max"
 _SESSIONS_FIRST, _SESSION = Path("/proc/sys/kernel/sched_autogroup_enabled"), Path("/proc/self/autogroup")
 COMPUTE_S = 0.3
 """Least seconds of compute that is watched, many slices of a scheduler."""
