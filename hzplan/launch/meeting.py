@@ -22,8 +22,8 @@ from hzplan.errors import JobFailed
 LOOK_S = 5.0
 """How long one wait in the store lasts before the count of news is looked at again."""
 
-ORPHAN_S = 1.0
-"""How long the first rank waits, in the end, for one that nobody has answered."""
+ORPHANS_S = 5.0
+"""How long the first rank waits, in the end, for those that nobody has answered, all of them together."""
 
 
 class Store(Protocol):
@@ -41,8 +41,8 @@ def meet(store: Store, rank: int, world: int, timeout_s: float) -> int:
 
     JobFailed names ranks that do not come in time; the first rank names all of them.
     """
-    # The first rank gives up first: it knows most.
-    until = time.monotonic() + timeout_s * (1.0 if rank == 0 else 1.1)
+    # The first rank gives up first: it knows most. The others are still there when it answers them.
+    until = time.monotonic() + (timeout_s if rank == 0 else 1.1 * timeout_s + ORPHANS_S)
     number = store.add("hzplan/number", 1) if rank == 0 else _arrive(store, rank, until, timeout_s)
     for child in _below(rank, world):
         if not _brought(store, child, number, until):
@@ -96,20 +96,22 @@ def _brought(store: Store, child: int, number: int, until: float) -> bool:
 
 def _missing(store: Store, number: int, world: int) -> list[int]:
     """The ranks that have not come; those that only wait for one that has not are answered here."""
-    found = []
-    for rank in range(1, world):
-        came = f"hzplan/{number}/came/{rank}"
-        if store.check([came]):
-            continue
+    came = {rank: f"hzplan/{number}/came/{rank}" for rank in range(1, world)}
+    absent = [rank for rank, key in came.items() if not store.check([key])]
+    orphans = []
+    for rank in absent:
         count = store.add(f"hzplan/news/{rank}", 0)
         what, _, name = (
             store.get(f"hzplan/news/{rank}/{count}").decode().partition(" ") if count else ("",) * 3
         )
         if what == "arrived":
             store.set(f"hzplan/answer/{name}", str(number))
-        if what != "arrived" or not _waited(store, came, ORPHAN_S):
-            found.append(rank)
-    return found
+            orphans.append(rank)
+    until = time.monotonic() + ORPHANS_S
+    for rank in orphans:
+        _waited(store, came[rank], until - time.monotonic())
+    # Others than orphans are looked for once more: one may have come between the two looks at it.
+    return [rank for rank in absent if not store.check([came[rank]])]
 
 
 def _waited(store: Store, key: str, seconds: float) -> bool:
