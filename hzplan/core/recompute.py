@@ -3,7 +3,8 @@ checkpointing), which lie in the host's memory meanwhile. Pure.
 
 Each way keeps the results of some operations, and computes the others again from them: "elementwise" keeps
 matrix products and attention; "operations" attention and every other product (torchtitan's selective
-checkpointing by operation); "attention" products alone; "full" nothing but the unit's inputs.
+checkpointing by operation); "products" attention alone; "attention" products alone; "full" nothing but the
+unit's inputs.
 "chunks" is for a head alone: nothing is computed again, but the loss and its gradients are computed in chunks
 of tokens, so that logits are never there as a whole.
 "host" computes nothing again either: what the unit itself has made and keeps is copied to the host's memory
@@ -16,8 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 HOST: Literal["host"] = "host"
-PartialWay = Literal["host", "chunks", "elementwise", "operations", "attention"]
-Way = Literal["host", "chunks", "elementwise", "operations", "attention", "full"]
+PartialWay = Literal["host", "chunks", "elementwise", "operations", "attention", "products"]
+Way = Literal["host", "chunks", "elementwise", "operations", "attention", "products", "full"]
 PARTIAL_WAYS: tuple[PartialWay, ...] = get_args(PartialWay)
 WAYS: tuple[Way, ...] = get_args(Way)
 """Of blocks, from the one that keeps most on."""
@@ -25,6 +26,9 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "addmv", "mv", "convolution")
 """Names of torch's operations that count as matrix products."""
+
+SAVES_NOTHING = ("add", "add_", "sub", "sub_", "neg", "clone", "_to_copy", "_unsafe_view")
+"""Names of those, beside views, whose backward needs neither what they are given nor what they return."""
 
 
 class Recomputed(Mapping[str, Way]):

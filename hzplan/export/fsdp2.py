@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hzplan.core.hierarchy import Levels
-from hzplan.core.recompute import PRODUCTS
+from hzplan.core.recompute import PRODUCTS, SAVES_NOTHING
 from hzplan.export.shape import (
     CONTEXTS,
     GRADIENTS,
@@ -51,9 +51,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 PRODUCTS = {products}
+SAVES_NOTHING = {saves_nothing}
+SECOND_RUN = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)  # torch's mark of what is computed again
 WORLD = {world}
 MICRO_BATCH = {micro_batch}
 ACCUMULATION = {accumulation}
@@ -70,7 +73,7 @@ class Wrap(NamedTuple):
     late: gradients are reduced after the last micro-batch only, and add up unsharded before.
     recompute: forward is computed again in backward, all of it ("full"), or what remains where the results of
     matrix products and attention are kept ("elementwise"), of attention and every other product
-    ("operations"), or of products ("attention").
+    ("operations"), of attention ("products"), or of products ("attention").
     """
 
     module: str
@@ -194,6 +197,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
         levels |= dict.fromkeys(group.units, expressed(plan, group.levels))
     text = TEMPLATE.format(
         products=json.dumps(PRODUCTS),
+        saves_nothing=json.dumps(SAVES_NOTHING),
         contexts=CONTEXTS,
         about=about(path, plan).replace("\\", "/").replace('"', "'"),
         world=plan.mesh.world,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.recompute import PRODUCTS
+from hzplan.core.recompute import PRODUCTS, SAVES_NOTHING
 from hzplan.export.shape import (
     CONTEXTS,
     GRADIENTS,
@@ -73,11 +73,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 __all__ = ["ACCUMULATION", "MICRO_BATCH", "build", "clip", "fully_shard_optimizer", "microbatch", "shard"]
 
 PRODUCTS = {products}
+SAVES_NOTHING = {saves_nothing}
+SECOND_RUN = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)  # torch's mark of what is computed again
 MICRO_BATCH = {micro_batch}
 ACCUMULATION = {accumulation}
 PREFETCH = {prefetch}  # modules that are gathered ahead
@@ -94,7 +97,7 @@ class Wrap(NamedTuple):
     same; S, shards; P, each the gradients of its own micro-batches, which are reduced after the last one.
     recompute: forward is computed again in backward, all of it ("full"), or what remains where the results of
     matrix products and attention are kept ("elementwise"), of attention and every other product
-    ("operations"), or of products ("attention").
+    ("operations"), of attention ("products"), or of products ("attention").
     """
 
     module: str
@@ -308,6 +311,7 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     sums_in = "bfloat16" if _sums_travel(plan) else "float32"
     text = TEMPLATE.format(
         products=json.dumps(PRODUCTS),
+        saves_nothing=json.dumps(SAVES_NOTHING),
         contexts=CONTEXTS,
         about=about(path, plan).replace("\\", "/").replace('"', "'"),
         micro_batch=plan.batch.micro_batch,

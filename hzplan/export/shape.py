@@ -26,19 +26,36 @@ ROOT = ""
 
 
 CONTEXTS = '''def _contexts(way: str) -> Any:
-    """What is kept of one forward."""
+    """What is kept of one forward: nothing that the one in backward, which stops early, does not come to."""
     products = [0, 0]  # of forward, and of the one in backward
+    last: list[Any] = [None]  # the last operation that is kept, where what follows it saves nothing
 
     def policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
         keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
         if name in PRODUCTS:
             products[context.is_recompute] += 1
-            keeps = way != "operations" or products[context.is_recompute] % 2 == 1
+            every = 2 if way == "operations" else 1
+            keeps = way != "products" and products[context.is_recompute] % every == 1 % every
+        if keeps:
+            last[0] = operation
+        elif not (name in SAVES_NOTHING or getattr(operation, "is_view", False)):
+            last[0] = None
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)'''
-"""Of exported Python that recomputes in part, by its PRODUCTS and Wrap.recompute."""
+    first, second = create_selective_checkpoint_contexts(policy)
+
+    class Ending(type(first)):  # type: ignore[misc]
+        def __exit__(self, *error: Any) -> Any:
+            found = super().__exit__(*error)
+            kept = getattr(self, "storage", {}).get(last[0])
+            if SECOND_RUN is not None and isinstance(kept, dict) and kept and get_proxy_mode() is None:
+                kept[max(kept)] = SECOND_RUN
+            return found
+
+    first.__class__ = Ending
+    return first, second'''
+"""Of exported Python that recomputes in part, by PRODUCTS, SAVES_NOTHING, SECOND_RUN and Wrap.recompute."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -23,12 +25,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hzplan.core.recompute import HOST, PRODUCTS, Way
+from hzplan.core.recompute import HOST, PRODUCTS, SAVES_NOTHING, Way
 from hzplan.errors import UserError
 from hzplan.models import chunked_loss
 from hzplan.models.chunked_loss import ChunkedLogits
 from hzplan.models.saved import Saved, unseen_host_buffer
 from hzplan.models.units import Unit
+
+SECOND_RUN = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+"""torch's mark of a result that the second run of a forward computes; None: of another version of torch."""
 
 
 def leaves(units: Iterable[Unit]) -> frozenset[str]:
@@ -50,28 +55,61 @@ class _Policy:
     def __init__(self, way: Way) -> None:
         self._way = way
         self._products = [0, 0]  # of the first run, and of the second
+        self._unread: Any = None  # the last operation that is kept, where what follows it saves nothing
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *arguments: Any, **keywords: Any
     ) -> CheckpointPolicy:
         kept = self._keeps(operation, again=bool(context.is_recompute))
+        if kept:
+            self._unread = operation
+        elif not (_name(operation) in SAVES_NOTHING or getattr(operation, "is_view", False)):
+            self._unread = None
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def let_go(self, kept: Mapping[Any, Any]) -> None:
+        """Let go, when forward ends, what no second run comes to: that stops at the last tensor that backward
+        needs, and a block's last product is often only added to its input. ``kept``: torch's results by
+        operation; in another form than this one they stay."""
+        entries = kept.get(self._unread)
+        if SECOND_RUN is not None and isinstance(entries, dict) and entries and get_proxy_mode() is None:
+            entries[max(entries)] = SECOND_RUN
+
     def _keeps(self, operation: Any, *, again: bool) -> bool:
-        name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
+        name = _name(operation)
         if name in PRODUCTS:
             self._products[again] += 1
-            return self._way != "operations" or self._products[again] % 2 == 1
+            every = 2 if self._way == "operations" else 1
+            return self._way != "products" and self._products[again] % every == 1 % every
         attends = "scaled_dot_product" in name or "flash_attention" in name or name == "flex_attention"
         return attends and self._way != "attention"
+
+
+def _name(operation: Any) -> str:
+    return str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
+
+
+@functools.cache
+def _ending(mode: Hashable) -> type:
+    """torch's dispatch mode of a first run, which lets go what is not needed when it ends."""
+
+    class Ending(mode):  # type: ignore[misc, valid-type]
+        def __exit__(self, *error: Any) -> Any:
+            found = super().__exit__(*error)
+            self.policy_fn.let_go(getattr(self, "storage", {}))
+            return found
+
+    return Ending
 
 
 def _contexts(way: Way) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What a checkpoint's two forwards run in."""
     if way == "full":
         return nullcontext(), nullcontext()
-    contexts: Any = create_selective_checkpoint_contexts(_Policy(way))
-    return contexts[0], contexts[1]
+    first, second = cast(Any, create_selective_checkpoint_contexts(policy := _Policy(way)))
+    if getattr(first, "policy_fn", None) is policy:
+        first.__class__ = _ending(cast(Hashable, type(first)))
+    return first, second
 
 
 def recomputed_modules(units: Iterable[Unit], names: Collection[str]) -> dict[str, nn.Module]:

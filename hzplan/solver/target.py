@@ -23,7 +23,7 @@ from hzplan.solver.evaluate import Evaluation
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 
-SELECTIVE: tuple[Way, ...] = ("elementwise", "operations", "attention", "full")
+SELECTIVE: tuple[Way, ...] = ("elementwise", "operations", "attention", "products", "full")
 
 
 @dataclass(frozen=True)

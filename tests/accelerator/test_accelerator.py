@@ -36,6 +36,7 @@ def test_operations_on_the_same_memory_are_ordered(case: Case) -> None:
     Machine(programs(case)).run(0)
 
 
+@pytest.mark.long
 def test_a_clipped_step_reads_nothing_back() -> None:
     """The factor, and whether a step is left out, stay on the device; where a kernel does not take them, the
     host reads the norm, once."""

@@ -174,6 +174,7 @@ def test_profile_measures_and_says_what_to_type_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_units_that_were_asked_for_are_trained(tmp_path: Path) -> None:
     """From profile to run; and a profile of another torch is said to be one."""
     arguments = (

@@ -92,6 +92,7 @@ def test_all_groups_start_here(folder: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_groups_that_start_by_themselves_meet(folder: Path) -> None:
     meet = subprocess.Popen(
         [sys.executable, "-m", "hzplan", "meet", "--port", "0", "--host", "localhost"],

@@ -41,7 +41,8 @@ def analysed(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "model", shorter(["gpt:nano", "gpt:tiny", "hf:llama", "hf:mixtral"], without={"gpt:tiny", "hf:llama"})
+    "model",
+    shorter(["gpt:nano", "gpt:tiny", "hf:llama", "hf:mixtral"], without={"gpt:nano", "gpt:tiny", "hf:llama"}),
 )
 def test_counts_are_those_of_a_measured_profile(
     model: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

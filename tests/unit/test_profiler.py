@@ -210,6 +210,7 @@ def test_a_profile_of_one_process(tmp_path: Path) -> None:
     assert saved <= costs.activation_peak_bytes(2) < 2 * saved
 
 
+@pytest.mark.long
 def test_a_profile_in_bfloat16() -> None:
     """Activations and parameters in two bytes; gradients, state and links as for float32."""
     single, half = (

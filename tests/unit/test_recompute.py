@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import random
 import types
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -184,7 +187,13 @@ def test_each_way_computes_again_what_it_says(way: Way) -> None:
     if way in ("host", "chunks"):  # which is for heads
         assert {*+more} <= {"copy_", "empty", "set_", "detach", "slice"}
         return
-    expected = {"elementwise": (0, 0), "operations": (1, 0), "attention": (0, 1), "full": (3, 1)}
+    expected = {
+        "elementwise": (0, 0),
+        "operations": (1, 0),
+        "attention": (0, 1),
+        "products": (3, 0),
+        "full": (3, 1),
+    }
     assert (products, attention) == expected[way]
     assert more["gelu"] == 1
 
@@ -312,3 +321,44 @@ def test_what_fails_now_and_then_is_no_choice() -> None:
     workload = workload_of(lambda: model, 16, rows=8)
     found = measured(workload, 1)
     assert CostModel(found).recomputable == () and found.uses
+
+
+@pytest.mark.parametrize("way", ["elementwise", "operations", "attention"])
+def test_a_last_product_that_is_only_added_is_not_kept(way: Way) -> None:
+    """Between forward and backward; nothing more is computed again for it. Where something that saves what
+    it was given follows, it stays, and a second run in full is right in any case."""
+
+    class Block(nn.Module):
+        def __init__(self, *, then: bool) -> None:
+            super().__init__()
+            self.up, self.down, self.then = nn.Linear(8, 64), nn.Linear(64, 8 * 1024), then
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.down(torch.sin(self.up(x))).view(-1, 1024, 8) + x.unsqueeze(1)
+            return torch.sin(found) if self.then else found
+
+    for then in (False, True):
+        torch.manual_seed(0)
+        module, x = Block(then=then), torch.randn(16, 8)
+        plain = torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
+        undo = recompute(module, lambda: way)
+        with Counted() as counted:
+            found = module(x)
+            kept = [*_held()]
+            forwards = counted.counts["addmm"]
+            loss = found.square().sum()
+            again = torch.autograd.grad(loss, [*module.parameters()], retain_graph=False)
+        undo()
+        assert all(map(torch.equal, plain, again))
+        products = counted.counts["addmm"] - forwards
+        assert products == (0 if way != "operations" or not then else 1)
+        assert (kept.count(16 * 8 * 1024) > 0) == (then and way != "operations")
+
+
+def _held() -> Iterator[int]:
+    """Elements of what selective checkpoints keep now."""
+    wrapper = torch.utils.checkpoint._VersionWrapper
+    gc.collect()
+    for one in gc.get_objects():
+        if type(one) is wrapper:
+            yield one.val.numel()

@@ -386,7 +386,9 @@ def test_what_travels_narrow_leaves_groups_the_same_to_the_bit(initial: nn.Modul
     assert 0 < apart < 0.2
 
 
-@pytest.mark.parametrize("rule", ["periodic", "plain", "delta", "ema"])
+@pytest.mark.parametrize(
+    "rule", shorter(["periodic", "plain", "delta", "ema"], without={"periodic", "plain", "delta"})
+)
 def test_copies_on_the_host_are_worth_the_same(initial: nn.Module, rule: Rule) -> None:
     """To the bit; and they are not what a plan counts as the device's."""
     policy = Policy(rule, 2, Timetable(2, 3, 2))
@@ -401,8 +403,10 @@ def test_copies_on_the_host_are_worth_the_same(initial: nn.Module, rule: Rule) -
         assert ranks >= len(policy.kept()) * everything
 
 
-@pytest.mark.parametrize("rule", ["periodic", "ema"])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("rule", shorter(["periodic", "ema"], without={"periodic"}))
+@pytest.mark.parametrize(
+    "optimizer", shorter([torch.optim.AdamW, torch.optim.SGD], without={torch.optim.SGD})
+)
 @pytest.mark.parametrize("same_store", [False, True])
 def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(
     initial: nn.Module,
@@ -528,6 +532,7 @@ def test_a_group_that_dies_is_done_without_and_comes_back(initial: nn.Module, le
         assert all(torch.equal(a, b) for a, b in zip(found[number], found[2 + number], strict=True))
 
 
+@pytest.mark.long
 def test_a_group_that_others_went_on_without_comes_back_by_itself(
     initial: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

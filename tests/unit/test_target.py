@@ -48,7 +48,7 @@ def question(seed: int, target: Target) -> tuple[Profile, Request]:
     return profile, replace(request, target=target, memory_bytes=int(least * rng.choice((1.3, 2, 4))))
 
 
-@pytest.mark.parametrize("seed", shorter(range(40), without=range(10, 40)))
+@pytest.mark.parametrize("seed", shorter(range(40), without=range(5, 40)))
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_best_that_a_target_can_be_told(seed: int, target: Target) -> None:
     profile, request = question(seed, target)
