@@ -121,7 +121,7 @@ def by_hand(profile: Profile, request: Request, choices: Sequence[Recomputed]) -
 def lines(case: Case, profile: Profile) -> Iterator[str]:
     """The rows of a case."""
     chunks: tuple[Way, ...] = ("chunks",)
-    parts: tuple[Way, ...] = ("elementwise", "operations", "attention")
+    parts: tuple[Way, ...] = ("elementwise", "operations", "attention", "products")
     for budget in case.budgets:
         request = Request(budget * GIB, case.global_batch, time_limit_s=60.0)
         options = RecomputeOptions.of(searches_of(profile, request)[0].question.model)
@@ -155,7 +155,7 @@ def lines(case: Case, profile: Profile) -> Iterator[str]:
 
 def smallest(case: Case, profile: Profile) -> str:
     """The row of a model in the table of smallest memories."""
-    parts: tuple[Way, ...] = ("host", "chunks", "elementwise", "operations", "attention")
+    parts: tuple[Way, ...] = ("host", "chunks", "elementwise", "operations", "attention", "products")
     host = HOST_GIB * GIB
     cells = [
         _least(without(profile, parts), Request(1, case.global_batch)),

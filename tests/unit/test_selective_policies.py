@@ -1,8 +1,8 @@
 """What units recompute in part, beside what torch's tools choose operation by operation at the same memory.
 
 torch's tests (test/distributed/_tools/test_sac_ilp.py) ask for the best policy of a module at seven shares of
-its memory. Here its estimator looks at a block's forward on fake tensors of a CPU, and its ILP chooses at these
-shares; ours are the ways that units have, mixed over like units.
+its memory. Here its estimator looks at a block's forward on fake tensors of a CPU, and its ILP chooses at
+these shares; ours are the ways that units have, mixed over like units.
 """
 
 from __future__ import annotations
