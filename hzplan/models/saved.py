@@ -43,16 +43,42 @@ class _Storage:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _View:
-    """What autograd keeps instead of a tensor."""
+    """What autograd keeps instead of a tensor: of what moves, how it lies in its ``storage``. ``alias``: the
+    tensor itself, while it is on the device for others; ``changed``: whether it was changed in place before
+    it moved."""
 
-    storage: _Storage
+    alias: Tensor | None
+    version: int
+    storage: _Storage | None
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    of: Saved
+    saved: Saved
+    changed: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, storage: _Storage | None, saved: Saved) -> _View:
+        """What stands for this tensor."""
+        alias, offset = tensor.detach(), int(tensor.storage_offset())
+        return cls(
+            alias, tensor._version, storage, tensor.dtype, tensor.size(), tensor.stride(), offset, saved
+        )
+
+    def settle(self) -> None:
+        """Its storage moves: what is changed from here on is another one."""
+        assert self.alias is not None
+        self.alias, self.changed = None, self.alias._version != self.version
+
+    def check(self) -> None:
+        """As torch does where no hook is between."""
+        if self.changed or (self.alias is not None and self.alias._version != self.version):
+            raise RuntimeError(
+                f"a tensor of {self.dtype} {tuple(self.size)} that backward needs was changed in place after "
+                "forward had kept it, so gradients would be wrong; write x = x + y for x += y there"
+            )
 
 
 class Saved:
@@ -85,24 +111,32 @@ class Saved:
         outside = {_key(tensor) for tensor in tree_leaves(given) if _is_plain(tensor)}
         outside |= {_key(one) for one in (*module.parameters(), *module.buffers()) if _is_plain(one)}
         found: dict[int, _Storage] = {}
+        views: list[tuple[int, _View]] = []
 
         def pack(tensor: Tensor) -> Tensor | _View:
-            if not _is_plain(tensor) or tensor.untyped_storage().nbytes() < LEAST_BYTES:
-                return tensor
-            key = _key(tensor)
-            if key in outside:
-                return tensor
-            storage = found.get(key) or found.setdefault(key, _Storage(tensor))
-            offset = int(tensor.storage_offset())
-            return _View(storage, tensor.dtype, tensor.size(), tensor.stride(), offset, self)
+            if not _is_plain(tensor) or (key := _key(tensor)) in outside:
+                return tensor  # a parameter as it will be then, whatever storage it has
+            storage = None
+            if tensor.untyped_storage().nbytes() >= LEAST_BYTES:
+                storage = found.get(key) or found.setdefault(key, _Storage(tensor))
+            view = _View.of(tensor, storage, self)
+            if storage is not None:
+                views.append((key, view))
+            return view
 
         def returned(result: Any) -> None:
             stays = {_key(tensor) for tensor in tree_leaves(result) if _is_plain(tensor)}
+            for key, view in views:
+                if key in stays:
+                    view.storage = None
+                else:
+                    view.settle()
             self._begin([storage for key, storage in found.items() if key not in stays])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield returned
         found.clear()
+        views.clear()
 
     def _begin(self, storages: list[_Storage]) -> None:
         """Give every storage its place in the host's buffer, which is made once for as many bytes."""
@@ -162,8 +196,12 @@ class Saved:
 def _unpack(kept: Tensor | _View) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
+    kept.check()
+    if kept.storage is None:
+        assert kept.alias is not None
+        return kept.alias
     empty = torch.empty(0, dtype=kept.dtype, device=kept.storage.device)
-    return empty.set_(kept.of.fetch(kept.storage), kept.offset, kept.size, kept.stride)
+    return empty.set_(kept.saved.fetch(kept.storage), kept.offset, kept.size, kept.stride)
 
 
 def _is_plain(value: Any) -> bool:

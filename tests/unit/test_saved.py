@@ -56,6 +56,38 @@ def test_gradients_are_the_same_to_the_bit(in_time: bool) -> None:
     assert saved.is_free
 
 
+class InPlace(nn.Module):
+    """Changes what backward needs: of its own inside, or what it returns, which its caller then changes."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.linear, self.inside = nn.Linear(32, 32), inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        z = y.exp()  # backward needs the result
+        if self.inside:
+            z.mul_(2)
+            return z + 1
+        return z
+
+
+@pytest.mark.parametrize("rows", [1, 16], ids=["small", "moves"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_changed_in_place_is_an_error_as_without(inside: bool, rows: int) -> None:
+    module, x = InPlace(inside=inside), torch.randn(rows, 32, requires_grad=True)
+
+    def backward() -> None:
+        result = module(x)
+        (result if inside else result.mul_(2)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward()
+    recompute(module, lambda: "host", saved=Saved(unseen_host_buffer))
+    with pytest.raises(RuntimeError, match="changed in place after forward had kept it"):
+        backward()
+
+
 def test_a_graph_that_is_kept_leaves_its_host_memory_alone() -> None:
     """A second forward's activations then stay on the device."""
     torch.manual_seed(0)
