@@ -36,6 +36,12 @@ SECOND_RUN = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
 """torch's mark of a result that the second run of a forward computes; None: of another version of torch."""
 
 
+STAYS = (
+    "hzplan: a layer's activations stay on the device, for the host still has those of an earlier forward "
+    "whose graph is kept; more memory is needed than the plan says (backward, or let go of its loss, first)"
+)
+
+
 def leaves(units: Iterable[Unit]) -> frozenset[str]:
     """The units whose forward is Python's and that have no other unit inside; a second forward would begin
     calls of inner units."""
@@ -153,7 +159,10 @@ def recompute(
             (hidden,) = arguments  # its gradient, as a tensor of its own, begins the unit's backward
             return ChunkedLogits.of(hidden.view_as(hidden), cast(nn.Linear, this))
         if way == HOST:
-            if saved is None or not saved.is_free:  # as of a graph that its owner keeps
+            if saved is None:
+                return forward(*arguments, **keywords)
+            if not saved.is_free:
+                warnings.warn(STAYS, stacklevel=2)
                 return forward(*arguments, **keywords)
             with saved.forward(this, (arguments, keywords)) as returned:
                 result = forward(*arguments, **keywords)

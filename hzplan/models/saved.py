@@ -70,7 +70,8 @@ class _View:
     def settle(self) -> None:
         """Its storage moves: what is changed from here on is another one."""
         assert self.alias is not None
-        self.alias, self.changed = None, self.alias._version != self.version
+        self.changed = self.alias._version != self.version
+        self.alias = None
 
     def check(self) -> None:
         """As torch does where no hook is between."""

@@ -14,7 +14,20 @@ from hzplan.models.saved import unseen_host_buffer
 
 def host_buffer(device: torch.device) -> Callable[[int], Tensor]:
     """What makes memory of so many bytes, of zeros, on the host of a device."""
-    return _locked if device.type == "cuda" else unseen_host_buffer
+    make = _locked if device.type == "cuda" else unseen_host_buffer
+
+    def made(nbytes: int) -> Tensor:
+        try:
+            return make(nbytes)
+        except (MemoryError, RuntimeError) as error:  # torch's is no class of its own on processors
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+        raise UserError(
+            f"the host has no {nbytes} bytes of memory left for what the plan keeps there; solve with less "
+            "--host-memory"
+        )
+
+    return made
 
 
 def _locked(nbytes: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.cost.model import CostModel
+from hzplan.errors import UserError
 from hzplan.formats.profile import CopyPoint, HostEntry, Profile
 from hzplan.models.recompute import recompute
 from hzplan.models.saved import Saved, unseen_host_buffer
@@ -16,6 +17,7 @@ from hzplan.models.workload import load
 from hzplan.profiler.model.memory import HostMemory
 from hzplan.runtime.apply import Choice, apply
 from hzplan.runtime.backends.threads import Post, ThreadWorld
+from hzplan.runtime.host_memory import host_buffer
 from tests.unit.test_recompute import measured
 
 MODEL, SIZE = "gpt:tiny", 2
@@ -95,9 +97,16 @@ def test_a_graph_that_is_kept_leaves_its_host_memory_alone() -> None:
     scale = torch.rand(32)
     expected = [torch.autograd.grad(module(of, scale).sum(), [*module.parameters()]) for of in (x, other)]
     recompute(module, lambda: "host", saved=Saved(unseen_host_buffer))
-    first, second = module(x, scale), module(other, scale)
+    first = module(x, scale)
+    with pytest.warns(UserWarning, match="stay on the device"):
+        second = module(other, scale)
     for result, exact in zip((first, second), expected, strict=True):
         assert all(map(torch.equal, torch.autograd.grad(result.sum(), [*module.parameters()]), exact))
+
+
+def test_a_host_that_has_no_memory_left_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"the host has no .* bytes of memory left .* --host-memory"):
+        host_buffer(torch.device("cpu"))(1 << 62)
 
 
 def test_what_others_have_too_stays_on_the_device() -> None:
