@@ -179,7 +179,7 @@ def _add_partial_ways(uses: list[dict[str, Any]]) -> None:
     """Half of those units can also compute parts of their forward again."""
     rng = random.Random(f"ways {json.dumps(uses)}")
     for unit in sorted({use["unit"] for use in uses if "recompute" in use["costs"][0]}):
-        for way in rng.choice(([], [], ["operations"], ["elementwise", "attention"])):
+        for way in rng.choice(([], [], ["operations"], ["elementwise", "attention", "products"])):
             for use in uses:
                 for cost in use["costs"] if use["unit"] == unit else ():
                     full, share = cost["recompute"], rng.uniform(0, 1)

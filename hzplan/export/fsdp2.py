@@ -41,7 +41,7 @@ torch.distributed must be initialised before, and this rank's device be the curr
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch

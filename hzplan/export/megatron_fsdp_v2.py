@@ -54,8 +54,9 @@ Megatron-LM that has SchedulePolicy (pull request 6905, of September 2026).
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch

@@ -25,35 +25,47 @@ ROOT = ""
 """The whole model, as modules are named."""
 
 
-CONTEXTS = '''def _contexts(way: str) -> Any:
-    """What is kept of one forward: nothing that the one in backward, which stops early, does not come to."""
+CONTEXTS = '''@cache
+def _ending(mode: Any) -> Any:
+    """torch's mode of a forward, which lets go what the one in backward, which stops early, does not need."""
+
+    class Ending(mode):  # type: ignore[misc]
+        supports_higher_order_operators = True
+
+        def __exit__(self, *error: Any) -> Any:
+            found = super().__exit__(*error)
+            kept = getattr(self, "storage", {}).get(self.last[0])
+            if isinstance(kept, dict) and kept and get_proxy_mode() is None:
+                kept[max(kept)] = SECOND_RUN
+            return found
+
+    return Ending
+
+
+def _contexts(way: str) -> Any:
+    """What is kept of one forward."""
     products = [0, 0]  # of forward, and of the one in backward
-    last: list[Any] = [None]  # the last operation that is kept, where what follows it saves nothing
+    last: list[Any] = [None]  # the last operation, a product, where it is kept and what follows saves nothing
 
     def policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
-        keeps = ("scaled_dot_product" in name or "flash_attention" in name) and way != "attention"
+        attends = "scaled_dot_product" in name or "flash_attention" in name or name == "flex_attention"
+        keeps = attends and way != "attention"
         if name in PRODUCTS:
             products[context.is_recompute] += 1
             every = 2 if way == "operations" else 1
             keeps = way != "products" and products[context.is_recompute] % every == 1 % every
         if keeps:
-            last[0] = operation
+            last[0] = operation if name in PRODUCTS else None
         elif not (name in SAVES_NOTHING or getattr(operation, "is_view", False)):
             last[0] = None
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(policy)
-
-    class Ending(type(first)):  # type: ignore[misc]
-        def __exit__(self, *error: Any) -> Any:
-            found = super().__exit__(*error)
-            kept = getattr(self, "storage", {}).get(last[0])
-            if SECOND_RUN is not None and isinstance(kept, dict) and kept and get_proxy_mode() is None:
-                kept[max(kept)] = SECOND_RUN
-            return found
-
-    first.__class__ = Ending
+    if SECOND_RUN is None:
+        warnings.warn("a product that nobody asks for is kept, in more memory: torch 2.13 lets it go")
+    else:
+        first.__class__, first.last = _ending(type(first)), last
     return first, second'''
 """Of exported Python that recomputes in part, by PRODUCTS, SAVES_NOTHING, SECOND_RUN and Wrap.recompute."""
 

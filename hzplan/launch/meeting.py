@@ -22,8 +22,8 @@ from hzplan.errors import JobFailed
 LOOK_S = 5.0
 """How long one wait in the store lasts before the count of news is looked at again."""
 
-ORPHANS_S = 5.0
-"""How long the first rank waits, in the end, for those that nobody has answered, all of them together."""
+ORPHANS = 0.1
+"""Share of the time that the first rank waits longer, in the end, for those that nobody has answered."""
 
 
 class Store(Protocol):
@@ -42,11 +42,11 @@ def meet(store: Store, rank: int, world: int, timeout_s: float) -> int:
     JobFailed names ranks that do not come in time; the first rank names all of them.
     """
     # The first rank gives up first: it knows most. The others are still there when it answers them.
-    until = time.monotonic() + (timeout_s if rank == 0 else 1.1 * timeout_s + ORPHANS_S)
+    until = time.monotonic() + (timeout_s if rank == 0 else (1 + ORPHANS) * timeout_s)
     number = store.add("hzplan/number", 1) if rank == 0 else _arrive(store, rank, until, timeout_s)
     for child in _below(rank, world):
         if not _brought(store, child, number, until):
-            missing = _missing(store, number, world) if rank == 0 else [child]
+            missing = _missing(store, number, world, ORPHANS * timeout_s) if rank == 0 else [child]
             if missing:
                 ranks = ", ".join(map(str, missing))
                 raise JobFailed(
@@ -94,20 +94,21 @@ def _brought(store: Store, child: int, number: int, until: float) -> bool:
     return False
 
 
-def _missing(store: Store, number: int, world: int) -> list[int]:
-    """The ranks that have not come; those that only wait for one that has not are answered here."""
+def _missing(store: Store, number: int, world: int, seconds: float) -> list[int]:
+    """The ranks that have not come; those that only wait for one that has not are answered here, and have so
+    long to come."""
+    until = time.monotonic() + seconds
     came = {rank: f"hzplan/{number}/came/{rank}" for rank in range(1, world)}
     absent = [rank for rank, key in came.items() if not store.check([key])]
     orphans = []
     for rank in absent:
         count = store.add(f"hzplan/news/{rank}", 0)
-        what, _, name = (
-            store.get(f"hzplan/news/{rank}/{count}").decode().partition(" ") if count else ("",) * 3
-        )
+        if not count or not _waited(store, news := f"hzplan/news/{rank}/{count}", until - time.monotonic()):
+            continue
+        what, _, name = store.get(news).decode().partition(" ")
         if what == "arrived":
             store.set(f"hzplan/answer/{name}", str(number))
             orphans.append(rank)
-    until = time.monotonic() + ORPHANS_S
     for rank in orphans:
         _waited(store, came[rank], until - time.monotonic())
     # Others than orphans are looked for once more: one may have come between the two looks at it.

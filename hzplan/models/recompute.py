@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -61,14 +62,16 @@ class _Policy:
     def __init__(self, way: Way) -> None:
         self._way = way
         self._products = [0, 0]  # of the first run, and of the second
-        self._unread: Any = None  # the last operation that is kept, where what follows it saves nothing
+        self._unread: Any = (
+            None  # the last operation, a product, if it is kept and what follows saves nothing
+        )
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *arguments: Any, **keywords: Any
     ) -> CheckpointPolicy:
         kept = self._keeps(operation, again=bool(context.is_recompute))
-        if kept:
-            self._unread = operation
+        if kept:  # attention's backward needs its result
+            self._unread = operation if _name(operation) in PRODUCTS else None
         elif not (_name(operation) in SAVES_NOTHING or getattr(operation, "is_view", False)):
             self._unread = None
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -78,7 +81,7 @@ class _Policy:
         needs, and a block's last product is often only added to its input. ``kept``: torch's results by
         operation; in another form than this one they stay."""
         entries = kept.get(self._unread)
-        if SECOND_RUN is not None and isinstance(entries, dict) and entries and get_proxy_mode() is None:
+        if isinstance(entries, dict) and entries and get_proxy_mode() is None:
             entries[max(entries)] = SECOND_RUN
 
     def _keeps(self, operation: Any, *, again: bool) -> bool:
@@ -100,6 +103,8 @@ def _ending(mode: Hashable) -> type:
     """torch's dispatch mode of a first run, which lets go what is not needed when it ends."""
 
     class Ending(mode):  # type: ignore[misc, valid-type]
+        supports_higher_order_operators = True  # torch knows its own class alone, and calls that likewise
+
         def __exit__(self, *error: Any) -> Any:
             found = super().__exit__(*error)
             self.policy_fn.let_go(getattr(self, "storage", {}))
@@ -113,7 +118,7 @@ def _contexts(way: Way) -> tuple[AbstractContextManager[Any], AbstractContextMan
     if way == "full":
         return nullcontext(), nullcontext()
     first, second = cast(Any, create_selective_checkpoint_contexts(policy := _Policy(way)))
-    if getattr(first, "policy_fn", None) is policy:
+    if SECOND_RUN is not None and getattr(first, "policy_fn", None) is policy:
         first.__class__ = _ending(cast(Hashable, type(first)))
     return first, second
 
@@ -206,21 +211,24 @@ class _Buffers:
         if torch._C._current_graph_task_id() == -1:
             if mode in self._changed:
                 return forward(*arguments)
-            before = {key: (tensor, tensor.clone()) for key, tensor in _buffers(module)}
+            with _disable_current_modes():  # which hold the second run's operations against the first one's
+                before = {key: (tensor, tensor.clone()) for key, tensor in _buffers(module)}
             found = forward(*arguments)
-            self._changed[mode] = {
-                key
-                for key, tensor in _buffers(module)
-                if key in before and not (tensor is before[key][0] and _equal(tensor, before[key][1]))
-            }
+            with _disable_current_modes():
+                self._changed[mode] = {
+                    key
+                    for key, tensor in _buffers(module)
+                    if key in before and not (tensor is before[key][0] and _equal(tensor, before[key][1]))
+                }
             return found
         changed = self._changed.get(mode, set())
-        saved = [(key, tensor, tensor.clone()) for key, tensor in _buffers(module) if key in changed]
+        with _disable_current_modes():
+            saved = [(key, tensor, tensor.clone()) for key, tensor in _buffers(module) if key in changed]
         try:
             return forward(*arguments)
         finally:
             inner = dict(module.named_modules()) if saved else {}
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():
                 for (path, name), tensor, values in saved:
                     tensor.copy_(values)
                     inner[path]._buffers[name] = tensor

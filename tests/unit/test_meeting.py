@@ -80,13 +80,22 @@ def test_every_start_has_its_own_number() -> None:
 @pytest.mark.parametrize("missing", [{1}, {5}, {3, 4}, {1, 7}], ids=str)
 def test_who_does_not_come_is_named(missing: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after an earlier start to which all came; ranks that only wait for the missing ones are not."""
-    monkeypatch.setattr(meeting, "ORPHANS_S", 3.0)
+    monkeypatch.setattr(meeting, "ORPHANS", 2.0)
     store = dist.HashStore()
     gather(store, 12)
     found, _ = gather(store, 12, missing=frozenset(missing), timeout_s=1.0)
     names = ", ".join(map(str, sorted(missing)))
     assert found[0] == f"rank{'s' * (len(missing) > 1)} {names} did not come within 1 s"
     assert all(isinstance(found[rank], (int, str)) for rank in range(12) if rank not in missing)
+
+
+def test_a_rank_that_was_killed_before_its_news_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "LOOK_S", 0.1)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=3))
+    store.add("hzplan/news/1", 1)
+    found, _ = gather(store, 2, missing=frozenset({1}), timeout_s=1.0)
+    assert found[0] == "rank 1 did not come within 1 s"
 
 
 def test_a_rank_that_was_killed_between_two_operations_is_looked_for_again(

@@ -362,3 +362,77 @@ def _held() -> Iterator[int]:
     for one in gc.get_objects():
         if type(one) is wrapper:
             yield one.val.numel()
+
+
+@pytest.mark.parametrize("way", ["elementwise", "operations", "products"])
+def test_attention_that_is_only_added_is_kept(way: Way) -> None:
+    """Its backward needs its result."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.three = nn.Linear(32, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.three(x).view(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4)
+            return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 16, 32)
+
+    block = Block()
+    undo = recompute(block, lambda: way)
+    found = block(torch.randn(2, 16, 32)).sum()
+    with Counted() as counted:
+        found.backward()
+    undo()
+    forwards = {name for name in counted.counts if "attention" in name and "backward" not in name}
+    assert not forwards
+
+
+@pytest.mark.parametrize("way", ["elementwise", "operations", "attention", "products", "full"])
+def test_units_with_buffers_that_change_can_be_computed_in_part(way: Way) -> None:
+    """And keep as little in their first forward as in later ones."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.norm(self.up(x)))
+
+    torch.manual_seed(0)
+    plain, x = Block(), torch.randn(16, 8)
+    block = copy.deepcopy(plain)
+    recompute(block, lambda: way)
+    kept = []
+    for _ in range(3):
+        for module in (plain, block):
+            found = module(x).square().sum()
+            kept += [sum(_held())] if module is block else []
+            found.backward()
+    assert len({*kept}) == 1
+    for (name, one), other in zip(plain.named_buffers(), block.buffers(), strict=True):
+        assert torch.equal(one, other), name
+    for one, other in zip(plain.parameters(), block.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("way", ["elementwise", "operations", "attention", "products"])
+def test_higher_order_operators_know_a_part_of_a_forward(way: Way) -> None:
+    """As flex attention is one, which has no backward on processors."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x + flex_attention(*[x.detach()] * 3))
+
+    x = torch.randn(1, 2, 128, 16)
+    torch.manual_seed(0)
+    block = Block()
+    (plain,) = torch.autograd.grad(block(x).square().sum(), [block.out.weight])
+    recompute(block, lambda: way)
+    (again,) = torch.autograd.grad(block(x).square().sum(), [block.out.weight])
+    assert torch.equal(plain, again)
