@@ -33,14 +33,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 FULL: Way = "full"
 MODELS = ("llama", "wide")
-MICRO_BATCH, ACCUMULATION = 16, 2
+MICRO_BATCH, ACCUMULATION = 8, 2
 TIERS, RATES, MESH = "2x2", "none,500mbit", "2|2"
 LEVELS: Mapping[str, Levels] = {
     "replicas": Levels(0, 0, 0),
     "a node's shards": Levels(1, 1, 1),
     "shards of all": Levels(2, 2, 2),
 }
-ROUNDS, ROUND_STEPS = 6, 2
+ROUNDS, ROUND_STEPS = 5, 1
 
 ABOUT = f"""
 ## Predicted and measured

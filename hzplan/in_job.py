@@ -160,7 +160,8 @@ def _made(
     tell: Callable[[str], None],
 ) -> tuple[Path, Plan]:
     """The plan and its file: what the folder has, or else measured, solved and gauged here."""
-    profile_path = folder / f"{_hash(of_model)}.profile.json"
+    effort = QUICK if question.memory_bytes is None else QUICK._replace(spare=0.0)
+    profile_path = folder / f"{_hash([*of_model, *effort])}.profile.json"
     plan_path = folder / f"{_hash([*of_model, *question])}.plan.json"
     profile = _kept(ranks, profile_path, Profile)
     if profile is None:
@@ -174,7 +175,7 @@ def _made(
             dtype=measured.dtype,
             optimizer=measured.optimizer,
             progress=lambda text, fraction: None,
-            effort=QUICK,
+            effort=effort,
         )
         if measured.state is not None:
             state, temporary = measured.state

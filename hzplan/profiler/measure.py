@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from hzplan.profiler.model.entries import (
 from hzplan.profiler.model.matrices import for_optimizer, measure_matrices
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
 from hzplan.profiler.model.outside import merged
-from hzplan.profiler.model.passes import record_passes
+from hzplan.profiler.model.passes import Pass, record_passes
 from hzplan.profiler.model.reuse import EarlierCosts, with_reused
 from hzplan.profiler.model.time import measure_uses
 from hzplan.profiler.network.host import measure_host
@@ -65,6 +66,7 @@ STAGE_S = 4.0
 INTERFERENCE_S = 7.0
 HOST_S = 2.0
 ROUNDING_S = 1.5
+STATE_BYTES = 20  # of a parameter: float32 weight, gradient and two moments, and what it is computed in
 RECORDING_SHARE = 0.2  # of PASS_S, before passes are timed
 
 PRODUCT_SIZE, PRODUCTS = 512, 8
@@ -149,7 +151,9 @@ def measure(
     result = partial.result(
         "model",
         ModelResult,
-        lambda: _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message, effort),
+        lambda: _measure_model(
+            *(ranks, workload, model, dtype, optimizer, reusable, parts, message, memory), effort
+        ),
     )
     links = partial.result(
         "links",
@@ -188,7 +192,7 @@ def measure_with(
     memory = memory_bytes or rank_memory_bytes(ranks)
     reusable = EarlierCosts.of_profiles(earlier or {}, ranks.device, dtype, local_ranks(ranks))
     model = build_model(ranks, workload, dtype, sizes, seed, memory, trace=bool(reusable), message=message)
-    result = _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message)
+    result = _measure_model(ranks, workload, model, dtype, optimizer, reusable, parts, message, memory)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, getattr(torch, dtype))  # links may have been measured for another dtype
     on_processors = links.cluster.device == ranks.device.type == "cpu"
@@ -248,6 +252,7 @@ def _measure_model(
     reusable: EarlierCosts,
     parts: Progress,
     message: Callable[[str], None],
+    memory_bytes: int,
     effort: Effort = THOROUGH,
 ) -> ModelResult:
     """Record and time the calls of units, then the optimizer's steps, as far as they cannot be reused."""
@@ -269,6 +274,7 @@ def _measure_model(
             *(ranks, model, passes),
             lambda done: parts.at(RECORDING_SHARE + (1 - RECORDING_SHARE) * done),
             effort,
+            recompute=_needed_bytes(model, passes) >= effort.spare * memory_bytes,
         )
         uses, stragglers = with_reused(measured, reused), slow_compute(ranks, own_seconds)
     else:
@@ -294,6 +300,13 @@ def _measure_model(
         stragglers=stragglers,
         ranks_per_host=local_ranks(ranks),
     )
+
+
+def _needed_bytes(model: RunnableModel, passes: Sequence[Pass]) -> int:
+    """About what a rank needs that has everything whole: state in float32, and activations."""
+    elements = sum(prod(tensor.shape) for unit in model.entries for tensor in unit.tensors)
+    kept = max(sum(max(0, segment.retained_bytes) for segment in one.memory) for one in passes)
+    return STATE_BYTES * elements + kept + max(segment.peak_bytes for one in passes for segment in one.memory)
 
 
 def _measure_links(

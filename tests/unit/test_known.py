@@ -47,9 +47,9 @@ def test_only_a_new_size_is_measured(small: Profile, monkeypatch: pytest.MonkeyP
     asked: list[list[int]] = []
     real = measuring.measure_uses
 
-    def noted(ranks: Any, model: Any, passes: Any, *others: Any) -> Any:
+    def noted(ranks: Any, model: Any, passes: Any, *others: Any, **named: Any) -> Any:
         asked.append([each.micro_batch for each in passes])
-        return real(ranks, model, passes, *others)
+        return real(ranks, model, passes, *others, **named)
 
     monkeypatch.setattr(measuring, "measure_uses", noted)
     said: list[str] = []

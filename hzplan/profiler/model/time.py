@@ -63,9 +63,12 @@ def measure_uses(
     passes: Sequence[Pass],
     progress: Callable[[float], None],
     effort: Effort = THOROUGH,
+    *,
+    recompute: bool = True,
 ) -> tuple[tuple[UseEntry, ...], float]:
-    """Time every pass, without recomputation and with it, in blocks of one size, to which the allocator gets
-    used; the uses, the same on every rank, and this rank's own median seconds of the last pass.
+    """Time every pass, without recomputation and, where ``recompute``, with it, in blocks of one size, to which
+    the allocator gets used; the uses, the same on every rank, and this rank's own median seconds of the last
+    pass.
 
     Raises UserError when the model does not use its units in the same order every time.
     """
@@ -76,7 +79,7 @@ def measure_uses(
     again: dict[Way, list[Pass]] = {}
     with switched(model.units) as switch:
         on_host = effort.host_on_cpu or ranks.device.type != "cpu"
-        for way in () if shapes else [way for way in WAYS if on_host or way != HOST]:
+        for way in [way for way in WAYS if on_host or way != HOST] if recompute and not shapes else ():
             again[way] = record_recomputation(ranks, model.calls, passes, switch, way, warm=effort.warm)
         saved = again.pop(HOST, [])  # whose copies take their time on the side
         timed = [*passes, *itertools.chain.from_iterable(again.values())]
@@ -98,7 +101,7 @@ def measure_uses(
     if shapes:
         reads = list(shapes.reads)
         full = shapes.recompute.get("full", {})
-        recompute: RecomputeCosts = {
+        ways: RecomputeCosts = {
             "full": {
                 size: recompute_from_forwards(uses, own, full[size])
                 for own in costs
@@ -108,7 +111,7 @@ def measure_uses(
     else:
         unread = frozenset.intersection(*ranks.gather(unread_uses(model.calls, model.units, passes[0].step)))
         reads = [index not in unread for index in range(len(uses))]
-        recompute = {
+        ways = {
             way: {
                 own[0].micro_batch: recompute_differences(uses, own, then)
                 for own, then in zip(costs, recomputed, strict=True)
@@ -116,13 +119,13 @@ def measure_uses(
             for way, some in again.items()
             if (recomputed := costs_of(some))
         }
-        recompute |= (
+        ways |= (
             {HOST: {recorded.micro_batch: without_time(recorded.memory) for recorded in saved}}
             if saved
             else {}
         )
     own_seconds = statistics.median(sum(by_rank[ranks.rank]) for by_rank in times[len(passes) - 1].repeats)
-    return use_entries(uses, reads, costs, recompute, leaves(model.units)), own_seconds
+    return use_entries(uses, reads, costs, ways, leaves(model.units)), own_seconds
 
 
 def use_kinds(units: Sequence[UnitEntry], uses: Sequence[Use], flops: Sequence[int]) -> list[Hashable]:

@@ -74,20 +74,21 @@ def measure_interference(
             entries.append(InterferenceEntry(compute_loss=0.0, communication_slowdown=1.0))
             continue
         found = []
-        for half, form in enumerate((None, form_of("int8", dithered=True))):
+        forms = (None, form_of("int8", dithered=True)) if effort.narrow else (None,)
+        for part, form in enumerate(forms):
             gather, reduce = _communication(ranks, mesh, stage, dtype, largest_bytes, form)
             rounds, began = [], time.perf_counter()
             with no_garbage_collection():
                 for number in range(effort.rounds):
                     rounds.append(ranks.gather(_sample(ranks, compute, gather, reduce, effort)))
-                    done = tier + (half + (number + 1) / effort.rounds) / 2
+                    done = tier + (part + (number + 1) / effort.rounds) / len(forms)
                     progress(done / len(mesh.tiers))
                     elapsed = max(ranks.gather(time.perf_counter() - began))
                     if number + 1 >= LEAST_ROUNDS and elapsed > ENOUGH_S:
                         break
             found.append(_entry(rounds))
-        exact, narrow = found
-        entries.append(exact.model_copy(update={"narrow": _narrow(narrow)}))
+        exact, *narrow = found
+        entries.append(exact.model_copy(update={"narrow": _narrow(narrow[0])}) if narrow else exact)
     return tuple(entries)
 
 

@@ -20,6 +20,8 @@ class Effort(NamedTuple):
     kind in a row. ``rounds``: in which links disturb compute, ``alone`` and ``beside`` the calls of compute
     in each, without and with communication. ``warm``: whether a pass whose memory is followed was made before
     that; ``host_on_cpu``: whether saving on the host is followed on a CPU, too, which has no other memory.
+    ``spare``: recomputation is measured where training without any, and without shards, takes more than this
+    share of a rank's memory; ``narrow``: whether links are also tried with what travels rounded.
     """
 
     pass_s: float
@@ -29,10 +31,16 @@ class Effort(NamedTuple):
     beside: int
     warm: bool
     host_on_cpu: bool
+    spare: float
+    narrow: bool
 
 
-THOROUGH = Effort(pass_s=6.0, block=3, rounds=5, alone=3, beside=4, warm=True, host_on_cpu=True)
-QUICK = Effort(pass_s=2.0, block=1, rounds=1, alone=1, beside=1, warm=False, host_on_cpu=False)
+THOROUGH = Effort(
+    pass_s=6.0, block=3, rounds=5, alone=3, beside=4, warm=True, host_on_cpu=True, spare=0.0, narrow=True
+)
+QUICK = Effort(
+    pass_s=2.0, block=1, rounds=1, alone=1, beside=1, warm=False, host_on_cpu=False, spare=0.5, narrow=False
+)
 """For a job that waits: a pass that takes seconds is its own mean."""
 
 
