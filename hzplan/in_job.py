@@ -205,6 +205,8 @@ def _state(
     given = {**arguments, **(first if isinstance(first, Mapping) else {})}
     matter = inspect.signature(kind).parameters.keys() - _HOW
     asked = {name: value for name, value in given.items() if name in matter}
+    if not asked:
+        return None
     name = NAMES[kind]
     found = footprint(name, of_dtype, ranks.device, **asked)
     return None if found == footprint(name, of_dtype, ranks.device) else found

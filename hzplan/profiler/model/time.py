@@ -66,9 +66,9 @@ def measure_uses(
     *,
     recompute: bool = True,
 ) -> tuple[tuple[UseEntry, ...], float]:
-    """Time every pass, without recomputation and, where ``recompute``, with it, in blocks of one size, to which
-    the allocator gets used; the uses, the same on every rank, and this rank's own median seconds of the last
-    pass.
+    """Time every pass, without recomputation and, where ``recompute``, with it, in blocks of one size, to
+    which the allocator gets used; the uses, the same on every rank, and this rank's own median seconds of the
+    last pass.
 
     Raises UserError when the model does not use its units in the same order every time.
     """
