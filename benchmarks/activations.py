@@ -8,6 +8,7 @@ that models train in.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -19,6 +20,7 @@ import typer
 
 from benchmarks.measure import output_of
 from benchmarks.questions import GIB
+from benchmarks.ways import table
 from hzplan.core.layout import gradient_bytes
 from hzplan.core.recompute import NOTHING, Recomputed, Way
 from hzplan.cost.curves import interpolate
@@ -84,6 +86,8 @@ at least, without the optimizer on the host's processors.
 
 | model | whole units | parts and chunks | on the host | FSDP2, all on the host |
 |---|---|---|---|---|"""
+MEASURED = Path(__file__).with_name("results") / "ways.json"
+"""What ``benchmarks.ways`` has measured."""
 CLUSTER, MICRO_BATCHES = "h100-8x400g", (1, 2)
 
 
@@ -218,6 +222,8 @@ def main(
     for case in SMALLEST:
         rows.append(smallest(case, profile_of(case, (1,))))
         print(rows[-1], flush=True)
+    if MEASURED.exists():
+        rows.append(table(json.loads(MEASURED.read_text(encoding="utf-8"))).rstrip("\n"))
     if docs is not None:
         write_text(docs, "\n".join(rows) + "\n")
 
