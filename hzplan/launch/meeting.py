@@ -100,15 +100,16 @@ def _missing(store: Store, number: int, world: int, seconds: float) -> list[int]
     until = time.monotonic() + seconds
     came = {rank: f"hzplan/{number}/came/{rank}" for rank in range(1, world)}
     absent = [rank for rank, key in came.items() if not store.check([key])]
-    orphans = []
+    orphans, news = [], {}
     for rank in absent:
-        count = store.add(f"hzplan/news/{rank}", 0)
-        if not count or not _waited(store, news := f"hzplan/news/{rank}/{count}", until - time.monotonic()):
-            continue
-        what, _, name = store.get(news).decode().partition(" ")
-        if what == "arrived":
-            store.set(f"hzplan/answer/{name}", str(number))
-            orphans.append(rank)
+        if count := store.add(f"hzplan/news/{rank}", 0):
+            news[rank] = f"hzplan/news/{rank}/{count}"
+    for rank in sorted(news, key=lambda rank: not store.check([news[rank]])):  # unwritten news are last
+        if _waited(store, news[rank], until - time.monotonic()):
+            what, _, name = store.get(news[rank]).decode().partition(" ")
+            if what == "arrived":
+                store.set(f"hzplan/answer/{name}", str(number))
+                orphans.append(rank)
     for rank in orphans:
         _waited(store, came[rank], until - time.monotonic())
     # Others than orphans are looked for once more: one may have come between the two looks at it.

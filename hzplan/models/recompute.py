@@ -8,6 +8,7 @@ forward happens within the unit's backward call, when its parameters are unshard
 from __future__ import annotations
 
 import functools
+import re
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -263,7 +264,8 @@ class Switch:
             self.way = way
             try:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=chunked_loss.WARNING)
+                    for told in (chunked_loss.WARNING, re.escape(STAYS)):
+                        warnings.filterwarnings("ignore", message=told)
                     return step()
             finally:
                 self.way = None

@@ -43,7 +43,7 @@ class _Storage:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _View:
     """What autograd keeps instead of a tensor: of what moves, how it lies in its ``storage``. ``alias``: the
     tensor itself, while it is on the device for others; ``changed``: whether it was changed in place before
@@ -68,7 +68,7 @@ class _View:
         )
 
     def settle(self) -> None:
-        """Its storage moves: what is changed from here on is another one."""
+        """Its storage has moved: what is changed from here on is another one."""
         assert self.alias is not None
         self.changed = self.alias._version != self.version
         self.alias = None
@@ -95,6 +95,7 @@ class Saved:
         self._host_buffer = host_buffer
         self.host: Tensor | None = None
         self._storages: list[weakref.ref[_Storage]] = []
+        self._moving: list[weakref.ref[_View]] = []
 
     @property
     def _kept(self) -> list[_Storage]:
@@ -109,16 +110,16 @@ class Saved:
     @contextmanager
     def forward(self, module: nn.Module, given: Iterable[Any]) -> Iterator[Callable[[Any], None]]:
         """A forward's context; what is yielded is to be called with what the forward returns."""
-        outside = {_key(tensor) for tensor in tree_leaves(given) if _is_plain(tensor)}
-        outside |= {_key(one) for one in (*module.parameters(), *module.buffers()) if _is_plain(one)}
+        outside = {_key(one) for one in (*tree_leaves(given), *module.buffers()) if _is_plain(one)}
+        parameters = {_key(one) for one in module.parameters() if _is_plain(one)}
         found: dict[int, _Storage] = {}
         views: list[tuple[int, _View]] = []
 
         def pack(tensor: Tensor) -> Tensor | _View:
-            if not _is_plain(tensor) or (key := _key(tensor)) in outside:
+            if not _is_plain(tensor) or (key := _key(tensor)) in parameters:
                 return tensor  # a parameter as it will be then, whatever storage it has
-            storage = None
-            if tensor.untyped_storage().nbytes() >= LEAST_BYTES:
+            storage, lazy = None, tensor.is_conj() or tensor.is_neg()
+            if not (key in outside or lazy) and tensor.untyped_storage().nbytes() >= LEAST_BYTES:
                 storage = found.get(key) or found.setdefault(key, _Storage(tensor))
             view = _View.of(tensor, storage, self)
             if storage is not None:
@@ -130,8 +131,7 @@ class Saved:
             for key, view in views:
                 if key in stays:
                     view.storage = None
-                else:
-                    view.settle()
+            self._moving = [weakref.ref(view) for key, view in views if key not in stays]
             self._begin([storage for key, storage in found.items() if key not in stays])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -158,6 +158,10 @@ class Saved:
 
     def release(self) -> None:
         """The copies on the host are done: free the device's."""
+        for one in self._moving:
+            if (view := one()) is not None:
+                view.settle()
+        self._moving.clear()
         for storage in self._kept:
             storage.here = None
 

@@ -274,7 +274,7 @@ def _measure_model(
             *(ranks, model, passes),
             lambda done: parts.at(RECORDING_SHARE + (1 - RECORDING_SHARE) * done),
             effort,
-            recompute=_needed_bytes(model, passes) >= effort.spare * memory_bytes,
+            recompute=any(ranks.gather(_needed_bytes(model, passes) >= effort.spare * memory_bytes)),
         )
         uses, stragglers = with_reused(measured, reused), slow_compute(ranks, own_seconds)
     else:

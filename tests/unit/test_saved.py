@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,79 @@ def test_a_graph_that_is_kept_leaves_its_host_memory_alone() -> None:
         second = module(other, scale)
     for result, exact in zip((first, second), expected, strict=True):
         assert all(map(torch.equal, torch.autograd.grad(result.sum(), [*module.parameters()]), exact))
+
+
+class Given(nn.Module):
+    """Backward needs what it was given, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(self.linear(x)) * self.scale
+
+
+@pytest.mark.parametrize("what", ["given", "buffer"])
+def test_what_others_have_is_checked_too(what: str) -> None:
+    module = Given()
+
+    def backward() -> None:
+        x = torch.randn(16, 32, requires_grad=True) * 1
+        result = module(x)
+        (x if what == "given" else module.scale).mul_(2)
+        (x + result).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward()
+    recompute(module, lambda: "host", saved=Saved(unseen_host_buffer))
+    with pytest.raises(RuntimeError, match="changed in place after forward had kept it"):
+        backward()
+
+
+@dataclass
+class Hidden:
+    value: torch.Tensor
+
+
+class Escaping(nn.Module):
+    """What it returns is in an object that no list of tensors knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(self.linear(x).exp())
+
+
+def test_what_is_changed_before_it_is_copied_is_an_error() -> None:
+    module, saved = Escaping(), Saved(unseen_host_buffer)
+    recompute(module, lambda: "host", saved=saved, in_time=lambda: True)
+    result = module(torch.randn(16, 32)).value
+    result.mul_(2)
+    saved.save()
+    saved.release()
+    with pytest.raises(RuntimeError, match="changed in place after forward had kept it"):
+        result.sum().backward()
+
+
+def test_conjugated_tensors_are_what_they_were() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.view_as_complex(self.linear(x).view(16, 32, 2))
+            return torch.view_as_real(y.conj() * y.exp()).tanh().flatten(1) * 1
+
+    module, x = Rotated(), torch.randn(16, 64)
+    expected = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+    recompute(module, lambda: "host", saved=Saved(unseen_host_buffer))
+    found = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+    assert all(map(torch.equal, expected, found))
 
 
 def test_a_host_that_has_no_memory_left_is_one_line() -> None:
