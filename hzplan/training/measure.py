@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hzplan.profiler.model.memory import memory_trace
@@ -38,7 +39,8 @@ def alive_bytes(device: torch.device, ignore: Iterable[Tensor] = ()) -> int:
         # Not isinstance: it would ask proxies what they pretend to be.
         if not issubclass(type(found), Tensor) or found.device != device or found.layout != torch.strided:
             continue
-        if is_traceable_wrapper_subclass(found):  # a DTensor has no storage; its local tensor is found
+        # A DTensor has no storage, but its local tensor is found; a fake one has none at all.
+        if is_traceable_wrapper_subclass(found) or issubclass(type(found), FakeTensor):
             continue
         storage = found.untyped_storage()
         if storage.data_ptr() not in ignored:

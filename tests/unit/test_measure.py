@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hzplan.training.measure import peak_memory_bytes
 
@@ -36,6 +37,14 @@ def test_ignored_tensors_do_not_count() -> None:
     before = peak(lambda: None)
     data = block(64)
     assert peak(lambda: None, data) == before
+
+
+def test_fake_tensors_have_no_memory() -> None:
+    before = peak(lambda: None)
+    with FakeTensorMode():
+        fake = block(64)
+    assert peak(lambda: None) == before
+    assert fake.numel() == 64 * KIB // 4
 
 
 def test_highest_level_inside_the_step() -> None:
