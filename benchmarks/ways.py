@@ -32,7 +32,7 @@ from hzplan.solver.solve import Request, searches_of
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 FULL: Way = "full"
-MODELS = ("llama", "wide")
+MODELS = ("llama",)
 MICRO_BATCH, ACCUMULATION = 8, 2
 TIERS, RATES, MESH = "2x2", "none,500mbit", "2|2"
 LEVELS: Mapping[str, Levels] = {

@@ -63,9 +63,8 @@ class _Policy:
     def __init__(self, way: Way) -> None:
         self._way = way
         self._products = [0, 0]  # of the first run, and of the second
-        self._unread: Any = (
-            None  # the last operation, a product, if it is kept and what follows saves nothing
-        )
+        # The last operation, a product, if it is kept and what follows saves nothing.
+        self._unread: Any = None
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *arguments: Any, **keywords: Any
