@@ -16,7 +16,7 @@ import torch
 import typer
 
 from benchmarks import regimes, report
-from benchmarks.measure import DEEPSPEED, PEERS, ROOT, NoResult, measure
+from benchmarks.measure import DEEPSPEED, PEERS, ROOT, measure
 from benchmarks.verdict import judge
 from hzplan.emulate import available
 from hzplan.formats.base import write_text
@@ -70,7 +70,7 @@ def main(
             found = measure(regime, work / regime.name, peers=peers, ablations=ablations and regime.quick)
             results["regimes"].append({"commit": results["commit"], **found})
             print(f"    {_line(found)} ({time.monotonic() - began:.0f} s)", flush=True)
-        except NoResult as error:
+        except regimes.NoResult as error:
             results["failed"].append({"regime": regime.name, "why": str(error)})
             print(f"    not measured: {error}", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
@@ -113,8 +113,6 @@ def _cpu() -> str:
 
 def _line(result: dict[str, Any]) -> str:
     verdict = judge(result)
-    if verdict is None:
-        return "no plan fits"
     share = "" if verdict.share is None else f", share {verdict.share:.2f}"
     return (
         f"{verdict.group}: {verdict.peer} takes {verdict.ratio:.2f} ({verdict.low:.2f}–{verdict.high:.2f}) "

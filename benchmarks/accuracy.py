@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.__main__ import about
-from benchmarks.measure import MICRO_BATCH, NoResult, beside, profiled
+from benchmarks.measure import MICRO_BATCH, beside, profiled
 from benchmarks.plans import given
 from benchmarks.plot import scatter
-from benchmarks.regimes import Regime
+from benchmarks.regimes import NoResult, Regime
 from hzplan.core.hierarchy import Levels
 from hzplan.core.recompute import Recomputed
 from hzplan.cost.model import CostModel, tensors_of

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import ROOT, NoResult
+from benchmarks.measure import ROOT
+from benchmarks.regimes import NoResult
 from hzplan.formats.base import write_text
 
 Ratio = tuple[str, float, float, float]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plans import VARIANTS, given, make
-from benchmarks.regimes import Regime, bits_per_s
+from benchmarks.regimes import NoResult, Regime, bits_per_s
 from hzplan.core.hierarchy import Levels
 from hzplan.cost.model import CostModel
 from hzplan.formats.plan import Plan
@@ -32,6 +32,8 @@ MOST_STEPS = 5
 LEARNING_RATE = 1e-4
 """Low enough that no loss spikes, where equal training in bf16 would part by chaos alone."""
 PEERS = ("zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp")
+SMALLEST = ("fsdp2", "fsdp2-offload")
+"""Peers where no plan fits the budget, and the smallest plan is measured."""
 DEEPSPEED = ("deepspeed1", "deepspeed3")
 TRIED: Mapping[str, tuple[int, ...]] = {"buckets": (6, 3, 1), "ahead": (1, 0, 2)}
 """What is measured of a peer that may be the best, by what its number sets (``hzplan.peers.SETTINGS``)."""
@@ -40,14 +42,11 @@ NEAR = 1.3
 """Steps of the fastest peer that fits, within which another one's may become the fastest."""
 
 
-class NoResult(Exception):
-    """A command failed; the message is its last line."""
-
-
 def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bool) -> dict[str, Any]:
     """Everything about a regime. Files go to ``folder``; a profile that is there already is taken.
 
-    Raises NoResult when a command fails.
+    Where no plan fits the budget, the budget becomes what the smallest plan needs, and only peers that need
+    little are measured. Raises NoResult when a command fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model, profile = factory(regime), profiled(regime, folder.parent)
@@ -55,9 +54,14 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     ddp = ddp_peak_bytes(profile, global_batch, model, folder)
     budget = ddp * regime.budget_percent // 100
     made = make(profile, budget, global_batch, folder)
-    result: dict[str, Any] = {"regime": asdict(regime), "ddp_peak_bytes": ddp, "budget_bytes": budget}
-    if made is None:
-        return result | {"infeasible": True}
+    result: dict[str, Any] = {"regime": asdict(regime), "ddp_peak_bytes": ddp}
+    if isinstance(made, int):
+        result |= {"no_plan_in_bytes": budget}
+        budget, peers = made, SMALLEST
+        made = make(profile, budget, global_batch, folder)
+        if isinstance(made, int):
+            raise NoResult(f"the smallest plan, of {budget} bytes, is not found")
+    result["budget_bytes"] = budget
     plan, variants, infeasible = made
     chosen = Plan.load(plan)
     look = beside(regime, plan, peers, chosen.predicted.step_s, LOOK_ROUNDS)

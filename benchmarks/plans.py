@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.models import role
+from benchmarks.regimes import NoResult
 from hzplan.core.hierarchy import Levels
 from hzplan.core.schedule import Pace
 from hzplan.cost.model import CostModel, tensors_of
@@ -15,7 +16,7 @@ from hzplan.formats.profile import Profile
 from hzplan.solver.emit import as_plan, emit
 from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.search import paces
-from hzplan.solver.solve import PREFETCH_DEPTHS, Request, Solved, solve
+from hzplan.solver.solve import PREFETCH_DEPTHS, Infeasible, Request, Solved, solve
 
 VARIANTS = SINGLE, ROLES, PREFETCH_1 = "single", "roles", "prefetch-1"
 """One triple of levels for all tensors; one per role; a level per tensor, but only one use ahead."""
@@ -25,16 +26,18 @@ ROLE_NAMES = ("embedding", "attention", "mlp", "head")
 
 def make(
     profile_path: Path, memory_bytes: int, global_batch: int, folder: Path
-) -> tuple[Path, dict[str, Path], list[str]] | None:
+) -> tuple[Path, dict[str, Path], list[str]] | int:
     """Solve; write the plan and the poorer variants that differ from it; name those that do not fit.
 
-    None where no plan fits.
+    Where no plan fits, the bytes of the smallest.
     """
     profile = Profile.load(profile_path)
     request = Request(memory_bytes, global_batch)
     outcome = solve(profile, request)
+    if isinstance(outcome, Infeasible):
+        return outcome.smallest.memory.peak
     if not isinstance(outcome, Solved):
-        return None
+        raise NoResult(outcome.reason)
     chosen = folder / "plan.json"
     emit(profile, request, outcome, profile_path=profile_path, plan_path=chosen).save(chosen)
     model = CostModel(profile)

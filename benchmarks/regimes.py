@@ -36,6 +36,10 @@ ONE_NODE = "none"
 """The network of a single node."""
 
 
+class NoResult(Exception):
+    """A regime cannot be measured; the message is why, in one line."""
+
+
 @dataclass(frozen=True)
 class Regime:
     """One setting. ``network``: the slowest tier's rate; a middle tier has four times that, a node's inside

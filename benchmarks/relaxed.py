@@ -21,7 +21,8 @@ import torch
 import typer
 
 from benchmarks.commands import write_section
-from benchmarks.measure import ROOT, NoResult
+from benchmarks.measure import ROOT
+from benchmarks.regimes import NoResult
 from benchmarks.replicas import Replicas
 from benchmarks.wire_convergence import apart as interval
 from hzplan.core.relaxed import Policy, Timetable

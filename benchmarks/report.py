@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.measure import SMALLEST
 from benchmarks.plans import VARIANTS
 from benchmarks.regimes import COUNT, DRAWN, Regime, bits_per_s
 from benchmarks.verdict import BARS, MEDIANS, SHARE, Verdict, fits, judge, ratio_of
@@ -75,14 +76,26 @@ def _main(results: Mapping[str, Any]) -> Iterator[str]:
     for regime, result, verdict in judged:
         yield _row(regime, result, verdict)
     yield ""
+    for regime, result, _ in judged:
+        if "no_plan_in_bytes" in result:
+            yield _smallest(regime, result)
     for failed in results["failed"]:
         yield f"- not measured: {failed['regime']}: {failed['why']}"
     yield from _totals([verdict for _, _, verdict in judged])
 
 
-def _row(regime: Regime, result: Mapping[str, Any], verdict: Verdict | None) -> str:
-    if verdict is None:
-        return f"| {regime.name} | no plan fits | | | | | | | |"
+def _smallest(regime: Regime, result: Mapping[str, Any]) -> str:
+    """What everyone needs where no plan fits."""
+    mb = {
+        entry["name"]: f"{entry['peak_memory_bytes'] / 1e6:.1f}"
+        for entry in result["comparison"]["contenders"]
+        if entry["name"].startswith((OURS, *SMALLEST))
+    }
+    needs = ", ".join(f"{name} {size}" for name, size in mb.items())
+    return f"- {regime.name}: no plan fits {result['no_plan_in_bytes'] / 1e6:.1f} MB; MB needed: {needs}"
+
+
+def _row(regime: Regime, result: Mapping[str, Any], verdict: Verdict) -> str:
     ours = _entry(result, OURS)["step_s"]["median"]
     peer = "none fits" if verdict.peer is None else verdict.peer
     theirs = "" if verdict.peer is None else f" {_entry(result, verdict.peer)['step_s']['median']:.3f} s"
@@ -95,9 +108,9 @@ def _row(regime: Regime, result: Mapping[str, Any], verdict: Verdict | None) -> 
     )
 
 
-def _totals(verdicts: Sequence[Verdict | None]) -> Iterator[str]:
+def _totals(verdicts: Sequence[Verdict]) -> Iterator[str]:
     for group in BARS:
-        found = [v for v in verdicts if v is not None and v.group == group and v.peer]
+        found = [v for v in verdicts if v.group == group and v.peer]
         if found:
             ratios = [v.ratio for v in found]
             yield (
@@ -105,7 +118,7 @@ def _totals(verdicts: Sequence[Verdict | None]) -> Iterator[str]:
                 f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
                 + (f" (asked: {MEDIANS[group]})" if group in MEDIANS else "")
             )
-    shares = [v for v in verdicts if v is not None and v.share is not None]
+    shares = [v for v in verdicts if v.share is not None]
     if shares:
         reached = sum(v.share_passed for v in shares)
         yield f"- share of the way to the bound: {reached} of {len(shares)} reach {SHARE}"
@@ -113,7 +126,7 @@ def _totals(verdicts: Sequence[Verdict | None]) -> Iterator[str]:
 
 
 def _ablations(results: Mapping[str, Any]) -> Iterator[str]:
-    measured = [(r, result) for r, result, verdict in _judged(results) if verdict and result["ablations"]]
+    measured = [(r, result) for r, result, _ in _judged(results) if result["ablations"]]
     if not measured:
         return
     yield "## What each freedom is worth"
@@ -142,7 +155,7 @@ def _factor(result: Mapping[str, Any], name: str) -> str:
 
 def _waits(results: Mapping[str, Any]) -> Iterator[str]:
     """Which of the plan's streams kept compute waiting."""
-    known = [(r, result) for r, result, v in _judged(results) if v and "waits_s" in _entry(result, OURS)]
+    known = [(r, result) for r, result, _ in _judged(results) if "waits_s" in _entry(result, OURS)]
     if not known:
         return
     yield "## What the plan's compute waited for"
@@ -167,7 +180,7 @@ def _waits(results: Mapping[str, Any]) -> Iterator[str]:
         apart = max(abs(waits.get(name, 0.0) - predicted.get(name, 0.0)) for name in names) / step_s
         verdict = judge(result)
         link = _busy(regime, entry)
-        if link and verdict is not None and verdict.peer is not None:
+        if link and verdict.peer is not None:
             link += f", {verdict.peer} {_busy(regime, _entry(result, verdict.peer))}"
         yield f"| {regime.name} | {', '.join(cells)} | {apart:.1%} | {link} |"
     yield ""
@@ -175,7 +188,7 @@ def _waits(results: Mapping[str, Any]) -> Iterator[str]:
 
 def _processors(results: Mapping[str, Any]) -> Iterator[str]:
     """Processor time beside wall."""
-    known = [(r, x) for r, x, v in _judged(results) if v and _entry(x, OURS).get("processor_s")]
+    known = [(r, x) for r, x, _ in _judged(results) if _entry(x, OURS).get("processor_s")]
     if not known:
         return
     yield "## Where processor time goes"
@@ -219,12 +232,11 @@ def _peers(results: Mapping[str, Any]) -> Iterator[str]:
         "*alone*: without communication."
     )
     yield ""
-    names = list(dict.fromkeys(n for _, r, v in _judged(results) if v for n in _names(r)))
+    names = list(dict.fromkeys(n for _, r, _ in _judged(results) for n in _names(r)))
     yield "| regime | " + " | ".join(names) + " |"
     yield "|---" * (len(names) + 1) + "|"
-    for regime, result, verdict in _judged(results):
-        if verdict:
-            yield f"| {regime.name} | " + " | ".join(_cell(result, name) for name in names) + " |"
+    for regime, result, _ in _judged(results):
+        yield f"| {regime.name} | " + " | ".join(_cell(result, name) for name in names) + " |"
     yield ""
 
 
@@ -241,7 +253,7 @@ def _cell(result: Mapping[str, Any], name: str) -> str:
     return f"{entry['step_s']['median']:.3f}{ratio}{marks}"
 
 
-def _judged(results: Mapping[str, Any]) -> Iterator[tuple[Regime, Mapping[str, Any], Verdict | None]]:
+def _judged(results: Mapping[str, Any]) -> Iterator[tuple[Regime, Mapping[str, Any], Verdict]]:
     for result in results["regimes"]:
         yield Regime(**result["regime"]), result, judge(result)
 

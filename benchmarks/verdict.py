@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from benchmarks.measure import DEEPSPEED, PEERS
+from benchmarks.measure import DEEPSPEED, PEERS, SMALLEST
 from hzplan.peers import CONTROL, LOCAL, OURS
 from hzplan.peers.compare import within
 from hzplan.peers.paired import Ratio, paired_ratio
@@ -16,11 +16,12 @@ BARS: Mapping[str, float] = {
     "DDP fits": 0.97,
     "parts fit": 1.0,
     "full shard only": 1.0,
+    "no plan fits": 1.0,
     "tensor parallelism is best": 0.97,
 }
-"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3. A regime
-is lost where the interval lies wholly below. What fits fastest may be no data parallelism, which a plan does
-not choose."""
+"""By what fits the budget: everything; schemes in between (HSDP, ZeRO-1, …); only FSDP2 or ZeRO-3; not even
+the smallest plan, whose memory is the budget then. A regime is lost where the interval lies wholly below.
+What fits fastest may be no data parallelism, which a plan does not choose."""
 
 MEDIANS: Mapping[str, float] = {"DDP fits": 1.0, "parts fit": 1.2, "full shard only": 2.0}
 """What the median regime is asked to reach."""
@@ -71,16 +72,16 @@ def ratio_of(slower: Mapping[str, Any], faster: Mapping[str, Any]) -> Ratio:
     return paired_ratio(slower["round_s"], faster["round_s"])
 
 
-def judge(result: Mapping[str, Any]) -> Verdict | None:
-    """None where no plan fits the budget."""
-    if result.get("infeasible"):
-        return None
+def judge(result: Mapping[str, Any]) -> Verdict:
+    """See ``Verdict``."""
     compared = result["comparison"]
     entries = {entry["name"]: entry for entry in compared["contenders"]}
     fitting = {
         name: entry
         for name, entry in entries.items()
-        if _kind(name) in (*PEERS, *DEEPSPEED, "ddp") and entry["losses_agree"] and fits(entry, result)
+        if _kind(name) in (*PEERS, *SMALLEST, *DEEPSPEED, "ddp")
+        and entry["losses_agree"]
+        and fits(entry, result)
     }
     looked = (entry for entry in result.get("look", ()) if entry["losses_agree"] and fits(entry, result))
     kinds = {_kind(name) for name in (*fitting, *(entry["name"] for entry in looked))} - {
@@ -88,7 +89,9 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
         LOCAL,
         CONTROL,
     }
-    if "ddp" in kinds:
+    if "no_plan_in_bytes" in result:
+        group = "no plan fits"
+    elif "ddp" in kinds:
         group = "DDP fits"
     elif kinds - set(FULL):
         group = "parts fit"
@@ -102,7 +105,7 @@ def judge(result: Mapping[str, Any]) -> Verdict | None:
     if not fitting:
         return Verdict(group, None, inf, inf, inf, margin, bound, binds, None, sound)
     peer = min(fitting, key=lambda name: fitting[name]["step_s"]["median"])
-    if _kind(peer) == "tp-dp" and group != "DDP fits":
+    if _kind(peer) == "tp-dp" and group not in ("DDP fits", "no plan fits"):
         group = "tensor parallelism is best"
     ratio = ratio_of(fitting[peer], entries[OURS])
     theirs, ours = fitting[peer]["step_s"]["median"], entries[OURS]["step_s"]["median"]

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.__main__ import about
 from benchmarks.gpu.run import hzplan, named, skip, write
-from benchmarks.measure import NoResult
+from benchmarks.regimes import NoResult
 from hzplan.formats.plan import Plan
 from hzplan.peers import OURS, PEERS
 

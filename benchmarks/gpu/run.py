@@ -29,7 +29,8 @@ import torch
 import typer
 
 from benchmarks.__main__ import about
-from benchmarks.measure import ROOT, NoResult, output_of
+from benchmarks.measure import ROOT, output_of
+from benchmarks.regimes import NoResult
 from hzplan.core.wire import Format
 from hzplan.cost.model import CostModel
 from hzplan.formats.base import to_text, write_text

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from hzplan.peers.contender import Contender, Setting
 
 PEERS = (
-    *("ddp", "zero1", "fsdp2", "fsdp2-keep", "hsdp", "tp-dp", "deepspeed1", "deepspeed3", "megatron-fsdp"),
+    *("ddp", "zero1", "fsdp2", "fsdp2-keep", "fsdp2-offload", "hsdp", "tp-dp", "deepspeed1", "deepspeed3"),
+    "megatron-fsdp",
     *("owners", "owners-size", "owners-work", "ddp-bf16", "fsdp2-bf16", "fsdp2-keep-bf16", "hsdp-bf16"),
 )
 """Other systems that ``hzplan run --against`` knows."""
 
 SETTINGS: Mapping[str, str] = {
     **dict.fromkeys(("ddp", "ddp-bf16", "zero1", "tp-dp"), "buckets"),
-    **dict.fromkeys(("fsdp2", "fsdp2-keep", "hsdp", "fsdp2-bf16", "fsdp2-keep-bf16", "hsdp-bf16"), "ahead"),
+    **dict.fromkeys(("fsdp2", "fsdp2-keep", "fsdp2-offload", "hsdp"), "ahead"),
+    **dict.fromkeys(("fsdp2-bf16", "fsdp2-keep-bf16", "hsdp-bf16"), "ahead"),
 }
 """What the number after ``@`` sets, as in ``ddp@3``: into how many buckets gradients are cut, or how many
 blocks are gathered ahead."""
@@ -104,6 +106,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         "zero1": partial(Zero1, setting),
         "fsdp2": partial(FSDP2, setting),
         "fsdp2-keep": partial(FSDP2, setting, name="fsdp2-keep", keep=True),
+        "fsdp2-offload": partial(FSDP2, setting, name="fsdp2-offload", offload=True),
         "hsdp": partial(HSDP, setting),
         "tp-dp": partial(TensorParallel, setting),
         "deepspeed1": partial(DeepSpeed, setting, 1),

@@ -182,6 +182,10 @@ class Trainer:
         """Bound the norm of all gradients."""
         nn.utils.clip_grad_norm_(self.model.parameters(), self.setting.clip_norm, foreach=True)
 
+    def zero_grad(self) -> None:
+        """Forget the step's gradients."""
+        self.optimizer.zero_grad()
+
     def finish(self) -> None:
         """Return when nothing is under way."""
 
@@ -211,7 +215,7 @@ class Trainer:
         if self.setting.plan.clip:
             self.clip()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         return float(loss)
 
     def turn(self, first: int, steps: int) -> Turn:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.models.units import find_units
@@ -79,13 +80,20 @@ class FSDP2(Trainer):
     """Everything sharded over the world, blocks gathered ahead of their use.
 
     ``keep``: parameters stay whole between forward and backward, and gradients while accumulating.
-    ``ahead``: how many blocks; 0: as torch does where nobody says.
+    ``ahead``: how many blocks; 0: as torch does where nobody says. ``offload``: shards of weights, gradients
+    and optimizer state lie in the host's memory, where they are updated.
     """
 
     def __init__(
-        self, setting: Setting, *, name: str = "fsdp2", keep: bool = False, ahead: int = AHEAD
+        self,
+        setting: Setting,
+        *,
+        name: str = "fsdp2",
+        keep: bool = False,
+        ahead: int = AHEAD,
+        offload: bool = False,
     ) -> None:
-        self.name, self.keep, self.ahead = name, keep, ahead
+        self.name, self.keep, self.ahead, self.offload = name, keep, ahead, offload
         super().__init__(setting)
 
     def device_mesh(self) -> DeviceMesh:
@@ -102,6 +110,8 @@ class FSDP2(Trainer):
             )
         elif self.setting.reduce_dtype == torch.bfloat16:
             options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        if self.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.setting.device.type == "cuda")
         # As users wrap: every repeated block, and the root with what is left.
         blocks = [unit.module for unit in find_units(model) if next(unit.module.children(), None) is not None]
         sharded = [fully_shard(block, **options) for block in blocks if block is not model]
@@ -116,6 +126,18 @@ class FSDP2(Trainer):
                 module.set_custom_all_gather(ExchangeAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
         self.make_optimizer()
+
+    def on_host(self) -> Sequence[Tensor]:
+        if not self.offload:
+            return ()
+        shards = list(self.model.parameters())
+        state = [value for shard in shards for value in self.optimizer.state[shard].values()]
+        kept = (*shards, *(shard.grad for shard in shards), *state)
+        return [tensor.to_local() for tensor in kept if isinstance(tensor, DTensor)]
+
+    def zero_grad(self) -> None:
+        # An offloaded gradient stays where it lies, so that it is known to be the host's.
+        self.optimizer.zero_grad(set_to_none=not self.offload)
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         if self.keep:

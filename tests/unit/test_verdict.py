@@ -109,12 +109,14 @@ def test_tables_have_a_row_per_regime_and_say_what_is_missing() -> None:
         "commit": "abc",
         "command": "python -m benchmarks",
         "machine": {"cpus": 2, "cpu": "c", "torch": "t"},
-        "regimes": [result(entry("hsdp", 1.6)), result(entry("fsdp2", 3)) | {"infeasible": True}],
+        "regimes": [result(entry("hsdp", 1.6)), result(entry("fsdp2", 3)) | {"no_plan_in_bytes": 2_000_000}],
         "failed": [{"regime": "r", "why": "w"}],
     }
     text = markdown(results)
     assert "| deep-2x2-100mbit-70%-x1-fp32 | parts fit | 1.000 s | hsdp 1.600 s | 1.60 (1.60–1.60)" in text
-    assert "no plan fits" in text and "not measured: r: w" in text
+    assert "no plan fits 2.0 MB; MB needed: hzplan 1.0, fsdp2 1.0" in text
+    assert "| deep-2x2-100mbit-70%-x1-fp32 | no plan fits | 1.000 s | fsdp2 3.000 s" in text
+    assert "not measured: r: w" in text
 
 
 def test_a_plan_that_trains_something_else_or_exceeds_its_budget_never_passes() -> None:
