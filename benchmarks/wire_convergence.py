@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,34 +20,23 @@ from unittest import mock
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.commands import write_section
 from benchmarks.models import Sized
-from benchmarks.plans import given
-from hzplan.core.hierarchy import Levels, Mesh
+from benchmarks.threads import CLIP, RANKS, plan_of, train
+from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import BucketLayout
 from hzplan.core.schedule import Kind
 from hzplan.core.stages import PARAMETERS
 from hzplan.core.wire import Format, Wire
-from hzplan.cost.model import CostModel
 from hzplan.formats.base import write_text
-from hzplan.formats.cluster import find_cluster
-from hzplan.formats.plan import Plan
 from hzplan.models.gpt import GPTConfig
-from hzplan.models.workload import Workload, load
-from hzplan.profiler.analytic import analyse
-from hzplan.runtime.apply import Choice, apply
+from hzplan.models.workload import load
 from hzplan.runtime.backends.packing import Form, Step
-from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.bucket import Forms
-from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.solver.evaluate import evaluate, uniform
-from hzplan.solver.search import Request
-from hzplan.training.batches import batches
-from hzplan.training.data import load_corpus
 
-RANKS, LR, CLIP, TAIL, EVERY = 2, 1e-3, 1.0, 200, 25
+LR, TAIL, EVERY = 1e-3, 200, 25
 REACHED = 0.8
 """Share of the exact run's steps after which others are asked for the loss that it has then."""
 MICRO_BATCHES = {"small": 4, "large": 1}
@@ -176,69 +164,12 @@ def _final(losses: list[float]) -> float:
     return round(statistics.fmean(losses[-TAIL:]), 5)
 
 
-def _plan(workload: Workload, case: Case, micro_batch: int) -> Plan:
-    """Everything sharded over the ranks; times are of no cluster that is here."""
-    cluster, device = find_cluster("h100-8x400g")
-    profile = analyse(
-        *(workload, cluster, device),
-        mesh=Mesh(((RANKS,), (1,))),
-        micro_batches=(micro_batch,),
-        dtype="float32",
-        optimizer="adamw",
-    )
-    profile = profile.replaced(
-        cluster=profile.cluster.model_copy(update={"mesh": str(RANKS), "tier_names": ("node",)}),
-        interference=(),
-        collectives=tuple(curve for curve in profile.collectives if curve.high <= 1),
-    )
-    costs = CostModel(profile, wire=case.wire)
-    schedule = costs.schedule(prefetch=1, accumulation=1, clip=True)
-    levels = uniform(profile, Levels(1, 1, 1))
-    chosen = evaluate(costs, levels, schedule, micro_batch)
-    return given(profile, Path("profile.json"), chosen, Request(1 << 40, RANKS * micro_batch))
-
-
 def _train(model: str, case: Case, steps: int, seed: int) -> list[float]:
     """The mean loss of every step."""
     workload = load(f"benchmarks.wire_convergence:{model}")
-    plan, post = _plan(workload, case, MICRO_BATCHES[model]), Post(RANKS)
-    corpus = load_corpus(None, seq_len=workload.seq_len)
-    data = batches(workload, corpus, plan, seed=seed)
-    torch.manual_seed(seed)
-    initial = [workload.build()]
-    initial += [workload.build() for _ in range(RANKS - 1)]
-    for other in initial[1:]:
-        other.load_state_dict(initial[0].state_dict())
-    losses: list[list[float]] = [[] for _ in range(RANKS)]
-    errors: list[BaseException] = []
-
-    def rank(number: int) -> None:
-        try:
-            world = ThreadWorld(post, number)
-            made: tuple[nn.Module, ShardedOptimizer] = apply(
-                *(initial[number], Choice.of(plan), torch.optim.AdamW), world=world, lr=LR
-            )
-            trained, optimizer = made
-            for step in range(steps):
-                loss = workload.loss(trained, data.train(step, 0, number))
-                loss.backward()
-                optimizer.clip_grad_norm_(CLIP)
-                optimizer.step()
-                losses[number].append(float(loss.detach()))
-            optimizer.engine.close()
-        except BaseException as error:
-            post.failed.set()
-            errors.append(error)
-
+    plan = plan_of(workload, Levels(1, 1, 1), MICRO_BATCHES[model], wire=case.wire)
     with _instead(case):
-        threads = [threading.Thread(target=rank, args=(number,)) for number in range(RANKS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
-    return [statistics.fmean(of) for of in zip(*losses, strict=True)]
+        return train(workload, plan, torch.optim.AdamW, steps, seed, lr=LR)
 
 
 @contextlib.contextmanager
