@@ -42,6 +42,16 @@ QUESTIONS = (
     Question("hf:qwen3-32b", 32, 512),
     Question("hf:qwen3-32b", 128, 1024),
     Question("hf:mixtral-8x7b", 8, 512),
+    Question("hf:moonlight-16b-a3b", 8, 512),
+    Question("hf:moonlight-16b-a3b", 32, 1024),
+)
+PUBLISHED = (
+    "Published by others, end to end: Moonlight's distributed Muon 1–3% over AdamW (arXiv 2502.16982); "
+    "DMuon 1.7–3.4% over AdamW on 16 nodes, 1.48–3.01 times as fast as gathering (arXiv 2606.27153 and its "
+    "README); Canzona 1.57 times as fast as its baseline for Qwen3 up to 32B on 256 GPUs (arXiv 2602.06079); "
+    "MatrixFSDP 1.37–2.15 times as fast as FSDP2 with gathering on up to 64 A100 (arXiv 2607.05895); "
+    "Megatron-FSDP's Muon 1.5–2.7 times AdamW's step for 1B–8B (Megatron-LM pull request 4486). Their "
+    "batches and links are not these."
 )
 
 
@@ -107,6 +117,7 @@ def _table(found: dict[str, Any]) -> str:
             more = "" if way == "adamw" or over is None else f" ({over:+.1%})"
             cells.append(f"{step:.2f} s{more}")
         cells.append(", ".join(of.get("muon", {}).get("ways", [])))
+        cells.append(f"{of['muon']['gap']:.1%}" if "muon" in of else "")
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(
         [
@@ -114,11 +125,14 @@ def _table(found: dict[str, Any]) -> str:
             "",
             "By `python -m benchmarks.muon_modelled`: sequences of 4,096 tokens, bfloat16, nodes of 8 H100 "
             "on 400 Gbit/s; every step is that of the plan chosen within 40 s, and nobody measured one. "
-            "*Repeated*: the best plan whose matrices are all gathered, and computed by every rank.",
+            "*Repeated*: the best plan whose matrices are all gathered, and computed by every rank; *gap*: of "
+            "Muon's plan, in any order of messages.",
             "",
-            "| model on GPUs, batch | AdamW | Muon, planned | Muon, repeated | ways chosen |",
-            "| --- | --- | --- | --- | --- |",
+            "| model on GPUs, batch | AdamW | Muon, planned | Muon, repeated | ways chosen | gap |",
+            "| --- | --- | --- | --- | --- | --- |",
             *rows,
+            "",
+            PUBLISHED,
             "",
         ]
     )

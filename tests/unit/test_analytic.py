@@ -125,6 +125,7 @@ PUBLISHED = {  # parameters, as their authors state them or safetensors' headers
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "mixtral-8x7b": 46_702_792_704,
+    "moonlight-16b-a3b": 15_960_000_000,
     "gpt3-175b": 174_591_000_000,
 }
 
