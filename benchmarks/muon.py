@@ -31,12 +31,13 @@ ABOUT = (
     "every row profiled, solved and run by the README's commands, all contenders in turns of a few steps. A "
     "ratio is a peer's step over the plan's, paired by round, with its 95% interval. *Repeated*: the best of "
     "DDP, FSDP2, and FSDP2 that keeps parameters, every rank orthogonalising every matrix; *owners*: the "
-    "best of ZeRO-1 (ZeroRedundancyOptimizer), and DDP whose ranks own matrices in turn, by size or by work, "
-    "and broadcast them. *Share*: of a step that orthogonalising all matrices on one rank would take."
+    "best of ZeRO-1 (ZeroRedundancyOptimizer), DDP whose ranks own matrices in turn, by size or by work, and "
+    "broadcast them, and DDP with DistributedMuon of the package pytorch-optimizer. *Share*: of a step that "
+    "orthogonalising all matrices on one rank would take."
 )
 
 REPEATED = ("ddp", "fsdp2@1", "fsdp2-keep@1")
-OWNERS = ("zero1", "owners", "owners-size", "owners-work")
+OWNERS = ("zero1", "owners", "owners-size", "owners-work", "pytorch-optimizer")
 TITLE = "# Muon: plans beside owners, and beside gathering and repeating"
 MICRO_BATCH = 2
 STEPS = 60

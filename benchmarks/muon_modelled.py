@@ -125,8 +125,8 @@ def _table(found: dict[str, Any]) -> str:
             "",
             "By `python -m benchmarks.muon_modelled`: sequences of 4,096 tokens, bfloat16, nodes of 8 H100 "
             "on 400 Gbit/s; every step is that of the plan chosen within 40 s, and nobody measured one. "
-            "*Repeated*: the best plan whose matrices are all gathered, and computed by every rank; *gap*: of "
-            "Muon's plan, in any order of messages.",
+            "*Repeated*: the best plan whose matrices are all gathered, and computed by every rank; *gap*: "
+            "of Muon's plan, in any order of messages.",
             "",
             "| model on GPUs, batch | AdamW | Muon, planned | Muon, repeated | ways chosen | gap |",
             "| --- | --- | --- | --- | --- | --- |",

@@ -17,7 +17,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ from hzplan.cost.memory import budget_bytes
 from hzplan.errors import NoPlanFits, UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
+from hzplan.models.matrices import MatrixRule
 from hzplan.models.workload import Workload
 from hzplan.profiler import default_mesh, measure
 from hzplan.profiler.model.optimizer import OPTIMIZERS, footprint
@@ -106,6 +107,8 @@ def auto(
         known = ", ".join(f"hzplan.{of.__name__}" if of is Muon else of.__name__ for of in NAMES)
         raise UserError(f"auto: {optimizer_class.__name__} is not measured; use {known}, or hzplan profile")
     workload = _workload(model, sample, loss)
+    if optimizer_class is Muon:
+        workload = replace(workload, matrices=_rule(model, arguments.get("params")))
     size = _sequences(sample)
     if global_batch < 1 or global_batch % (ranks.size * size):
         raise UserError(
@@ -230,6 +233,16 @@ def _workload(model: nn.Module, sample: Any, loss: Loss | None) -> Workload:
     )
 
 
+def _rule(model: nn.Module, params: Any) -> MatrixRule:
+    """Which parameters are matrices, where the caller's groups say so; the rule for the others."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    said: dict[str, list[str]] = {"muon": [], "adamw": []}
+    for group in params if isinstance(params, list | tuple) else ():
+        if isinstance(group, Mapping) and group.get("method") in said:
+            said[group["method"]] += [names[id(p)] for p in group["params"] if id(p) in names]
+    return MatrixRule(tuple(said["muon"]), tuple(said["adamw"]))
+
+
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     found: Tensor = model(**batch).loss
     return found
@@ -268,6 +281,7 @@ def _of_model(
         [(n, [*b.shape], str(b.dtype)) for n, b in model.named_buffers()],
         [([*t.shape], str(t.dtype)) for t in _tensors(sample)],
         None if loss is None else _of_loss(loss),
+        None if measured.workload.matrices is None else [*astuple(measured.workload.matrices)],
         *(measured.dtype, measured.optimizer, measured.state, str(default_mesh()[0]), ranks.backend),
         *(device, os.cpu_count(), torch.get_num_threads()),
         *(sorted(ranks.gather(platform.node())), torch.__version__, __version__),

@@ -66,8 +66,8 @@ def command(
             help="Measure the plan beside others, in turns of a few steps: ddp, zero1, fsdp2, fsdp2-keep, "
             "fsdp2-offload, hsdp, tp-dp, deepspeed1, deepspeed3, megatron-fsdp, one-stream, no-threads, or "
             "other plans' files, with commas between; under Muon also owners, owners-size, owners-work (DDP "
-            "whose ranks update matrices whole). ddp@3: in 3 buckets (zero1, tp-dp); fsdp2@2: 2 blocks "
-            "gathered ahead (fsdp2-keep, fsdp2-offload, hsdp).",
+            "whose ranks update matrices whole), pytorch-optimizer (its DistributedMuon). ddp@3: in 3 "
+            "buckets (zero1, tp-dp); fsdp2@2: 2 blocks gathered ahead (fsdp2-keep, fsdp2-offload, hsdp).",
         ),
     ] = None,
     round_steps: Annotated[int, typer.Option(help="With --against: steps of a turn.")] = 5,

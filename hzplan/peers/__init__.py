@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 PEERS = (
     *("ddp", "zero1", "fsdp2", "fsdp2-keep", "fsdp2-offload", "hsdp", "tp-dp", "deepspeed1", "deepspeed3"),
     "megatron-fsdp",
-    *("owners", "owners-size", "owners-work", "ddp-bf16", "fsdp2-bf16", "fsdp2-keep-bf16", "hsdp-bf16"),
+    *(
+        "owners",
+        "owners-size",
+        "owners-work",
+        "pytorch-optimizer",
+        "ddp-bf16",
+        "fsdp2-bf16",
+        "fsdp2-keep-bf16",
+        "hsdp-bf16",
+    ),
 )
 """Other systems that ``hzplan run --against`` knows."""
 
@@ -88,6 +97,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
     """
     from hzplan.peers.ddp import DDP, Local, Zero1
     from hzplan.peers.deepspeed import DeepSpeed
+    from hzplan.peers.distributed_muon import DistributedMuon
     from hzplan.peers.fsdp2 import FSDP2, HSDP
     from hzplan.peers.hzplan import Hzplan
     from hzplan.peers.megatron_fsdp import MegatronFSDP
@@ -113,6 +123,7 @@ def makers(setting: Setting, peers: Mapping[str, Plan | None]) -> dict[str, Call
         "deepspeed3": partial(DeepSpeed, setting, 3),
         "megatron-fsdp": partial(MegatronFSDP, setting),
         **{name: partial(OwnersMuon, setting, name=name) for name in OWNERS},
+        "pytorch-optimizer": partial(DistributedMuon, setting),
         "one-stream": partial(Hzplan, setting, name="one-stream", streams=Streams.ONE),
         "no-threads": partial(Hzplan, setting, name="no-threads", streams=Streams.NONE),
     }

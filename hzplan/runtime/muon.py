@@ -20,6 +20,8 @@ from torch.optim import AdamW, Optimizer
 from hzplan.core.matrices import STEPS
 from hzplan.errors import UserError
 from hzplan.models.local import split_over
+from hzplan.models.matrices import MatrixRule, check_rule
+from hzplan.models.units import find_units
 
 Method = Literal["muon", "adamw"]
 METHODS: tuple[Method, ...] = ("muon", "adamw")
@@ -75,6 +77,28 @@ class Muon(Optimizer):
         self._prepare()
         self.of_adamw = dict(adamw or {})
         super().__init__(_as_groups(params), defaults)
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, *, matrices: Iterable[str] = (), others: Iterable[str] = (), **options: Any
+    ) -> Muon:
+        """A model's parameters in two groups, as plans have them: hidden matrices, and for AdamW the rest.
+
+        ``matrices``, ``others``: names, with wildcards, of what is a matrix besides and of what is none, as
+        ``hzplan profile`` takes them (--matrix, --no-matrix). ``options``: see ``Muon``. UserError for names
+        that the model does not have.
+        """
+        rule = MatrixRule(tuple(matrices), tuple(others))
+        check_rule(rule, {name for name, _ in model.named_parameters()})
+        units = find_units(model)
+        names = frozenset[str]().union(*(rule.of(unit) for unit in units))
+        hidden = {id(p) for unit in units for name, p in unit.parameters if name in names}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups: dict[Method, list[nn.Parameter]] = {
+            "muon": [parameter for parameter in trained if id(parameter) in hidden],
+            "adamw": [parameter for parameter in trained if id(parameter) not in hidden],
+        }
+        return cls([{"params": of, "method": method} for method, of in groups.items() if of], **options)
 
     def _prepare(self) -> None:
         made: dict[str, Any] = {"places": {}, "shapes": {}, "begun": set(), "of_adamw": {}, "_adamw": None}
@@ -204,8 +228,8 @@ def by_method(
             if of and given is not None and method != given:
                 raise UserError(
                     f"parameter {names.get(id(of[0]), 'of a group')} is in a group of the method {given}, "
-                    f"but the plan has it under {method}; move it, or profile again with --matrix or "
-                    "--no-matrix"
+                    f"but the plan has it under {method}; hzplan.Muon.of(model) makes groups as plans have "
+                    "them, and profile --matrix and --no-matrix change those of a plan"
                 )
             if of:
                 found.append({**group, "method": method, "params": of})

@@ -44,11 +44,12 @@ def compared(folder: Path, plan: Path, *arguments: object) -> dict[str, Any]:
 
 
 DEEPSPEED = {"deepspeed1", "deepspeed3"}
+MATRIX_PEERS = {"owners", "owners-size", "owners-work", "pytorch-optimizer"}
 
 
 @pytest.mark.distributed
 def test_muon_s_peers_train_the_same(tmp_path: Path) -> None:
-    plan, peers = tmp_path / "plan.json", {"zero1", "fsdp2", "owners", "owners-size", "owners-work"}
+    plan, peers = tmp_path / "plan.json", {"zero1", "fsdp2", *MATRIX_PEERS}
     make_plan(mesh="2", levels=Levels(0, 0, 1), clip=True, optimizer="muon", matrix="exchanged").save(plan)
     found = compared(tmp_path, plan, "--against", ",".join(sorted(peers)))
     contenders = {entry["name"]: entry for entry in found["contenders"]}
@@ -68,9 +69,7 @@ def test_every_peer_trains_the_same_and_is_measured(left_out: set[str], tmp_path
     asked = {*PEERS, *POORER} - left_out
     found = compared(tmp_path, plan, "--against", ",".join([*sorted(asked), str(other)]))
     contenders = {entry["name"]: entry for entry in found["contenders"]}
-    absent = {"megatron-fsdp", "owners", "owners-size", "owners-work"} | (
-        DEEPSPEED if find_spec("deepspeed") is None else set()
-    )
+    absent = {"megatron-fsdp", *MATRIX_PEERS} | (DEEPSPEED if find_spec("deepspeed") is None else set())
     assert set(found["absent"]) == absent & asked
     assert set(contenders) == ({"hzplan", "ddp again", "alone", "other"} | asked) - absent
     for name, entry in contenders.items():

@@ -65,6 +65,36 @@ def trained(folder: str) -> list[dict[str, Any]]:
     return found
 
 
+def with_matrices(folder: str) -> dict[str, Any]:
+    """On every rank: under Muon, in groups of the caller's own, one matrix of which AdamW updates."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    optimizer = hzplan.Muon.of(model, others=["*.out.weight"], lr=0.02, adamw={"lr": 0.005})
+    groups = [dict(group) for group in optimizer.param_groups]
+    made, sharded, plan = hzplan.auto(
+        model,
+        hzplan.Muon,
+        global_batch=MICRO_BATCH * dist.get_world_size(),
+        sample=batch(0, 0),
+        loss=loss,
+        memory_bytes=1 << 30,
+        gauge_s=1.0,
+        cache=folder,
+        say=lambda text: None,
+        params=groups,
+    )
+    losses = []
+    for _ in range(6):
+        value = loss(made, batch(0, 0))
+        value.backward()
+        losses.append(float(value.detach()))
+        sharded.clip_grad_norm_(1.0)
+        sharded.step()
+    sharded.engine.close()
+    matrices = [name for unit in plan.units for b in unit.buckets if b.matrix for name in b.tensors]
+    return {"losses": losses, "matrices": matrices, "rates": [g["lr"] for g in sharded.param_groups]}
+
+
 def told(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A loss that ranks tell each other."""
     found = loss(model, batch)

@@ -9,6 +9,14 @@ from hzplan.formats.plan import Plan
 from tests.distributed.ranks import on_ranks
 
 
+def test_a_job_plans_for_matrices_as_its_groups_say(tmp_path: Path) -> None:
+    found = on_ranks(2, "tests.distributed.in_job:with_matrices", str(tmp_path), tmp_path)
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["rates"] == [0.02, 0.005]
+    assert any(name.endswith("qkv.weight") for name in found["matrices"])
+    assert not any(name.endswith("out.weight") for name in found["matrices"])
+
+
 def test_a_job_plans_for_itself_and_remembers(tmp_path: Path) -> None:
     first, second, wrong = on_ranks(2, "tests.distributed.in_job:trained", str(tmp_path), tmp_path)
     assert first["losses"] == second["losses"] and first["losses"][-1] < first["losses"][0]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hzplan import auto, parallelize
+from hzplan import Muon, auto, parallelize
 from hzplan.errors import UserError
 from hzplan.models.workload import load
 from tests.plans import make_plan
@@ -194,6 +194,41 @@ def test_rates_of_a_scheduler_that_nobody_prepares_are_those_of_the_shards(accel
     assert [group["lr"] for group in sharded.param_groups] == [0.0]
     scheduler.step()
     assert [group["lr"] for group in sharded.param_groups] == scheduler.get_last_lr() == [5e-3]
+
+
+def test_muon_trains_under_accelerate_as_without_a_plan(accelerated: Any) -> None:
+    """Groups that are made before a plan's, with a scheduler on both; and one that gives all to Muon."""
+    accelerate = pytest.importorskip("accelerate")
+    workload = load("gpt:nano")
+    batches = [workload.batch(4, torch.Generator().manual_seed(seed)) for seed in range(4)]
+    plan = make_plan("gpt:nano", mesh="1", micro_batch=4, optimizer="muon", matrix="exchanged")
+
+    def losses(kind: type, **options: Any) -> list[float]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = kind(cpu=True, **options)
+        torch.manual_seed(0)
+        model = workload.build()
+        optimizer = Muon.of(model, lr=0.02, adamw={"lr": 5e-3, "betas": (0.8, 0.9)})
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        found = []
+        for batch in batches:
+            loss = workload.loss(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    alone = losses(accelerate.Accelerator)
+    assert losses(accelerated, plan=plan) == pytest.approx(alone, rel=1e-5)
+    model = workload.build()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(
+        UserError, match=r"the plan has it under adamw; hzplan\.Muon\.of\(model\) makes groups"
+    ):
+        accelerated(cpu=True, plan=plan).prepare(model, Muon(model.parameters()))
 
 
 def test_whole_weights_in_bfloat16_are_all_there(accelerated: Any, tmp_path: Path) -> None:

@@ -153,6 +153,26 @@ def test_a_tensor_as_learning_rate_is_the_number() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_a_model_s_groups_are_those_of_its_plans() -> None:
+    model = load("gpt:nano").build()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def matrices(optimizer: Muon) -> set[str]:
+        muon, adamw = optimizer.param_groups
+        assert (muon["method"], adamw["method"]) == ("muon", "adamw")
+        assert len(muon["params"]) + len(adamw["params"]) == len(names)
+        return {names[id(parameter)] for parameter in muon["params"]}
+
+    plan = make_plan("gpt:nano", mesh="1", optimizer="muon", matrix="repeated")
+    planned = {name for unit in plan.units for b in unit.buckets if b.matrix for name in b.tensors}
+    assert planned and matrices(Muon.of(model)) == planned
+    (embedding,) = (name for name in names.values() if "embed" in name)
+    found = matrices(Muon.of(model, matrices=["*embed*"], others=["*qkv*"]))
+    assert found == {embedding, *planned} - {name for name in planned if "qkv" in name}
+    with pytest.raises(UserError, match="--no-matrix nothing: no parameter is called so"):
+        Muon.of(model, others=["nothing"])
+
+
 def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
     group = Muon([nn.Parameter(torch.zeros(1, 1))], ns_dtype="float64").param_groups[0]
     stack = torch.randn(3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
