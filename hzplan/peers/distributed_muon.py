@@ -33,7 +33,7 @@ class DistributedMuon(DDP):
 
 
 def _groups(ours: Muon) -> list[dict[str, Any]]:
-    """An optimizer's groups and options as theirs has them, one for each shape: it gathers equal ones at once."""
+    """An optimizer's groups and options as theirs has them: one for each shape, for it gathers equal ones."""
     of_shape: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
     muon, adamw = ours.param_groups
     for matrix in muon["params"]:
