@@ -31,11 +31,12 @@ def last_line(command: Sequence[str]) -> str:
 def best_of(
     contenders: Sequence[dict[str, Any]], names: Sequence[str], *, fits: bool = False
 ) -> Ratio | None:
-    """The fastest of some contenders; ``fits``: of those within the plan's budget. None without any."""
+    """The fastest of some contenders that train alike; ``fits``: of those within the plan's budget. None
+    without any."""
     ratios = [
         (one["name"], one["ratio"]["value"], one["ratio"]["low"], one["ratio"]["high"])
         for one in contenders
-        if one["name"] in names and (one["fits"] or not fits)
+        if one["name"] in names and one["losses_agree"] and (one["fits"] or not fits)
     ]
     return min(ratios, key=lambda ratio: ratio[1], default=None)
 

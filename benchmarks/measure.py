@@ -65,7 +65,8 @@ def measure(regime: Regime, folder: Path, *, peers: Sequence[str], ablations: bo
     plan, variants, infeasible = made
     chosen = Plan.load(plan)
     look = beside(regime, plan, peers, chosen.predicted.step_s, LOOK_ROUNDS)
-    tuned = settings_of(near(look["contenders"], peers, budget))
+    few = "no_plan_in_bytes" in result
+    tuned = settings_of(SMALLEST if few else near(look["contenders"], peers, budget))
     others = [*tuned, *(*map(str, variants.values()), *POORER)] if ablations else tuned
     compared = beside(regime, plan, others, chosen.predicted.step_s)
     return result | {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.commands import write_section
-from benchmarks.threads import CLIP, RANKS, plan_of, train
-from benchmarks.wire_convergence import apart
+from benchmarks.threads import CLIP, RANKS, Trained, plan_of, train
+from benchmarks.wire_convergence import REACHED, TAIL, apart, tokens_to_loss
 from hzplan.core.hierarchy import Levels
 from hzplan.core.matrices import EXCHANGED, OWNED, MatrixWay
 from hzplan.formats.base import write_text
@@ -32,12 +32,12 @@ from hzplan.training.batches import batches
 from hzplan.training.data import load_corpus
 
 DECAY = 0.1
+TUNED = 100
+"""The seed at which learning rates are tried."""
 RATES = (3e-4, 1e-3, 3e-3)
-"""Learning rates that the small model's first seed is trained with, whole runs; each method has its best."""
+"""Learning rates that the small model is tried with, whole runs; each method has its best."""
 ADJUST = "match_rms_adamw"
 """Muon's updates as large as AdamW's, so that both can have one learning rate (arXiv 2502.16982, §2.2)."""
-TAIL_PARTS = 15
-"""A final loss is the mean of the last of so many equal parts of a run."""
 EVERY = 10
 
 
@@ -95,10 +95,9 @@ def main(
     def run(name: str, rate: float, seed: int) -> float:
         key = f"{model}, {name}, {steps} steps, rate {rate:g}, seed {seed}"
         if key not in found:
-            began = time.monotonic()
-            losses = _train(SIZES[model], CASES[name], steps, seed, rate)
+            losses, seconds = _train(SIZES[model], CASES[name], steps, seed, rate)
             found[key] = {"model": model, "case": name, "steps": steps, "seed": seed, "rate": rate}
-            found[key] |= {"seconds": round(time.monotonic() - began, 2), "final": _final(losses)}
+            found[key] |= {"seconds": round(seconds, 2), "final": _final(losses)}
             found[key] |= {"losses": [round(one, 5) for one in losses[::EVERY]]}
             write_text(output, json.dumps(found, indent=1) + "\n")
             print(f"{key}: {found[key]['final']:.4f}, {found[key]['seconds']:.0f} s", flush=True)
@@ -109,7 +108,7 @@ def main(
         names = LARGE if model == "large" else tuple(CASES)
         rates = dict.fromkeys(names, RATES[1])
         if model == "small":
-            adamw, muon = (min(RATES, key=lambda rate: run(of, rate, 0)) for of in (ADAMW, ALONE))
+            adamw, muon = (min(RATES, key=lambda rate: run(of, rate, TUNED)) for of in (ADAMW, ALONE))
             rates = {name: muon if CASES[name].muon else adamw for name in names}
         for seed in range(SIZES[model].seeds):
             for name in names:
@@ -122,17 +121,16 @@ def main(
 
 
 def _final(losses: Sequence[float]) -> float:
-    return round(statistics.fmean(losses[-max(1, len(losses) // TAIL_PARTS) :]), 5)
+    return round(statistics.fmean(losses[-TAIL:]), 5)
 
 
-def _train(sizing: Sizing, case: Case, steps: int, seed: int, rate: float) -> list[float]:
-    """The mean loss of every step."""
+def _train(sizing: Sizing, case: Case, steps: int, seed: int, rate: float) -> Trained:
     workload = load(sizing.factory)
     options = {"lr": rate, "weight_decay": DECAY}
     kind = "muon" if case.muon else "adamw"
     plan = plan_of(workload, Levels(1, 1, 1, case.way or ""), sizing.micro_batch, optimizer=kind)
     if case.way is None:
-        return _alone(workload, plan, steps, seed, options)
+        return Trained(_alone(workload, plan, steps, seed, options), nan)
     if case.muon:
         more = {"adjust_lr_fn": ADJUST, "adamw": {"weight_decay": DECAY}}
         return train(workload, plan, Muon, steps, seed, **options, **more)
@@ -175,11 +173,13 @@ def _markdown(found: Mapping[str, Any]) -> str:
         f"library, {RANKS} ranks as threads, everything sharded, float32 (Newton–Schulz in bfloat16), a "
         f"constant learning rate, weight decay {DECAY:g}, gradients clipped to {CLIP:g}; Muon's updates are "
         "scaled to AdamW's size (match_rms_adamw). The small model's rates are the best of "
-        f"{', '.join(f'{rate:g}' for rate in RATES)} at its first seed. A final loss is the mean of the last "
-        f"{1 / TAIL_PARTS:.0%} of the steps. *Apart*: from torch.optim.Muon in one process at the same seed, "
-        "the mean with its 95% interval (Student's t), and how far the seeds of that are apart. *As AdamW*: "
-        "the share of AdamW's steps, and of its seconds on this machine, after which the loss is AdamW's "
-        "final one; the mean over seeds.",
+        f"{', '.join(f'{rate:g}' for rate in RATES)} at a seed that is not among the others; the larger "
+        f"model has {RATES[1]:g}. A final loss is the mean of the last {TAIL} steps. *Apart*: from "
+        "torch.optim.Muon in one process at the same seed, the mean with its 95% interval (Student's t), and "
+        f"how far the seeds of that are apart. *As AdamW*: steps until the mean of {TAIL} steps (one in "
+        f"{EVERY} is looked at) is down to what AdamW has at the same seed after {REACHED:.0%} of its steps, "
+        "over those of AdamW, and the same in seconds of this machine, where ranks are two threads on two "
+        "cores; the mean over seeds.",
         "",
         "| model | steps | rate | optimizer | final loss by seed | apart | seeds apart | as AdamW |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -188,7 +188,7 @@ def _markdown(found: Mapping[str, Any]) -> str:
         runs = [one for one in found.values() if (one["model"], one["steps"]) == (model, steps)]
         best = _best_rates(runs)
         by_case = {
-            name: {one["seed"]: one for one in runs if one["case"] == name and one["rate"] == best[name]}
+            name: {one["seed"]: one for one in runs if one["case"] == name and one["seed"] != TUNED}
             for name in CASES
             if name in best
         }
@@ -197,45 +197,32 @@ def _markdown(found: Mapping[str, Any]) -> str:
             finals = ", ".join(f"{of[seed]['final']:.4f}" for seed in sorted(of))
             pairs = [one["final"] - alone[seed]["final"] for seed, one in of.items() if seed in alone]
             every = [one["final"] for one in alone.values()]
+            edge = (
+                f" (of {RATES[0]:g} to {RATES[-1]:g} the last)" if best[name] in (RATES[0], RATES[-1]) else ""
+            )
             cells = [
-                *(SIZES[model].parameters, str(steps), f"{best[name]:g}", name, finals),
+                *(SIZES[model].parameters, str(steps), f"{best[name]:g}{edge}", name, finals),
                 apart(pairs) if "," in name and name != ALONE and pairs else "",
                 f"{max(every) - min(every):.4f}" if name == ALONE and len(every) > 1 else "",
-                _as_adamw(of, adamw) if name != ADAMW else "",
+                _as_adamw(of, adamw, steps) if name != ADAMW else "",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 def _best_rates(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By case the rate that it was trained with at most seeds, of equals the better."""
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(one["case"] for one in runs):
-        finals: dict[float, list[float]] = {}
-        for one in runs:
-            if one["case"] == name:
-                finals.setdefault(one["rate"], []).append(one["final"])
-        found[name] = min(finals, key=lambda rate: (-len(finals[rate]), finals[rate][0]))
-    return found
+    """By case the rate that it was trained with, where rates were no longer tried."""
+    return {one["case"]: one["rate"] for one in runs if one["seed"] != TUNED}
 
 
-def _as_adamw(of: Mapping[int, Mapping[str, Any]], adamw: Mapping[int, Mapping[str, Any]]) -> str:
-    shares = [reached(of[seed]["losses"], adamw[seed]["final"]) for seed in of if seed in adamw]
+def _as_adamw(of: Mapping[int, Mapping[str, Any]], adamw: Mapping[int, Mapping[str, Any]], steps: int) -> str:
+    both = [seed for seed in of if seed in adamw]
+    shares = [tokens_to_loss(of[seed]["losses"], adamw[seed]["losses"], steps) for seed in both]
     if not shares or None in shares:
         return "never" if shares else ""
-    steps = statistics.fmean(filter(None, shares))
-    dearer = statistics.fmean(of[seed]["seconds"] / adamw[seed]["seconds"] for seed in of if seed in adamw)
-    return f"{steps:.0%} of steps, {steps * dearer:.0%} of seconds"
-
-
-def reached(losses: Sequence[float], goal: float) -> float | None:
-    """The share of a run after which the mean of as many steps as a final loss has is down to ``goal``;
-    None where it never is."""
-    tail = max(1, len(losses) // TAIL_PARTS)
-    for count in range(tail, len(losses) + 1):
-        if statistics.fmean(losses[count - tail : count]) <= goal:
-            return count / len(losses)
-    return None
+    mean = statistics.fmean(filter(None, shares))
+    dearer = statistics.fmean(of[seed]["seconds"] / adamw[seed]["seconds"] for seed in both)
+    return f"{mean:.0%} of steps" + ("" if dearer != dearer else f", {mean * dearer:.0%} of seconds")
 
 
 if __name__ == "__main__":

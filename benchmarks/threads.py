@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +30,13 @@ from hzplan.training.batches import batches
 from hzplan.training.data import load_corpus
 
 RANKS, CLIP = 2, 1.0
+
+
+class Trained(NamedTuple):
+    """The mean loss of every step, over the ranks, and seconds of all steps."""
+
+    losses: list[float]
+    seconds: float
 
 
 def plan_of(
@@ -66,8 +74,8 @@ def train(
     steps: int,
     seed: int,
     **options: Any,
-) -> list[float]:
-    """The mean loss of every step, over the ranks; ``options``: the optimizer's.
+) -> Trained:
+    """Train from new weights; ``options``: the optimizer's.
 
     The seed decides initial weights and batches, so runs of one seed are paired.
     """
@@ -79,6 +87,7 @@ def train(
     for other in initial[1:]:
         other.load_state_dict(initial[0].state_dict())
     losses: list[list[float]] = [[] for _ in range(RANKS)]
+    begun = [0.0] * RANKS
     errors: list[BaseException] = []
 
     def rank(number: int) -> None:
@@ -88,6 +97,7 @@ def train(
                 *(initial[number], Choice.of(plan), optimizer_class), world=world, **options
             )
             trained, optimizer = made
+            begun[number] = time.perf_counter()
             for step in range(steps):
                 loss = workload.loss(trained, data.train(step, 0, number))
                 loss.backward()
@@ -106,4 +116,6 @@ def train(
         thread.join()
     if errors:
         raise errors[0]
-    return [statistics.fmean(of) for of in zip(*losses, strict=True)]
+    return Trained(
+        [statistics.fmean(of) for of in zip(*losses, strict=True)], time.perf_counter() - max(begun)
+    )

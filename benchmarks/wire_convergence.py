@@ -169,7 +169,7 @@ def _train(model: str, case: Case, steps: int, seed: int) -> list[float]:
     workload = load(f"benchmarks.wire_convergence:{model}")
     plan = plan_of(workload, Levels(1, 1, 1), MICRO_BATCHES[model], wire=case.wire)
     with _instead(case):
-        return train(workload, plan, torch.optim.AdamW, steps, seed, lr=LR)
+        return train(workload, plan, torch.optim.AdamW, steps, seed, lr=LR).losses
 
 
 @contextlib.contextmanager

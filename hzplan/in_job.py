@@ -16,9 +16,10 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +36,7 @@ from hzplan.errors import NoPlanFits, UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.models.matrices import MatrixRule
+from hzplan.models.units import find_units
 from hzplan.models.workload import Workload
 from hzplan.profiler import default_mesh, measure
 from hzplan.profiler.model.optimizer import OPTIMIZERS, footprint
@@ -43,6 +45,7 @@ from hzplan.profiler.session.rounds import QUICK
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.muon import Muon
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.updates import as_groups
 
 NAMES: Mapping[Callable[..., Optimizer], str] = {made.func: name for name, made in OPTIMIZERS.items()}
 """The optimizers that are measured, by their names in profiles."""
@@ -107,8 +110,10 @@ def auto(
         known = ", ".join(f"hzplan.{of.__name__}" if of is Muon else of.__name__ for of in NAMES)
         raise UserError(f"auto: {optimizer_class.__name__} is not measured; use {known}, or hzplan profile")
     workload = _workload(model, sample, loss)
+    if arguments.get("params") is not None:
+        arguments["params"] = as_groups(arguments["params"])  # which may be generators, and are read twice
     if optimizer_class is Muon:
-        workload = replace(workload, matrices=_rule(model, arguments.get("params")))
+        workload = replace(workload, matrices=_rule(model, arguments.get("params") or ()))
     size = _sequences(sample)
     if global_batch < 1 or global_batch % (ranks.size * size):
         raise UserError(
@@ -233,13 +238,24 @@ def _workload(model: nn.Module, sample: Any, loss: Loss | None) -> Workload:
     )
 
 
-def _rule(model: nn.Module, params: Any) -> MatrixRule:
-    """Which parameters are matrices, where the caller's groups say so; the rule for the others."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def _rule(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> MatrixRule:
+    """Which parameters are matrices: by the rule, and where the caller's groups say otherwise."""
+    units = find_units(model)
+    names = {id(parameter): name for unit in units for name, parameter in unit.parameters}
+    hidden = frozenset[str]().union(*(MatrixRule().of(unit) for unit in units))
     said: dict[str, list[str]] = {"muon": [], "adamw": []}
-    for group in params if isinstance(params, list | tuple) else ():
-        if isinstance(group, Mapping) and group.get("method") in said:
-            said[group["method"]] += [names[id(p)] for p in group["params"] if id(p) in names]
+    for group in groups:
+        for parameter in group["params"]:
+            method, name = group.get("method"), names.get(id(parameter), "")
+            if method not in said or not (name and parameter.requires_grad):
+                continue
+            if method == "muon" and not 2 <= parameter.ndim <= 3:
+                raise UserError(
+                    f"auto: {name} is in a group of Muon's, and has the shape {tuple(parameter.shape)}; "
+                    "hzplan.Muon.of(model) makes a group of matrices and one of all others"
+                )
+            if (method == "muon") != (name in hidden):
+                said[method].append(escape(name))
     return MatrixRule(tuple(said["muon"]), tuple(said["adamw"]))
 
 

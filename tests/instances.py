@@ -345,8 +345,11 @@ def _options(
         cut = {t.name: triple.shards(model.mesh) for t, triple in zip(specs, levels, strict=True)}
         if all(_as_pinned(of, pins.get(name, "*,*,*")) for name, of in cut.items()):
             found[levels] = model.unit(bucketise(zip(specs, levels, strict=True), model.mesh))
-    may_move = offload and not any(spec.matrix for spec in specs)
-    moved = [model.offloaded(cost) for cost in found.values()] if may_move else []
+    assembled = {
+        levels: any(one.assembles(model.mesh) for one, spec in zip(levels, specs, strict=True) if spec.matrix)
+        for levels in found
+    }
+    moved = [model.offloaded(cost) for levels, cost in found.items() if offload and not assembled[levels]]
     return [*found.values(), *(cost for cost in moved if cost.host_bytes)]
 
 

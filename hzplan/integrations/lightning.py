@@ -34,6 +34,7 @@ from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL
 from hzplan.formats.plan import Plan
 from hzplan.integrations.shards import groups_of, hand_over, whole_weights
+from hzplan.models.planned import planned_part
 from hzplan.runtime.apply import parallelize
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -296,18 +297,6 @@ class _AsPlanned(Precision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Refused."""
         raise UserError('gradient_clip_algorithm="value": gradients are in shards; clip by "norm"')
-
-
-def planned_part(module: nn.Module, plan: Plan) -> tuple[str, nn.Module]:
-    """The prefix and the module whose parameters have the names of the plan; UserError without one."""
-    planned = {name for unit in plan.units for bucket in unit.buckets for name in bucket.tensors}
-    for name, part in module.named_modules():
-        if {own for own, _ in part.named_parameters()} == planned:
-            return (f"{name}." if name else ""), part
-    raise UserError(
-        f"{type(module).__name__} has no part with the parameters of the plan ({plan.model.name}); profile "
-        "the model that it trains, and solve again"
-    )
 
 
 def _shards_of(filepath: str | Path) -> Path:

@@ -36,7 +36,7 @@ class MatrixRule:
             if any(fnmatchcase(name, pattern) for pattern in self.more):
                 if not 2 <= dimensions <= 3:
                     raise UserError(
-                        f"--matrix: {name} has the shape {tuple(parameter.shape)}"
+                        f"{name} is named as a matrix, and has the shape {tuple(parameter.shape)}"
                         f"{'' if parameter.requires_grad else ' and is not trained'}; a matrix has two "
                         "dimensions, a stack of them three, and is trained"
                     )
@@ -52,9 +52,11 @@ def _is_hidden(name: str, unit: str, module: nn.Module | None) -> bool:
     return inside and not isinstance(module, nn.Embedding) and not hasattr(module, "kernel_size")
 
 
-def check_rule(rule: MatrixRule, names: set[str]) -> None:
-    """UserError for a pattern that no parameter has."""
-    for option, patterns in (("--matrix", rule.more), ("--no-matrix", rule.without)):
+def check_rule(
+    rule: MatrixRule, names: set[str], said: tuple[str, str] = ("--matrix ", "--no-matrix ")
+) -> None:
+    """UserError for a pattern that no parameter has; ``said``: how users say both kinds."""
+    for option, patterns in zip(said, (rule.more, rule.without), strict=True):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise UserError(f"{option} {pattern}: no parameter is called so; one is {min(names)}")
+                raise UserError(f"{option}{pattern}: no parameter is called so; one is {min(names)}")

@@ -29,6 +29,11 @@ class DistributedMuon(DDP):
         import pytorch_optimizer as theirs
 
         ours = Muon(groups(self.model, self.setting.plan), **arguments)
+        muon, _ = ours.param_groups
+        if any(matrix.ndim > 2 for matrix in muon["params"]):
+            raise NotHere("pytorch_optimizer takes a stack of matrices, as of experts, for one matrix")
+        if (muon["ns_dtype"], muon["eps"]) != ("bfloat16", 1e-7):
+            raise NotHere("pytorch_optimizer's Newton–Schulz is in bfloat16, with an eps of 1e-7")
         self.optimizer = theirs.DistributedMuon(_groups(ours))
 
 

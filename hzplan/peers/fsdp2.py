@@ -18,6 +18,7 @@ from hzplan.models.units import find_units
 from hzplan.peers.contender import NotHere, Setting, Trainer
 from hzplan.runtime.backends.base import Buffers, Collectives
 from hzplan.runtime.backends.groups import on_device
+from hzplan.runtime.muon import Muon
 
 AHEAD = 1
 """Blocks that are gathered ahead."""
@@ -111,6 +112,10 @@ class FSDP2(Trainer):
         elif self.setting.reduce_dtype == torch.bfloat16:
             options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
         if self.offload:
+            if self.setting.device.type == "cuda" and self.setting.optimizer_class()[0] is Muon:
+                raise NotHere(
+                    "matrices that lie on the host would be gathered on the device, which is not done"
+                )
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.setting.device.type == "cuda")
         # As users wrap: every repeated block, and the root with what is left.
         blocks = [unit.module for unit in find_units(model) if next(unit.module.children(), None) is not None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,10 @@ from torch.optim import AdamW, Optimizer
 
 from hzplan.core.matrices import STEPS
 from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
 from hzplan.models.local import split_over
 from hzplan.models.matrices import MatrixRule, check_rule
+from hzplan.models.planned import planned_part
 from hzplan.models.units import find_units
 
 Method = Literal["muon", "adamw"]
@@ -80,25 +83,37 @@ class Muon(Optimizer):
 
     @classmethod
     def of(
-        cls, model: nn.Module, *, matrices: Iterable[str] = (), others: Iterable[str] = (), **options: Any
+        cls,
+        model: nn.Module,
+        *,
+        plan: Plan | str | Path | None = None,
+        matrices: Sequence[str] = (),
+        others: Sequence[str] = (),
+        **options: Any,
     ) -> Muon:
-        """A model's parameters in two groups, as plans have them: hidden matrices, and for AdamW the rest.
+        """A model's parameters in two groups: hidden matrices, and for AdamW the rest, as plans have them.
 
-        ``matrices``, ``others``: names, with wildcards, of what is a matrix besides and of what is none, as
-        ``hzplan profile`` takes them (--matrix, --no-matrix). ``options``: see ``Muon``. UserError for names
-        that the model does not have.
+        ``plan``: one, or its file, that says which are matrices; without it a rule does, and ``matrices`` and
+        ``others`` name, with wildcards, what is one besides and what is none, as ``hzplan profile --matrix``
+        and ``--no-matrix``. ``options``: see ``Muon``. UserError for names that the model does not have, and
+        where there is no matrix.
         """
-        rule = MatrixRule(tuple(matrices), tuple(others))
-        check_rule(rule, {name for name, _ in model.named_parameters()})
-        units = find_units(model)
-        names = frozenset[str]().union(*(rule.of(unit) for unit in units))
-        hidden = {id(p) for unit in units for name, p in unit.parameters if name in names}
+        hidden = (
+            _of_rule(model, MatrixRule(tuple(matrices), tuple(others)))
+            if plan is None
+            else _of_plan(model, plan if isinstance(plan, Plan) else Plan.load(plan))
+        )
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups: dict[Method, list[nn.Parameter]] = {
             "muon": [parameter for parameter in trained if id(parameter) in hidden],
             "adamw": [parameter for parameter in trained if id(parameter) not in hidden],
         }
-        return cls([{"params": of, "method": method} for method, of in groups.items() if of], **options)
+        if not groups["muon"]:
+            raise UserError(
+                f"{type(model).__name__} has no trained matrix inside of a repeated block; name some with "
+                'matrices=["…"], or train it by AdamW'
+            )
+        return cls([{"params": of, "method": method} for method, of in groups.items()], **options)
 
     def _prepare(self) -> None:
         made: dict[str, Any] = {"places": {}, "shapes": {}, "begun": set(), "of_adamw": {}, "_adamw": None}
@@ -219,6 +234,7 @@ def by_method(
     found: list[dict[str, Any]] = []
     for group in groups:
         given = group.get("method")
+        before = len(found)
         trained = [p for p in group["params"] if p.requires_grad]
         ways: dict[Method, list[nn.Parameter]] = {
             "muon": [p for p in trained if id(p) in matrices],
@@ -228,12 +244,28 @@ def by_method(
             if of and given is not None and method != given:
                 raise UserError(
                     f"parameter {names.get(id(of[0]), 'of a group')} is in a group of the method {given}, "
-                    f"but the plan has it under {method}; hzplan.Muon.of(model) makes groups as plans have "
-                    "them, and profile --matrix and --no-matrix change those of a plan"
+                    f"but the plan has it under {method}; hzplan.Muon.of(model, plan=…) makes groups as the "
+                    "plan has them, and profile --matrix and --no-matrix change those"
                 )
             if of:
                 found.append({**group, "method": method, "params": of})
+        if given is not None and len(found) == before:  # schedulers count groups
+            found.append({**group, "params": []})
     return found
+
+
+def _of_rule(model: nn.Module, rule: MatrixRule) -> set[int]:
+    """By ``id`` the parameters that a rule says are matrices."""
+    check_rule(rule, {name for name, _ in model.named_parameters()}, ("matrices=", "others="))
+    units = find_units(model)
+    names = frozenset[str]().union(*(rule.of(unit) for unit in units))
+    return {id(p) for unit in units for name, p in unit.parameters if name in names}
+
+
+def _of_plan(model: nn.Module, plan: Plan) -> set[int]:
+    """By ``id`` the parameters that a plan updates as matrices."""
+    part = dict(planned_part(model, plan)[1].named_parameters())
+    return {id(part[name]) for unit in plan.units for b in unit.buckets if b.matrix for name in b.tensors}
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -248,7 +280,8 @@ def _of_method(group: Mapping[str, Any], adamw: Mapping[str, Any], lr: float | T
         raise UserError(f"a parameter group has the method {method!r}; known are {', '.join(METHODS)}")
     if method == "muon":
         return dict(group)
-    return {**_adamw_defaults(), "lr": lr, **adamw, **group}
+    said = {name: value for name, value in group.items() if value is not None}  # not fused=None over True
+    return {**_adamw_defaults(), "lr": lr, **adamw, **said}
 
 
 @cache

@@ -150,10 +150,15 @@ def enumerate_patterns(
         )
     known: dict[tuple[tuple[int, ...], Levels], list[BucketCost]] = {}
     costs = [_cost(tensors, pattern, model, known) for pattern in levels]
-    if offload and not any(tensor.matrix for tensor in tensors):
-        offloaded = [model.offloaded(cost) for cost in costs]
-        levels += [pattern for pattern, cost in zip(levels, offloaded, strict=True) if cost.host_bytes]
-        costs += [cost for cost in offloaded if cost.host_bytes]
+    if offload:
+        # Not while matrices travel between the halves of their update: state would have to stay meanwhile.
+        offloaded = [
+            (pattern, moved)
+            for pattern, cost in zip(levels, costs, strict=True)
+            if not cost.matrix_bytes and (moved := model.offloaded(cost)).host_bytes
+        ]
+        levels += [pattern for pattern, _ in offloaded]
+        costs += [cost for _, cost in offloaded]
     keys = keys_of(model)
     lengths = [[key.of(cost) for key in keys] for cost in costs]
     if max(map(max, lengths)) > MAX_NS:

@@ -226,7 +226,7 @@ def test_muon_trains_under_accelerate_as_without_a_plan(accelerated: Any) -> Non
     model = workload.build()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(
-        UserError, match=r"the plan has it under adamw; hzplan\.Muon\.of\(model\) makes groups"
+        UserError, match=r"the plan has it under adamw; hzplan\.Muon\.of\(model, plan=…\) makes groups"
     ):
         accelerated(cpu=True, plan=plan).prepare(model, Muon(model.parameters()))
 

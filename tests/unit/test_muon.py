@@ -169,8 +169,19 @@ def test_a_model_s_groups_are_those_of_its_plans() -> None:
     (embedding,) = (name for name in names.values() if "embed" in name)
     found = matrices(Muon.of(model, matrices=["*embed*"], others=["*qkv*"]))
     assert found == {embedding, *planned} - {name for name in planned if "qkv" in name}
-    with pytest.raises(UserError, match="--no-matrix nothing: no parameter is called so"):
+    with pytest.raises(UserError, match="others=nothing: no parameter is called so"):
         Muon.of(model, others=["nothing"])
+    with pytest.raises(UserError, match="no trained matrix inside of a repeated block"):
+        Muon.of(nn.Linear(2, 2))
+    chosen = make_plan("gpt:nano", mesh="1", optimizer="muon", matrix="owned")
+    unit = next(unit for unit in chosen.units if any(b.matrix for b in unit.buckets))
+    fewer = unit.model_copy(
+        update={"buckets": tuple(b.model_copy(update={"matrix": None}) for b in unit.buckets)}
+    )
+    units = tuple(fewer if one is unit else one for one in chosen.units)
+    own = {name for b in unit.buckets for name in b.tensors}
+    wrapped = nn.ModuleDict({"model": model})
+    assert matrices(Muon.of(wrapped, plan=chosen.model_copy(update={"units": units}))) == planned - own
 
 
 def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
@@ -184,7 +195,8 @@ def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
 
 
 def _plan(seed: int) -> tuple[Workload, nn.Module, Plan]:
-    """Two and three tiers, fewer matrices than ranks and more, experts, frozen blocks, message orders."""
+    """Two and three tiers, fewer matrices than ranks and more, experts, frozen blocks, message orders, and
+    state in the host's memory where no matrix travels."""
     rng = random.Random(f"muon {seed}")
     workload = load(rng.choice(("gpt:nano", "gpt:nano", "moe:nano")))
     torch.manual_seed(seed)
@@ -208,6 +220,7 @@ def _plan(seed: int) -> tuple[Workload, nn.Module, Plan]:
         dtype="float64",
         matrix=way,
         matrix_units=rng.choice((None, 1)),
+        offload=[unit for unit in chosen if rng.random() < 0.5] if way == "owned" and seed % 2 else (),
     )
     if rng.random() < 0.4:
         ahead = [(name, tuple(sorted(rng.choice((0, 1, 2)) for _ in mesh.tiers))) for name in chosen]

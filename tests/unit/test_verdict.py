@@ -114,7 +114,7 @@ def test_tables_have_a_row_per_regime_and_say_what_is_missing() -> None:
     }
     text = markdown(results)
     assert "| deep-2x2-100mbit-70%-x1-fp32 | parts fit | 1.000 s | hsdp 1.600 s | 1.60 (1.60–1.60)" in text
-    assert "no plan fits 2.0 MB; MB needed: hzplan 1.0, fsdp2 1.0" in text
+    assert "no plan fits 2.0 MB, and the smallest is measured. MB needed: hzplan 1.0, fsdp2 1.0." in text
     assert "| deep-2x2-100mbit-70%-x1-fp32 | no plan fits | 1.000 s | fsdp2 3.000 s" in text
     assert "not measured: r: w" in text
 
