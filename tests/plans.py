@@ -72,11 +72,12 @@ def make_plan(
     matrix: MatrixWay = "",
     matrix_units: int | None = None,
     wire: Wire | None = None,
+    flat_sums: bool = False,
 ) -> Plan:
     """A plan for a float32 model; ``levels`` for all tensors, or by unit name (default: ZeRO-3);
     ``matrix``: how Muon's updates get hidden matrices, and ``matrix_units`` of how many units at once;
     ``recompute``: units that compute their forward again; ``offload``: units whose optimizer state lies in
-    the host's memory; ``wire``: what travels narrower."""
+    the host's memory; ``wire``: what travels narrower; ``flat_sums``: whole gradients are summed at once."""
     workload = load(workload) if isinstance(workload, str) else workload
     shape = Mesh.parse(mesh)
     model = workload.build()
@@ -113,6 +114,7 @@ def make_plan(
         clip=clip,
         reduce_dtype=reduce_dtype or REDUCE_DTYPES[dtype][0],
         wire=WireEntry(**wire._asdict()) if wire is not None else None,
+        flat_sums=True if flat_sums else None,
         batch=Batch(
             global_batch=shape.world * micro_batch * accumulation,
             micro_batch=micro_batch,

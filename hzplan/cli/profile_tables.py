@@ -209,10 +209,11 @@ def _links(profile: Profile | Links) -> Table:
         *("collective", "levels", "ranks", "shortest", "largest", "time", "GB/s"),
     )
     for curve in profile.collectives:
-        tier = mesh.tier_of(curve.low)
+        tier = mesh.tier_of(curve.high - 1)
         first, last = curve.points[0], curve.points[-1]
+        at = "all tiers" if (curve.low, curve.high) == mesh.whole else names[tier]
         table.add_row(
-            curve.operation + (f", {names[tier]}" if len(names) > 1 else ""),
+            curve.operation + (f", {at}" if len(names) > 1 else ""),
             f"{curve.low}–{curve.high}",
             str(mesh.shards[curve.high] // mesh.shards[curve.low]),
             console.duration(first.seconds),

@@ -25,7 +25,8 @@ SPLIT_LEVELS = 4
 
 
 class Stage(NamedTuple):
-    """A phase of a hierarchical collective: from level ``low`` to ``high`` > ``low``, inside one tier."""
+    """A phase of a hierarchical collective: from level ``low`` to ``high`` > ``low``, inside one tier; or all
+    levels at once (``Mesh.whole``)."""
 
     low: int
     high: int
@@ -33,12 +34,17 @@ class Stage(NamedTuple):
 
 class Levels(NamedTuple):
     """A triple (ℓp, ℓg, ℓo): the sharding levels of a tensor's parameter, gradient and optimizer state; and
-    of a matrix under a matrix optimizer how its update gets the whole of it (``core.matrices``)."""
+    of a matrix under a matrix optimizer how its update gets the whole of it (``core.matrices``).
+
+    ``flat``: of a tensor of which every rank has all, that its gradient is summed by one all-reduce over all
+    ranks, as DDP does, and not tier by tier.
+    """
 
     param: int
     grad: int
     optim: int
     matrix: MatrixWay = ""
+    flat: bool = False
 
     @property
     def legal(self) -> bool:
@@ -250,19 +256,29 @@ class Mesh:
             if self.group_size(stage := Stage(start, end)) > 1
         )
 
-    def triples(self, *, matrices: bool = False) -> tuple[Levels, ...]:
+    @property
+    def whole(self) -> Stage | None:
+        """All ranks as one group; None where they are of one tier."""
+        several = [tier for tier in self.tiers if prod(tier) > 1]
+        return Stage(0, self.levels) if len(several) > 1 else None
+
+    def triples(self, *, matrices: bool = False, flat: bool = False) -> tuple[Levels, ...]:
         """Every legal triple (ℓp, ℓg, ℓo), without levels that have no more shards than the one before.
 
-        ``matrices``: in all ways that a matrix optimizer's update can get the whole of a matrix.
+        ``matrices``: in all ways that a matrix optimizer's update can get the whole of a matrix; ``flat``:
+        whole tensors are summed at once.
         """
         distinct = [k for k in range(self.levels + 1) if k == 0 or self.shards[k] != self.shards[k - 1]]
-        return tuple(
+        found = [
             levels
             for optim in distinct
             for grad in distinct
             for param in distinct
             for matrix in (self.matrix_ways(optim) if matrices else ("",))
             if (levels := Levels(param, grad, optim, matrix)).legal
+        ]
+        return tuple(
+            levels._replace(flat=True) if flat and levels.three == (0, 0, 0) else levels for levels in found
         )
 
     def matrix_ways(self, optim: int) -> tuple[MatrixWay, ...]:

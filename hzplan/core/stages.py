@@ -30,6 +30,7 @@ def collectives_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> t
     ``FINAL_REDUCE``: that, then ℓg to L in place. Where nothing lies between this last reduce-scatter and the
     gather of the same stage, they are one all-reduce, in ``FINAL_REDUCE``: libraries have it, and nobody
     wakes up between. Not where the same task reduces to ℓg before, for it begins with its all-reduces.
+    ``Levels.flat``: one all-reduce over all ranks, on the slowest tier.
     ``ASSEMBLE``: matrices that are repeated are gathered from ℓo to 0, those that are exchanged go to their
     hosts in the level-ℓo group; ``RETURN``: their updates come back. That group may span tiers, and its
     messages are those of the slowest.
@@ -63,7 +64,10 @@ def format_of(
 
 @cache
 def _collectives(kind: Kind, tier: int, levels: Levels, mesh: Mesh) -> tuple[Collective, ...]:
-    param, grad, optim, way = levels
+    if levels.flat and kind in (Kind.FINAL_REDUCE, Kind.GRAD_GATHER):
+        here = kind is Kind.FINAL_REDUCE and tier == _slowest(mesh, mesh.levels)
+        return (Collective("all_reduce", Stage(0, mesh.levels)),) if here else ()
+    param, grad, optim, way, _ = levels
     summed = mesh.stage_in_tier(tier, grad, mesh.levels)
     replicated = mesh.stage_in_tier(tier, optim, mesh.levels)
     is_last = mesh.shards[mesh.tier_bounds[tier][1]] == mesh.world

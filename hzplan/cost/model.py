@@ -12,7 +12,15 @@ from functools import cached_property
 
 from hzplan.core.buffers import rounding_bytes, scratch_bytes
 from hzplan.core.hierarchy import Levels, Mesh, Stage
-from hzplan.core.layout import ITEM_BYTES, BucketLayout, Dtype, TensorSpec, gradient_bytes, marked
+from hzplan.core.layout import (
+    ITEM_BYTES,
+    MASTER_DTYPE,
+    BucketLayout,
+    Dtype,
+    TensorSpec,
+    gradient_bytes,
+    marked,
+)
 from hzplan.core.order import in_order
 from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
 from hzplan.core.schedule import HOST_LINK, Interval, Kind, MessageOrder, Schedule, Task, build
@@ -51,12 +59,14 @@ class CostModel:
     them is neglected: it is a pass over memory, and is short beside the message.
     ``narrow_sums``: libraries add up in it, where they add; else ranks do, in that of the master weights.
     ``wire``: narrower formats, whose rounding takes its time.
+    ``flat_sums``: whole tensors' gradients are summed by one all-reduce over all tiers (``Levels.flat``).
     """
 
     profile: Profile
     reduce_dtype: Dtype | None = None
     narrow_sums: bool = False
     wire: Wire | None = None
+    flat_sums: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -262,7 +272,13 @@ class CostModel:
     @cached_property
     def triples(self) -> tuple[Levels, ...]:
         """All levels that tensors may have, in all ways to update matrices where there are such."""
-        return self.mesh.triples(matrices=self.matrices is not None)
+        return self.mesh.triples(matrices=self.matrices is not None, flat=self.flat_sums)
+
+    @cached_property
+    def knows_flat_sums(self) -> bool:
+        """Whether an all-reduce over all tiers was measured, and gradients travel as they are kept."""
+        exact = self.wire is None and self.reduce_dtype in (None, MASTER_DTYPE[self.profile.model.dtype])
+        return exact and self.mesh.whole is not None and ("all_reduce", *self.mesh.whole) in self._curves
 
     @cached_property
     def like(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import TensorSpec
 from hzplan.core.recompute import HOST, Way
 from hzplan.core.units import beside_each_other
-from hzplan.formats.plan import Plan, PlanUnit
+from hzplan.formats.plan import BucketEntry, Plan, PlanUnit
 from hzplan.show import readable
 
 GRADIENTS = "the gradients"
@@ -225,11 +225,16 @@ def _apart(plan: Plan, mine: Levels, theirs: Levels) -> float:
     return sum(abs(1 / counts[one] - 1 / counts[other]) for one, other in pairs)
 
 
+def _cut(plan: Plan, bucket: BucketEntry) -> Levels:
+    """A bucket's levels; how it is summed is the target's to say."""
+    return plan.levels(bucket)._replace(flat=False)
+
+
 def _heaviest(plan: Plan, units: Iterable[PlanUnit], sizes: Callable[[str], int]) -> Levels | None:
     """The levels of most elements; None where there is no tensor."""
     weight: dict[Levels, int] = {}
     for bucket in (bucket for unit in units for bucket in unit.buckets):
-        levels = plan.levels(bucket)
+        levels = _cut(plan, bucket)
         weight[levels] = weight.get(levels, 0) + sum(map(sizes, bucket.tensors))
     return max(weight, key=lambda levels: weight[levels]) if weight else None
 
@@ -245,7 +250,7 @@ def _others(plan: Plan, module: str, units: Sequence[PlanUnit], levels: Levels |
         )
         for unit in units
         for bucket in unit.buckets
-        if levels is not None and plan.levels(bucket) != levels
+        if levels is not None and _cut(plan, bucket) != levels
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from hzplan.core.hierarchy import Levels, Mesh
-from hzplan.core.layout import REDUCE_DTYPES, Dtype
+from hzplan.core.layout import MASTER_DTYPE, REDUCE_DTYPES, Dtype
 from hzplan.core.matrices import NamedWay
 from hzplan.core.order import is_ahead
 from hzplan.core.recompute import HOST, PartialWay, Recomputed, Way
@@ -230,6 +230,8 @@ class Plan(Document):
     ``reduce_dtype``: the communication dtype of gradients, which are kept in the dtype of master weights, and
     added up in it; ``narrow_sums``: added up in ``reduce_dtype``, where a library does. ``wire``: narrower
     formats, with rounding of their own; None: there are none.
+    ``flat_sums``: gradients of which every rank keeps all are summed by one all-reduce over all ranks, as DDP
+    does, instead of tier by tier.
     ``sync_ahead``: where messages are sent in an order (``ahead`` of the units), how many uses before a
     unit's first one its updated parameters are gathered; None: a tier's messages share its link.
     ``parallel``: the model parallelism beside this plan, whose units are then those of one rank's share.
@@ -253,6 +255,7 @@ class Plan(Document):
     local_norm: Literal[True] | None = None
     reduce_dtype: Dtype
     narrow_sums: Literal[True] | None = None
+    flat_sums: Literal[True] | None = None
     wire: WireEntry | None = None
     batch: Batch
     prefetch: PositiveInt
@@ -339,6 +342,10 @@ class Plan(Document):
                 f"units: {min(brought & self.offloaded)} is offloaded, and its matrices are brought together "
                 "from slices, for which their state has to stay on the device"
             )
+        if self.flat_sums and mesh.whole is None:
+            raise ValueError(f"flat_sums: mesh {mesh} has one tier, whose sums are flat; leave it out")
+        if self.flat_sums and (self.wire or self.reduce_dtype != MASTER_DTYPE[self.model.dtype]):
+            raise ValueError("flat_sums: only where gradients travel as they are kept")
         finest = max(max(b.shards.grad, b.shards.optim) for unit in self.units for b in unit.buckets)
         if self.local_norm and not (self.clip and finest == 1):
             raise ValueError("local_norm: only with clip, and where grad and optim have 1 shard everywhere")
@@ -370,11 +377,10 @@ class Plan(Document):
             )
         return self
 
-    @staticmethod
-    def _levels(mesh: Mesh, bucket: BucketEntry) -> Levels:
+    def _levels(self, mesh: Mesh, bucket: BucketEntry) -> Levels:
         shards, matrix = bucket.shards, bucket.matrix or ""
         param, grad, optim = (mesh.level_of(one) for one in (shards.param, shards.grad, shards.optim))
-        return Levels(param, grad, optim, matrix)
+        return Levels(param, grad, optim, matrix, bool(self.flat_sums) and optim == 0)
 
     @cached_property
     def mesh(self) -> Mesh:

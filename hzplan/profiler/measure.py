@@ -45,7 +45,7 @@ from hzplan.profiler.model.reuse import EarlierCosts, with_reused
 from hzplan.profiler.model.time import measure_uses
 from hzplan.profiler.network.host import measure_host
 from hzplan.profiler.network.interference import measure_interference
-from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm
+from hzplan.profiler.network.links import LAST_BYTES, measure_links, measure_norm, timed_stages
 from hzplan.profiler.network.rounding import measure_rounding
 from hzplan.profiler.network.stragglers import slow_compute, slow_links
 from hzplan.profiler.network.wakeup import measure_wakeup
@@ -239,7 +239,7 @@ def _model_s(micro_batches: Sequence[int]) -> float:
 
 
 def _links_s(mesh: Mesh) -> float:
-    links_s = STAGE_S * len(mesh.stages()) + INTERFERENCE_S * len(mesh.tiers)
+    links_s = STAGE_S * len(timed_stages(mesh)) + INTERFERENCE_S * len(mesh.tiers)
     return MACHINE_S + links_s + ROUNDING_S + HOST_S
 
 
@@ -326,12 +326,12 @@ def _measure_links(
     travelling = master_dtype_of(torch_dtype)
     parts.part("matrix products", MACHINE_S)
     peak = peak_flops(ranks, torch_dtype)
-    parts.part("links", STAGE_S * len(mesh.stages()))
+    parts.part("links", STAGE_S * len(timed_stages(mesh)))
     before = untracked_bytes(ranks)
     apart = ranks.device.type != "cpu"  # else ranks share processors, and there is no memory but the host's
     processors = None if apart else Processors.of(ranks)
     collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at, processors)
-    context, communicator = _reserve(before, untracked_bytes(ranks), len(mesh.stages()))
+    context, communicator = _reserve(before, untracked_bytes(ranks), len(timed_stages(mesh)))
     release()
     parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))
     interference = measure_interference(ranks, mesh, travelling, largest_bytes, compute, parts.at, effort)

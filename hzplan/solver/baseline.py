@@ -33,7 +33,7 @@ class Baseline:
         The scheme is a name or shards of parameter, gradient and optimizer state, as in ``8/64/64``.
         """
         name, *rest = (part.strip().lower() for part in text.split(","))
-        made = cls("yours", triple=_triple(name, model.mesh))
+        made = cls("yours", triple=_triple(name, model.mesh, flat=model.flat_sums))
         for part in rest:
             key, _, value = part.partition("=")
             number = int(value) if value.isdecimal() and len(value) < 10 else 0
@@ -70,9 +70,9 @@ class Baseline:
         )
 
 
-def _triple(name: str, mesh: Mesh) -> Levels:
+def _triple(name: str, mesh: Mesh, *, flat: bool) -> Levels:
     """A scheme by its name, or by shards."""
-    by_name = {known.lower().replace("-", ""): triple for known, triple in schemes(mesh).items()}
+    by_name = {known.lower().replace("-", ""): triple for known, triple in schemes(mesh, flat=flat).items()}
     by_name |= dict.fromkeys(("fsdp", "fsdp2"), by_name["zero3"])
     if "hsdp" in by_name:
         by_name["mics"] = by_name["hsdp"]
@@ -87,7 +87,7 @@ def _triple(name: str, mesh: Mesh) -> Levels:
                 f"{', '.join(map(str, dict.fromkeys(mesh.shards)))}"
             )
         param, grad, optim = (mesh.level_of(int(part)) for part in shards)
-        if (triple := Levels(param, grad, optim)).legal:
+        if (triple := Levels(param, grad, optim, flat=flat and optim == 0)).legal:
             return triple
         raise UserError(
             f"--baseline {name}: the optimizer state needs at least the shards of parameter and gradient"

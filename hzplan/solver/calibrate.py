@@ -65,7 +65,7 @@ class Factors:
         curves = tuple(
             curve.model_copy(update={"points": tuple(_times(point, factor) for point in curve.points)})
             for curve in profile.collectives
-            for factor in [self.tiers[profile.mesh.tier_of(curve.low)]]
+            for factor in [self.tiers[profile.mesh.tier_of(curve.high - 1)]]
         )
         factor, steps = self.optimizer, profile.optimizer
         update: dict[str, object] = {"points": tuple(_times(point, factor) for point in steps.points)}

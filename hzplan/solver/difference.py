@@ -64,6 +64,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[Difference]:
         "dtype": (one.model.dtype, other.model.dtype),
         "reduce dtype": (one.reduce_dtype, other.reduce_dtype),
         "narrow sums": (bool(one.narrow_sums), bool(other.narrow_sums)),
+        "flat sums": (bool(one.flat_sums), bool(other.flat_sums)),
         "wire": (_wire_text(one.wire), _wire_text(other.wire)),
         "optimizer": (one.optimizer, other.optimizer),
         "groups": (_groups_text(one), _groups_text(other)),

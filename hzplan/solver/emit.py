@@ -78,6 +78,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         local_norm=chosen.model.has_local_norm(chosen.schedule, chosen.units) or None,
         reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],
         narrow_sums=True if chosen.model.narrow_sums else None,
+        flat_sums=True if any(one.flat for of in chosen.levels.values() for one in of) else None,
         wire=_wire(chosen.model.wire),
         batch=Batch(
             global_batch=profile.data_ranks * chosen.micro_batch * accumulation,

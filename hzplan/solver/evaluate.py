@@ -265,7 +265,12 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
             f"{path}: field batch.accumulation: at most {MAX_ACCUMULATION} are planned; solve again"
         )
     wire = plan.wire.formats if plan.wire is not None else None
-    model = CostModel(profile, plan.reduce_dtype, bool(plan.narrow_sums), wire)
+    model = CostModel(profile, plan.reduce_dtype, bool(plan.narrow_sums), wire, bool(plan.flat_sums))
+    if plan.flat_sums and not model.knows_flat_sums:
+        raise UserError(
+            f"{path}: field flat_sums: {plan.source.profile} has no all-reduce over all tiers; profile "
+            "again, and solve"
+        )
     try:
         schedule = model.schedule(
             prefetch=plan.prefetch,

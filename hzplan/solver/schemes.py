@@ -38,8 +38,8 @@ def slack_bytes(peak_bytes: int) -> float:
     return min(SLACK_BYTES, SLACK_SHARE * peak_bytes)
 
 
-def schemes(mesh: Mesh) -> dict[str, Levels]:
-    """The known schemes as triples.
+def schemes(mesh: Mesh, *, flat: bool = False) -> dict[str, Levels]:
+    """The known schemes as triples. ``flat``: DDP sums over all tiers at once.
 
     HSDP shards inside the fastest tier, or to the middle level of a single tier; hpZ (ZeRO++) keeps
     parameters there and shards gradients and optimizer states over all ranks.
@@ -51,7 +51,7 @@ def schemes(mesh: Mesh) -> dict[str, Levels]:
         found["hpZ"] = Levels(inner, finest, finest)
         found["HSDP"] = Levels(inner, inner, inner)
     found["ZeRO-2"] = Levels(0, finest, finest)
-    return found | {"ZeRO-1": Levels(0, 0, finest), "DDP": Levels(0, 0, 0)}
+    return found | {"ZeRO-1": Levels(0, 0, finest), "DDP": Levels(0, 0, 0, flat=flat)}
 
 
 @dataclass(frozen=True)
@@ -267,13 +267,35 @@ class Settings:
 
     def rows(self) -> list[Row]:
         """Every known scheme at its fastest."""
-        return [self.row(name, self.of(triple)) for name, triple in schemes(self.model.mesh).items()]
+        return [
+            self.row(name, self.of(triple))
+            for name, triple in schemes(self.model.mesh, flat=self.model.flat_sums).items()
+        ]
 
     def lean(self, row: Row, ceiling_ns: float, most: int = MOST_LEAN) -> Row:
         """A row with the leanest of its settings whose step is within the ceiling; see ``leanest``."""
         if not row.fits:
             return row
-        return replace(row, found=self.leanest(row.settings, row.found, ceiling_ns, most))
+        found = self.leanest(row.settings, row.found, ceiling_ns, most)
+        return replace(row, found=self._with_fewer_messages(row.settings, found, ceiling_ns))
+
+    def _with_fewer_messages(
+        self, settings: Sequence[Bounded], found: Evaluation, ceiling_ns: float
+    ) -> Evaluation:
+        """The fastest of the settings within the ceiling that are as lean and join messages more than
+        ``found``; else that. Where messages wait long enough to be joined, each costs processors more than
+        predictions count."""
+        limit = found.memory.peak + slack_bytes(found.memory.peak)
+        kind = found.micro_batch, found.modes.recompute
+        fewer = [
+            one
+            for one in settings
+            if _kind(one) == kind
+            and one.peak_bytes <= limit
+            and one.search.question.schedule.message_bytes > found.schedule.message_bytes
+        ]
+        near = [one for one in map(self.replay, _deepest(fewer)) if within(one, ceiling_ns)]
+        return fastest_of(near) if near else found
 
     def as_fast(self, row: Row) -> Row:
         """A row with the leanest of its equally fast settings, so that a gain over it owes nothing to the

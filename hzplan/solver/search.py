@@ -85,8 +85,33 @@ class Request:
 
 
 def cost_model(profile: Profile, request: Request) -> CostModel:
-    """The costs of a question's plans."""
-    return CostModel(profile, request.reduce_dtype, request.narrow_sums, request.wire)
+    """The costs of a question's plans; with whole tensors' gradients summed as replicas are faster by.
+
+    That is decided once, by replicas' predicted step, like what travels in which format: a plan whose sums
+    are of both kinds has more messages, and nothing that either of them lacks.
+    """
+    by_tier = CostModel(profile, request.reduce_dtype, request.narrow_sums, request.wire)
+    if request.target is not None or not by_tier.knows_flat_sums:
+        return by_tier
+    at_once = replace(by_tier, flat_sums=True)
+    return min(by_tier, at_once, key=lambda model: _replicas_ns(model, request))
+
+
+def _replicas_ns(model: CostModel, request: Request) -> float:
+    """The predicted step of replicas at the best pace, with the smallest micro-batches."""
+    profile = model.profile
+    fitting = [
+        size for size in profile.micro_batches if request.global_batch % (profile.data_ranks * size) == 0
+    ]
+    if not fitting or request.global_batch < 1:
+        return INFINITY  # which is said elsewhere
+    size, found = min(fitting), INFINITY
+    accumulation = min(3, request.global_batch // (profile.data_ranks * size))  # more are like the second
+    [whole] = (levels for levels in model.triples if levels.three == (0, 0, 0))
+    for pace in paces(model, request.depths):
+        schedule = model.schedule(**pace._asdict(), accumulation=accumulation, clip=request.clip)
+        found = min(found, evaluate(model, uniform(profile, whole), schedule, size).predicted.period_ns)
+    return found
 
 
 def grammar_for(profile: Profile, request: Request) -> Grammar | None:
@@ -115,9 +140,10 @@ def paces(model: CostModel, depths: Iterable[int], grammar: Grammar | None = Non
     listed = sorted(depths)
     apart = [Pace(depth, count) for depth in listed for count in (min(depth + 1, most), most)]
     joined = [
-        Pace(listed[0], count, nbytes)
+        Pace(depth, count, nbytes)
         for nbytes in message_sizes(model)
         if (count := _reduces(model, nbytes)) < most
+        for depth in dict.fromkeys((listed[0], listed[-1]))
     ]
     found = list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
     found += [pace._replace(matrix_units=units) for pace in found[:1] for units in matrix_groups(model)]

@@ -337,7 +337,7 @@ def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request:
     Users do not set such counts by hand, so these plans are no rows of the table.
     """
     pins = pins_of(profile, request)
-    for triple in schemes(settings.model.mesh).values():
+    for triple in schemes(settings.model.mesh, flat=settings.model.flat_sums).values():
         if pins.keep(profile, uniform(profile, triple)):
             limit = fastest_of(found.all).predicted.period_ns if found.all else INFINITY
             one = settings.fastest(settings.chosen(triple), limit)
@@ -351,10 +351,11 @@ def _add_plain(
 
     Stops when a plan's predicted step is within ``enough_ns``.
     """
-    pins, known = pins_of(profile, request), set(schemes(settings.model.mesh).values())
+    pins, model = pins_of(profile, request), settings.model
+    known = set(schemes(model.mesh, flat=model.flat_sums).values())
     tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all).predicted.period_ns
-    for triple in settings.model.triples:
+    for triple in model.triples:
         if fastest <= enough_ns:
             return
         if (

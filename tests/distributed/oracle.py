@@ -165,6 +165,12 @@ def choice(case: Case) -> Choice:
     triples = [Levels(*triple) for triple in legal(case.mesh)]
     names = [name for name, _ in fresh_model(case).named_parameters()]
     levels = {name: Levels(*case.levels) if case.levels else rng.choice(triples) for name in names}
+    if (
+        mesh.whole is not None
+        and case.reduce_dtype is None
+        and random.Random(f"flat {case.name}").random() < 0.5
+    ):
+        levels = {name: one._replace(flat=one.three == (0, 0, 0)) for name, one in levels.items()}
     uses, requires = lean_uses() if case.lean else (uses_of(case), {})
     units = dict.fromkeys(use.unit for use in uses)
     on_host = {"layers.0", "layers.1"} if case.seed % 3 else {"layers.0"}

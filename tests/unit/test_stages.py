@@ -40,7 +40,8 @@ def carry_out(one: Collective, mesh: Mesh, held: list[Values]) -> list[Values]:
 @st.composite
 def places(draw: st.DrawFn) -> tuple[Mesh, Levels]:
     mesh = draw(meshes())
-    return mesh, draw(st.sampled_from(mesh.triples()))
+    flat = mesh.whole is not None and draw(st.booleans())
+    return mesh, draw(st.sampled_from(mesh.triples(flat=flat)))
 
 
 @given(places(), st.integers(0, 2**31))

@@ -78,11 +78,13 @@ def measure_links(
     A sample is the slowest rank's time of a call, and a point their median. Curves rise: points where noise
     says otherwise share their mean. ``processors``: those that ranks share, and whose time counts.
     """
-    stages = mesh.stages()
+    stages = timed_stages(mesh)
     if not stages:
         return ()
     timed = [
-        each for stage in stages for each in _timed_collectives(ranks, mesh, stage, dtype, largest_bytes)
+        each
+        for stage, operations in stages.items()
+        for each in _timed_collectives(ranks, mesh, stage, operations, dtype, largest_bytes)
     ]
     results = rounds(
         ranks,
@@ -101,9 +103,15 @@ def measure_links(
             {nbytes: s for (other, at, nbytes), s in samples.items() if (other, at) == (operation, stage)},
             processors,
         )
-        for stage in stages
-        for operation in OPERATIONS
+        for stage, operations in stages.items()
+        for operation in operations
     )
+
+
+def timed_stages(mesh: Mesh) -> dict[Stage, tuple[Operation, ...]]:
+    """The operations that are timed by stage; over all tiers at once that of DDP."""
+    found: dict[Stage, tuple[Operation, ...]] = dict.fromkeys(mesh.stages(), OPERATIONS)
+    return found if mesh.whole is None else found | {mesh.whole: ("all_reduce",)}
 
 
 def measure_norm(ranks: Ranks) -> float:
@@ -117,7 +125,12 @@ def measure_norm(ranks: Ranks) -> float:
 
 
 def _timed_collectives(
-    ranks: Ranks, mesh: Mesh, stage: Stage, dtype: torch.dtype, largest_bytes: int
+    ranks: Ranks,
+    mesh: Mesh,
+    stage: Stage,
+    operations: Sequence[Operation],
+    dtype: torch.dtype,
+    largest_bytes: int,
 ) -> Iterator[TimedCollective]:
     """The collectives to time for a stage, each warmed up by a call; every rank decides alike."""
     size = mesh.group_size(stage)
@@ -131,7 +144,7 @@ def _timed_collectives(
         device=ranks.device,
     )
     group = ProcessWorld().new_group(mesh, "unshard", stage, ranks.device)
-    for operation in OPERATIONS:
+    for operation in operations:
         issue = partial(collective, operation, group, scratch=scratch)
         for index, nbytes in enumerate(wanted):
             run = issue(whole[: nbytes // dtype.itemsize])

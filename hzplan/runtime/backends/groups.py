@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
+from hzplan.core.schedule import EXCHANGE_STREAM
 from hzplan.runtime.backends.exchange import GlooGroup
 from hzplan.runtime.backends.nccl import NcclGroup, max_ctas, options
 
@@ -73,7 +74,7 @@ def process_group(
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
-    members = tuple(ranks[member] for member in mesh.group(rank, stage))
+    members = tuple(ranks[member] for member in _members(mesh, kind, stage, rank, device))
     if (kind, members) not in made:
         own = "gloo" if device.type == "cpu" else str(world._get_backend(device).name())
         backend, timeout = own, _timeout(mesh, kind, stage)
@@ -95,6 +96,16 @@ def process_group(
         )
         _alive.update((world, group))
     return made[kind, members]
+
+
+def _members(mesh: Mesh, kind: str, stage: Stage, rank: int, device: torch.device) -> tuple[int, ...]:
+    """A stage's group, in slice order; but where libraries sum over tiers in the order of ranks, so that a
+    ring goes out of each node, and into it, once."""
+    found = mesh.group(rank, stage)
+    world = dist.group.WORLD
+    assert world is not None
+    by_library = device.type == "cpu" or str(world._get_backend(device).name()) != "gloo"
+    return tuple(sorted(found)) if stage == mesh.whole and kind != EXCHANGE_STREAM and by_library else found
 
 
 class _Placed(int):
