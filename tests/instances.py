@@ -93,7 +93,8 @@ def random_profile(
                 {"operation": operation, "low": stage.low, "high": stage.high, "points": _points(rng)}
                 for stage in mesh.stages()
                 for operation in ("all_gather", "reduce_scatter", "all_reduce")
-            ],
+            ]
+            + _over_tiers(mesh, random.Random(f"flat {json.dumps(units)}")),
             "interference": [
                 {"compute_loss": rng.uniform(0, 0.7), "communication_slowdown": rng.uniform(1, 3)}
                 for _ in mesh.tiers
@@ -222,6 +223,14 @@ def _use_cost(rng: random.Random, size: int) -> dict[str, Any]:
         "retained_bytes": rng.randint(-2000, 4000),
         "peak_bytes": rng.randint(0, 9000) * size,
     }
+
+
+def _over_tiers(mesh: Mesh, rng: random.Random) -> list[dict[str, Any]]:
+    """A sum over all tiers at once, of some profiles that have several."""
+    if mesh.whole is None or rng.random() < 0.5:
+        return []
+    low, high = mesh.whole
+    return [{"operation": "all_reduce", "low": low, "high": high, "points": _points(rng)}]
 
 
 def _points(rng: random.Random) -> list[dict[str, Any]]:

@@ -102,10 +102,11 @@ def _members(mesh: Mesh, kind: str, stage: Stage, rank: int, device: torch.devic
     """A stage's group, in slice order; but where libraries sum over tiers in the order of ranks, so that a
     ring goes out of each node, and into it, once."""
     found = mesh.group(rank, stage)
+    if stage != mesh.whole or kind == EXCHANGE_STREAM:
+        return found
     world = dist.group.WORLD
-    assert world is not None
-    by_library = device.type == "cpu" or str(world._get_backend(device).name()) != "gloo"
-    return tuple(sorted(found)) if stage == mesh.whole and kind != EXCHANGE_STREAM and by_library else found
+    by_library = device.type == "cpu" or (world and str(world._get_backend(device).name()) != "gloo")
+    return tuple(sorted(found)) if by_library else found
 
 
 class _Placed(int):

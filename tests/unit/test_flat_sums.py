@@ -1,0 +1,88 @@
+"""Whole gradients summed over several tiers by one all-reduce: where it is faster, and what says so."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from hzplan.core.hierarchy import Levels, Mesh, Stage
+from hzplan.core.schedule import EXCHANGE_STREAM
+from hzplan.cost.model import CostModel
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile
+from hzplan.runtime.backends.groups import _members
+from hzplan.solver.difference import choices
+from hzplan.solver.emit import emit
+from hzplan.solver.evaluate import replay
+from hzplan.solver.search import cost_model
+from hzplan.solver.solve import Request, Solved, solve
+from tests.instances import random_profile
+from tests.plans import make_plan
+
+
+def with_flat(profile: Profile, seconds: float) -> Profile:
+    """The profile with a sum over all tiers that takes so long, whatever its size."""
+    whole = profile.mesh.whole
+    assert whole is not None
+    points = tuple(CollectivePoint(bytes=size, seconds=seconds, spread=0.0) for size in (1024, 1 << 20))
+    curves = [c for c in profile.collectives if (c.low, c.high) != whole]
+    curve = CollectiveCurve(operation="all_reduce", low=whole.low, high=whole.high, points=points)
+    return profile.replaced(collectives=(*curves, curve))
+
+
+def profile_of_tiers() -> Profile:
+    """A random one of several tiers, in one dtype for all."""
+    found = (random_profile(random.Random(seed)) for seed in range(1000))
+    return next(p for p in found if p.mesh.whole is not None and p.model.dtype == "float32")
+
+
+def question(profile: Profile) -> Request:
+    return Request(2**40, 2 * profile.mesh.world * min(profile.micro_batches))
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(1e-9, True), (10.0, False)])
+def test_it_is_chosen_where_replicas_are_faster_by_it(seconds: float, taken: bool, tmp_path: Path) -> None:
+    profile = with_flat(profile_of_tiers(), seconds)
+    request = question(profile)
+    assert cost_model(profile, request).flat_sums is taken
+    outcome = solve(profile, request)
+    assert isinstance(outcome, Solved)
+    plan = emit(profile, request, outcome, profile_path=Path("profile.json"), plan_path=tmp_path / "p.json")
+    whole = [b for unit in plan.units for b in unit.buckets if b.shards.optim == 1]
+    assert bool(plan.flat_sums) is (taken and bool(whole))
+    if taken:  # sums cost nothing then, and nothing has to be gathered
+        assert whole and all(plan.levels(bucket).flat for bucket in whole)
+    plan.save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json") == plan
+    assert replay(plan, profile, tmp_path / "p.json").predicted == outcome.best.predicted
+    if plan.flat_sums:
+        without = profile.replaced(collectives=profile.collectives[:-1])
+        with pytest.raises(UserError, match="has no all-reduce over all tiers; profile again"):
+            replay(plan, without, tmp_path / "p.json")
+        by_tier = plan.model_copy(update={"flat_sums": None})
+        assert "flat sums" in {one.unit for one in choices(by_tier, plan)}
+
+
+def test_other_runtimes_and_other_dtypes_are_not_told() -> None:
+    profile = with_flat(profile_of_tiers(), 1e-9)
+    assert CostModel(profile).knows_flat_sums
+    assert not CostModel(profile, "bfloat16").knows_flat_sums
+    narrow = make_plan(mesh="2|2", levels=Levels(0, 0, 0), flat_sums=True)
+    assert {bucket.shards.optim for unit in narrow.units for bucket in unit.buckets} == {1}
+    with pytest.raises(ValueError, match="one tier, whose sums are flat"):
+        make_plan(mesh="2,2", levels=Levels(0, 0, 0), flat_sums=True)
+    with pytest.raises(ValueError, match="only where gradients travel as they are kept"):
+        make_plan(mesh="2|2", dtype="bfloat16", reduce_dtype="bfloat16", flat_sums=True)
+
+
+def test_a_ring_leaves_each_node_once() -> None:
+    mesh, device = Mesh.parse("2|2|2"), torch.device("cpu")
+    assert mesh.whole == Stage(0, 3) and Mesh.parse("4").whole is None and Mesh.parse("2|1").whole is None
+    for rank in range(8):
+        assert _members(mesh, "reduce", Stage(0, 3), rank, device) == tuple(range(8))
+        assert _members(mesh, EXCHANGE_STREAM, Stage(0, 3), rank, device) == mesh.group(rank, Stage(0, 3))
+        assert _members(mesh, "reduce", Stage(1, 2), rank, device) == mesh.group(rank, Stage(1, 2))
