@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hzplan import __version__
-from hzplan.cost.memory import budget_bytes
+from hzplan.cost.memory import budget_of
 from hzplan.errors import NoPlanFits, UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
@@ -361,7 +361,7 @@ def _planned(
     from hzplan.solver.solve import Request, Solved, solve
 
     request = Request(
-        question.memory_bytes or budget_bytes(profile.cluster, matrices=profile.optimizer.matrix is not None),
+        question.memory_bytes or budget_of(profile),
         question.global_batch,
         clip=question.clip,
         time_limit_s=question.time_limit_s,

@@ -63,7 +63,7 @@ def command(
     from hzplan.cli import console
     from hzplan.cli.quantities import parse_bytes
     from hzplan.cli.solve import nothing_fits
-    from hzplan.cost.memory import budget_bytes
+    from hzplan.cost.memory import budget_of
     from hzplan.formats.profile import Profile
     from hzplan.solver.solve import Failed, Infeasible, Request, SearchState, solve
 
@@ -75,9 +75,7 @@ def command(
     if batch is None:
         raise UserError(f"{setting} does not say how many sequences a step has; add --global-batch")
     request = Request(
-        parse_bytes(memory, "--memory")
-        if memory
-        else budget_bytes(loaded.cluster, matrices=loaded.optimizer.matrix is not None),
+        parse_bytes(memory, "--memory") if memory else budget_of(loaded),
         batch,
         time_limit_s=time_limit,
         clip=read.clip is not False if read is not None else True,

@@ -154,7 +154,7 @@ def command(
     from hzplan.cli import sweep as sweeping
     from hzplan.cli.paths import check_writable
     from hzplan.cli.quantities import parse_bytes, parse_dtype, parse_share
-    from hzplan.cost.memory import budget_bytes
+    from hzplan.cost.memory import budget_of
     from hzplan.formats.parallel import ModelParallel
     from hzplan.formats.plan import Recompute
     from hzplan.formats.profile import Profile
@@ -184,9 +184,7 @@ def command(
         loaded, profile = _derived(loaded, nodes, parallel, profile, output)
     check_writable(output, keep=[read, profile])
     request = Request(
-        parse_bytes(memory, "--memory")
-        if memory
-        else budget_bytes(loaded.cluster, matrices=loaded.optimizer.matrix is not None),
+        parse_bytes(memory, "--memory") if memory else budget_of(loaded),
         global_batch,
         gap=gap,
         time_limit_s=time_limit,

@@ -11,7 +11,7 @@ from hzplan.cli import console
 from hzplan.cli.paths import check_writable
 from hzplan.cli.quantities import parse_bytes
 from hzplan.cost.collectives import MOST_NODES, nodes_of, with_nodes
-from hzplan.cost.memory import budget_bytes
+from hzplan.cost.memory import budget_of
 from hzplan.cost.parallel import share
 from hzplan.errors import JobFailed, NoPlanFits, UserError
 from hzplan.formats.certificate import save
@@ -141,11 +141,7 @@ def _points(
             (
                 f"nodes={value}",
                 one,
-                replace(
-                    request, memory_bytes=budget_bytes(one.cluster, matrices=one.optimizer.matrix is not None)
-                )
-                if reserved
-                else request,
+                replace(request, memory_bytes=budget_of(one)) if reserved else request,
             )
             for value, one in moved.items()
         ]

@@ -260,7 +260,7 @@ class Mesh:
     def whole(self) -> Stage | None:
         """All ranks as one group; None where they are of one tier."""
         several = [tier for tier in self.tiers if prod(tier) > 1]
-        return Stage(0, self.levels) if len(several) > 1 else None
+        return Stage(0, self.level_of(self.world)) if len(several) > 1 else None
 
     def triples(self, *, matrices: bool = False, flat: bool = False) -> tuple[Levels, ...]:
         """Every legal triple (ℓp, ℓg, ℓo), without levels that have no more shards than the one before.

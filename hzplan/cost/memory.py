@@ -11,7 +11,7 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.core.schedule import Kind, Schedule
 from hzplan.cost.matrices import buffer_bytes
 from hzplan.cost.unit import UnitCost
-from hzplan.formats.profile import ClusterEntry
+from hzplan.formats.profile import ClusterEntry, Profile
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,15 @@ class Reserve:
         return min(self.most, max(self.share, self.context + self.communicators * self.communicator))
 
 
-def reserve(cluster: ClusterEntry, *, ordered: bool = False, matrices: bool = False) -> Reserve:
+def reserve(
+    cluster: ClusterEntry, *, ordered: bool = False, matrices: bool = False, flat: bool = False
+) -> Reserve:
     """Bytes of a device's memory that no plan accounts for; nothing but a share where there is no NCCL.
 
     On GPUs the context and as many communicators as a plan can have: the job's, and for each tier those of
     unshards, of reductions and of gathers, or in a message order (``ordered``) one; and where there are
-    ``matrices`` to bring together one more for each, and one for what spans tiers. They are made in the first
-    step, when buffers are there.
+    ``matrices`` to bring together one more for each, and one for what spans tiers; one more for sums over all
+    tiers (``flat``). They are made in the first step, when buffers are there.
     """
     share, mesh = int(cluster.memory_bytes * RESERVED_SHARE), Mesh.parse(cluster.mesh)
     most = int(cluster.memory_bytes * MOST_RESERVED_SHARE)
@@ -129,13 +131,20 @@ def reserve(cluster: ClusterEntry, *, ordered: bool = False, matrices: bool = Fa
     return Reserve(
         share,
         CONTEXT_BYTES if context is None else context,
-        1 + (1 if ordered else 3) * tiers + (tiers + (tiers > 1) if matrices else 0),
+        1 + (1 if ordered else 3) * tiers + (tiers + (tiers > 1) if matrices else 0) + flat,
         COMMUNICATOR_BYTES if communicator is None else communicator,
         most,
         measured=context is not None and communicator is not None,
     )
 
 
-def budget_bytes(cluster: ClusterEntry, *, matrices: bool = False) -> int:
-    """Bytes of a device's memory for plans where the user names none. ``matrices``: see ``reserve``."""
-    return cluster.memory_bytes - reserve(cluster, matrices=matrices).nbytes
+def budget_bytes(cluster: ClusterEntry, *, matrices: bool = False, flat: bool = False) -> int:
+    """Bytes of a device's memory for plans where the user names none. ``matrices``, ``flat``: see
+    ``reserve``."""
+    return cluster.memory_bytes - reserve(cluster, matrices=matrices, flat=flat).nbytes
+
+
+def budget_of(profile: Profile) -> int:
+    """``budget_bytes`` of a profile's device."""
+    matrices = profile.optimizer.matrix is not None
+    return budget_bytes(profile.cluster, matrices=matrices, flat=profile.sums_over_tiers)

@@ -278,7 +278,9 @@ class CostModel:
     def knows_flat_sums(self) -> bool:
         """Whether an all-reduce over all tiers was measured, and gradients travel as they are kept."""
         exact = self.wire is None and self.reduce_dtype in (None, MASTER_DTYPE[self.profile.model.dtype])
-        return exact and self.mesh.whole is not None and ("all_reduce", *self.mesh.whole) in self._curves
+        own = {t.dtype for tensors in self.tensors.values() for t in tensors if t.trainable}
+        same = len({MASTER_DTYPE[dtype] for dtype in own}) < 2  # else some are cast to others' dtype
+        return exact and same and self.profile.sums_over_tiers
 
     @cached_property
     def like(self) -> dict[str, str]:

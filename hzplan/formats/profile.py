@@ -420,6 +420,12 @@ class Profile(Document):
         """The cluster's mesh."""
         return Mesh.parse(self.cluster.mesh)
 
+    @cached_property
+    def sums_over_tiers(self) -> bool:
+        """Whether an all-reduce over all tiers at once was measured."""
+        found = {(c.operation, c.low, c.high) for c in self.collectives}
+        return self.mesh.whole is not None and ("all_reduce", *self.mesh.whole) in found
+
     @property
     def data_ranks(self) -> int:
         """How many ranks, or groups of context parallelism, have sequences of their own."""

@@ -44,10 +44,10 @@ def _join(buckets: Sequence[Bucket]) -> None:
 
 
 def joined(buffers: Sequence[Buffers], place: int, size: int) -> list[Buffers]:
-    """All-reduces with neighbours in memory as one. ``place``, ``size``: this rank's in the group, and the
-    group's."""
+    """All-reduces with neighbours in memory as one, each ``part`` at this rank's place in the group, whose
+    order may be another than that of slices. ``place``, ``size``: this rank's in the group, and the group's."""
     found: list[Buffers] = []
-    for one in buffers:
+    for one in (one._replace(part=one.whole.view(size, -1)[place]) for one in buffers):
         if found and _adjoin(found[-1], one):
             whole = found[-1].whole
             whole = whole.as_strided((whole.numel() + one.whole.numel(),), (1,), whole.storage_offset())

@@ -78,7 +78,7 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         local_norm=chosen.model.has_local_norm(chosen.schedule, chosen.units) or None,
         reduce_dtype=request.reduce_dtype or REDUCE_DTYPES[profile.model.dtype][0],
         narrow_sums=True if chosen.model.narrow_sums else None,
-        flat_sums=True if any(one.flat for of in chosen.levels.values() for one in of) else None,
+        flat_sums=True if chosen.model.flat_sums and _is_flat(chosen) else None,
         wire=_wire(chosen.model.wire),
         batch=Batch(
             global_batch=profile.data_ranks * chosen.micro_batch * accumulation,
@@ -98,6 +98,18 @@ def as_plan(profile: Profile, chosen: Evaluation, request: Request, *, proof: Pr
         units=_units(profile, chosen),
         uses=tuple(str(use.use) for use in profile.uses),
     )
+
+
+def _is_flat(chosen: Evaluation) -> bool:
+    """Whether whole tensors' gradients are summed at once; all or none are."""
+    kinds = {
+        levels.flat
+        for unit, tensors in chosen.model.tensors.items()
+        for levels, tensor in zip(chosen.levels.get(unit, ()), tensors, strict=False)
+        if tensor.trainable and levels.three == (0, 0, 0)
+    }
+    assert len(kinds) < 2, "sums of both kinds"
+    return True in kinds
 
 
 def predict(profile: Profile, chosen: Evaluation) -> Predicted:

@@ -251,7 +251,9 @@ def replay(plan: Plan, profile: Profile, path: Path) -> Evaluation:
                     f"{'a' if tensor.matrix else 'no'} matrix; solve again"
                 )
         if tensors:
-            levels[unit] = tuple(levels_of[tensor.name] for tensor in tensors)
+            levels[unit] = tuple(
+                levels_of[t.name]._replace(flat=levels_of[t.name].flat and t.trainable) for t in tensors
+            )
     if plan.batch.micro_batch not in profile.micro_batches:
         raise UserError(
             f"{path}: field batch.micro_batch: {plan.batch.micro_batch} is not in {plan.source.profile}; "

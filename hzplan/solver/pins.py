@@ -90,7 +90,10 @@ class Pins:
         """The triples that the pins of a tensor allow."""
         pins, trainable = self.of(tensor.name), tensor.trainable
         may = triples if self.grammar is None else self.grammar.allowed(trainable=trainable)
-        own = {triple if tensor.matrix else triple._replace(matrix="") for triple in may}
+        own = {
+            triple._replace(matrix=triple.matrix if tensor.matrix else "", flat=triple.flat and trainable)
+            for triple in may
+        }
         return frozenset(
             triple
             for triple in own

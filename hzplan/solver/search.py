@@ -108,7 +108,7 @@ def _replicas_ns(model: CostModel, request: Request) -> float:
     size, found = min(fitting), INFINITY
     accumulation = min(3, request.global_batch // (profile.data_ranks * size))  # more are like the second
     [whole] = (levels for levels in model.triples if levels.three == (0, 0, 0))
-    for pace in paces(model, request.depths):
+    for pace in paces(model, [max(request.depths)]):
         schedule = model.schedule(**pace._asdict(), accumulation=accumulation, clip=request.clip)
         found = min(found, evaluate(model, uniform(profile, whole), schedule, size).predicted.period_ns)
     return found
@@ -143,7 +143,7 @@ def paces(model: CostModel, depths: Iterable[int], grammar: Grammar | None = Non
         Pace(depth, count, nbytes)
         for nbytes in message_sizes(model)
         if (count := _reduces(model, nbytes)) < most
-        for depth in dict.fromkeys((listed[0], listed[-1]))
+        for depth in dict.fromkeys((listed[0], listed[-1] if model.flat_sums else listed[0]))
     ]
     found = list(dict.fromkeys([*apart, Pace(listed[0], 1), *joined]))
     found += [pace._replace(matrix_units=units) for pace in found[:1] for units in matrix_groups(model)]
@@ -176,6 +176,7 @@ def message_sizes(model: CostModel) -> list[int]:
     """
     mesh, uses = model.mesh, range(len(model.profile.uses))
     stages = [mesh.stage_in_tier(tier, 0, mesh.levels) for tier in range(len(mesh.tiers))]
+    stages = [mesh.whole] if model.flat_sums else stages
     waits = sum(model.collective_ns("all_reduce", stage, 0) for stage in stages if stage is not None)
     computes = min(
         sum(model.compute_ns(use, size) for use in uses) // size for size in model.profile.micro_batches

@@ -177,13 +177,13 @@ def solve(
         tell("known schemes")
         rows = settings.rows()
         if baseline is not None:
-            rows.append(_on_own_schedule(baseline, request).row(settings))
+            rows.append(_on_own_schedule(baseline, settings).row(settings))
         rows = [replace(row, allowed=_answers(row.found, profile, request)) for row in rows]
         own = [row for row in rows if row.fits and row.allowed]
         found.all += [row.found for row in own]
         _by_scheme(settings, found, profile, request)
         if like is not None:
-            like = _replayed(like, request)
+            like = _replayed(like, settings)
             found.all += [like] if _answers(like, profile, request) else []
         kept = KEPT_SHARE * request.time_limit_s
         tie = tie_of(request.gap, request.tie)
@@ -281,19 +281,29 @@ def solve_each(
     return min(answers, key=worth)
 
 
-def _on_own_schedule(baseline: Baseline, request: Request) -> Baseline:
-    return baseline if baseline.plan is None else replace(baseline, plan=_replayed(baseline.plan, request))
+def _on_own_schedule(baseline: Baseline, settings: Settings) -> Baseline:
+    return baseline if baseline.plan is None else replace(baseline, plan=_replayed(baseline.plan, settings))
 
 
-def _replayed(one: Evaluation, request: Request) -> Evaluation:
-    """A plan from outside, evaluated on a schedule with host copies where this question allows them."""
-    schedule = one.model.schedule(
+def _replayed(one: Evaluation, settings: Settings) -> Evaluation:
+    """A plan from outside, evaluated on a schedule with host copies where this question allows them, and with
+    its whole gradients summed as this question's are."""
+    request, flat = settings.request, settings.model.flat_sums
+    model = replace(one.model, flat_sums=flat)
+    levels = {
+        unit: tuple(
+            of._replace(flat=flat and tensor.trainable and of.three == (0, 0, 0))
+            for of, tensor in zip(listed, model.tensors[unit], strict=True)
+        )
+        for unit, listed in one.levels.items()
+    }
+    schedule = model.schedule(
         **one.schedule.pace._asdict(),
         accumulation=one.schedule.accumulation,
         clip=one.schedule.clip,
         offload=request.host_bytes > 0 or bool(one.modes.offload),
     )
-    return evaluate(one.model, one.levels, schedule, one.micro_batch, modes=one.modes)
+    return evaluate(model, levels, schedule, one.micro_batch, modes=one.modes)
 
 
 def _answers(one: Evaluation, profile: Profile, request: Request) -> bool:

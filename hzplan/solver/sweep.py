@@ -55,7 +55,7 @@ def with_network(profile: Profile, factor: float) -> Profile:
     low = profile.mesh.tier_bounds[-1][0]
     curves = []
     for curve in profile.collectives:
-        if curve.low >= low:
+        if curve.high > low:
             points = [p.model_copy(update={"seconds": p.seconds / factor}) for p in curve.points]
             curve = curve.model_copy(update={"points": type(curve.points)(points)})
         curves.append(curve)

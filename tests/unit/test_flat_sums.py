@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from hzplan.core.hierarchy import Levels, Mesh, Stage
+from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import EXCHANGE_STREAM
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
@@ -20,6 +20,7 @@ from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import replay
 from hzplan.solver.search import cost_model
 from hzplan.solver.solve import Request, Solved, solve
+from hzplan.solver.sweep import with_network
 from tests.instances import random_profile
 from tests.plans import make_plan
 
@@ -80,9 +81,45 @@ def test_other_runtimes_and_other_dtypes_are_not_told() -> None:
 
 
 def test_a_ring_leaves_each_node_once() -> None:
-    mesh, device = Mesh.parse("2|2|2"), torch.device("cpu")
-    assert mesh.whole == Stage(0, 3) and Mesh.parse("4").whole is None and Mesh.parse("2|1").whole is None
+    mesh, whole = Mesh.parse("2|2|2"), Stage(0, 3)
+    assert mesh.whole == whole and Mesh.parse("4").whole is None and Mesh.parse("2|1").whole is None
+    assert Mesh.parse("2|2|1").whole == Stage(0, 2)
     for rank in range(8):
-        assert _members(mesh, "reduce", Stage(0, 3), rank, device) == tuple(range(8))
-        assert _members(mesh, EXCHANGE_STREAM, Stage(0, 3), rank, device) == mesh.group(rank, Stage(0, 3))
-        assert _members(mesh, "reduce", Stage(1, 2), rank, device) == mesh.group(rank, Stage(1, 2))
+        assert _members(mesh, "reduce", whole, rank) == _members(mesh, LINK_STREAM, whole, rank)
+        assert _members(mesh, "reduce", whole, rank) == tuple(range(8)) != mesh.group(rank, whole)
+        for kind in (EXCHANGE_STREAM, "relaxed"):  # whose groups are told apart by slices
+            assert _members(mesh, kind, whole, rank) == mesh.group(rank, whole)
+        assert _members(mesh, "reduce", Stage(1, 2), rank) == mesh.group(rank, Stage(1, 2))
+
+
+def test_pins_leave_frozen_tensors_whole() -> None:
+    profile = with_flat(profile_of_tiers(), 1e-9)
+    units = [unit.model_dump() for unit in profile.units]
+    frozen = next(unit for unit in units if unit["tensors"])
+    for tensor in frozen["tensors"]:
+        tensor["trainable"] = False
+    profile = Profile.model_validate(profile.model_dump() | {"units": units})
+    name = frozen["tensors"][0]["name"]
+    request = Request(2**40, question(profile).global_batch, pins=(f"{name}=1,*,*",))
+    assert isinstance(solve(profile, request), Solved)
+
+
+def test_a_plan_named_beside_a_question_is_summed_as_the_question_s_are(tmp_path: Path) -> None:
+    profile = profile_of_tiers()
+    slow, fast = with_flat(profile, 10.0), with_flat(profile, 1e-9)
+    request = question(profile)
+    path = tmp_path / "p.json"
+    for before, after in ((slow, fast), (fast, slow)):
+        first = solve(before, request)
+        assert isinstance(first, Solved)
+        emit(before, request, first, profile_path=Path("profile.json"), plan_path=path).save(path)
+        like = replay(Plan.load(path), before, path)
+        second = solve(after, request, like=like)
+        assert isinstance(second, Solved)
+        emit(after, request, second, profile_path=Path("profile.json"), plan_path=path)
+
+
+def test_slower_networks_slow_sums_over_tiers() -> None:
+    profile = with_flat(profile_of_tiers(), 1.0)
+    curve = with_network(profile, 0.5).collectives[-1]
+    assert (curve.low, curve.high) == profile.mesh.whole and curve.points[0].seconds == 2.0

@@ -143,7 +143,8 @@ def _timed_collectives(
         dtype=dtype,
         device=ranks.device,
     )
-    group = ProcessWorld().new_group(mesh, "unshard", stage, ranks.device)
+    kind = "reduce" if stage == mesh.whole else "unshard"
+    group = ProcessWorld().new_group(mesh, kind, stage, ranks.device)
     for operation in operations:
         issue = partial(collective, operation, group, scratch=scratch)
         for index, nbytes in enumerate(wanted):

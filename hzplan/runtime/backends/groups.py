@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
-from hzplan.core.schedule import EXCHANGE_STREAM
 from hzplan.runtime.backends.exchange import GlooGroup
 from hzplan.runtime.backends.nccl import NcclGroup, max_ctas, options
 
@@ -31,6 +30,9 @@ LATER = 0.1
 
 SORTS_ON_DEMAND = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """Whether torch can be told to keep the order of ranks."""
+
+SUMMED_ON = ("reduce", LINK_STREAM)
+"""The stream kinds of sums; ``Mesh.whole`` is a stage of theirs for ``Levels.flat`` alone."""
 
 STREAMS = 3
 """Streams of a tier, unshards, reductions and gathers, where no message order leaves it one."""
@@ -74,7 +76,7 @@ def process_group(
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
-    members = tuple(ranks[member] for member in _members(mesh, kind, stage, rank, device))
+    members = tuple(ranks[member] for member in _members(mesh, kind, stage, rank))
     if (kind, members) not in made:
         own = "gloo" if device.type == "cpu" else str(world._get_backend(device).name())
         backend, timeout = own, _timeout(mesh, kind, stage)
@@ -98,15 +100,11 @@ def process_group(
     return made[kind, members]
 
 
-def _members(mesh: Mesh, kind: str, stage: Stage, rank: int, device: torch.device) -> tuple[int, ...]:
-    """A stage's group, in slice order; but where libraries sum over tiers in the order of ranks, so that a
-    ring goes out of each node, and into it, once."""
+def _members(mesh: Mesh, kind: str, stage: Stage, rank: int) -> tuple[int, ...]:
+    """A stage's group, in slice order; but where gradients are summed over tiers in the order of ranks, so
+    that a ring goes out of each node, and into it, once."""
     found = mesh.group(rank, stage)
-    if stage != mesh.whole or kind == EXCHANGE_STREAM:
-        return found
-    world = dist.group.WORLD
-    by_library = device.type == "cpu" or (world and str(world._get_backend(device).name()) != "gloo")
-    return tuple(sorted(found)) if by_library else found
+    return tuple(sorted(found)) if stage == mesh.whole and kind in SUMMED_ON else found
 
 
 class _Placed(int):
