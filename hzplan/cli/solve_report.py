@@ -414,9 +414,10 @@ def _runs(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _together(plan: Plan) -> str:
-    if plan.message_bytes is None:
-        return ""
-    return f"gradients of several units reduced together, up to {console.size(plan.message_bytes)}, "
+    said = ""
+    if plan.message_bytes is not None:
+        said = f"gradients of several units reduced together, up to {console.size(plan.message_bytes)}, "
+    return said + ("whole gradients summed over all tiers at once, " if plan.flat_sums else "")
 
 
 def _order(plan: Plan) -> str:

@@ -45,7 +45,8 @@ def _join(buckets: Sequence[Bucket]) -> None:
 
 def joined(buffers: Sequence[Buffers], place: int, size: int) -> list[Buffers]:
     """All-reduces with neighbours in memory as one, each ``part`` at this rank's place in the group, whose
-    order may be another than that of slices. ``place``, ``size``: this rank's in the group, and the group's."""
+    order may be another than that of slices. ``place``, ``size``: this rank's in the group, and the group's
+    own."""
     found: list[Buffers] = []
     for one in (one._replace(part=one.whole.view(size, -1)[place]) for one in buffers):
         if found and _adjoin(found[-1], one):

@@ -223,6 +223,7 @@ def _facts(path: str, plan: Plan, profile: Profile, found: Evaluation) -> list[t
         ("pace", str(Pace(*pace, plan.matrix_units or 0))),
         ("optimizer", f"{plan.optimizer}{', gradients clipped' if plan.clip else ''}"),
         ("gradients travel in", f"{plan.reduce_dtype}{' and are summed in it' if plan.narrow_sums else ''}"),
+        *([("whole gradients", "summed over all tiers at once")] if plan.flat_sums else []),
         *((f"narrower on the {name}", text) for name, text in narrower(plan)),
         *(("other groups", relaxed(tier)) for tier in [plan.replica_sync] if not isinstance(tier, str)),
         ("recomputed", f"{len(plan.recomputed)} of {len(plan.units)} units"),
