@@ -283,8 +283,10 @@ class Settings:
         self, settings: Sequence[Bounded], found: Evaluation, ceiling_ns: float
     ) -> Evaluation:
         """The fastest of the settings within the ceiling that are as lean and join messages more than
-        ``found``; else that. Where messages wait long enough to be joined, each costs processors more than
+        ``found``; else that. Sums over tiers that wait long enough to be joined cost processors more than
         predictions count."""
+        if not self.model.flat_sums:
+            return found
         limit = found.memory.peak + slack_bytes(found.memory.peak)
         kind = found.micro_batch, found.modes.recompute
         fewer = [

@@ -166,7 +166,7 @@ def test_a_profile_keeps_no_communicator_and_says_what_they_take(monkeypatch: py
     alive, most = [1], [1]
 
     def links(ranks: Ranks, mesh: Mesh, *_: object) -> tuple[CollectiveCurve, ...]:
-        alive[0] += len(mesh.stages())
+        alive[0] += len(mesh.stages()) + 1  # one over both tiers
         most[0] = max(most[0], alive[0])
         point = CollectivePoint(bytes=1024, seconds=1e-3, spread=0.0)
         return tuple(
@@ -200,4 +200,4 @@ def test_a_profile_keeps_no_communicator_and_says_what_they_take(monkeypatch: py
     )
     assert (measured.cluster.context_bytes, measured.cluster.communicator_bytes) == (900 - 300 - 200, 200)
     assert measured.cluster.compute_processor_share is None
-    assert (most[0], alive[0]) == (1 + 6, 1)
+    assert (most[0], alive[0]) == (1 + 7, 1)
