@@ -10,7 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,7 @@ from hzplan.training.data import load_corpus
 DECAY = 0.1
 TUNED = 100
 """The seed at which learning rates are tried."""
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 """Learning rates that the small model is tried with, whole runs; each method has its best."""
 ADJUST = "match_rms_adamw"
 """Muon's updates as large as AdamW's, so that both can have one learning rate (arXiv 2502.16982, §2.2)."""
@@ -97,10 +97,10 @@ def main(
         if key not in found:
             losses, seconds = _train(SIZES[model], CASES[name], steps, seed, rate)
             found[key] = {"model": model, "case": name, "steps": steps, "seed": seed, "rate": rate}
-            found[key] |= {"seconds": round(seconds, 2), "final": _final(losses)}
+            found[key] |= {"seconds": None if isnan(seconds) else round(seconds, 2), "final": _final(losses)}
             found[key] |= {"losses": [round(one, 5) for one in losses[::EVERY]]}
             write_text(output, json.dumps(found, indent=1) + "\n")
-            print(f"{key}: {found[key]['final']:.4f}, {found[key]['seconds']:.0f} s", flush=True)
+            print(f"{key}: {found[key]['final']:.4f}, {seconds:.0f} s", flush=True)
         final: float = found[key]["final"]
         return final
 
@@ -221,8 +221,10 @@ def _as_adamw(of: Mapping[int, Mapping[str, Any]], adamw: Mapping[int, Mapping[s
     if not shares or None in shares:
         return "never" if shares else ""
     mean = statistics.fmean(filter(None, shares))
+    if any(of[seed]["seconds"] is None for seed in both):
+        return f"{mean:.0%} of steps"
     dearer = statistics.fmean(of[seed]["seconds"] / adamw[seed]["seconds"] for seed in both)
-    return f"{mean:.0%} of steps" + ("" if dearer != dearer else f", {mean * dearer:.0%} of seconds")
+    return f"{mean:.0%} of steps, {mean * dearer:.0%} of seconds"
 
 
 if __name__ == "__main__":
