@@ -35,7 +35,7 @@ from hzplan.cost.memory import budget_of
 from hzplan.errors import NoPlanFits, UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
-from hzplan.models.matrices import MatrixRule
+from hzplan.models.matrices import MatrixRule, named
 from hzplan.models.units import find_units
 from hzplan.models.workload import Workload
 from hzplan.profiler import default_mesh, measure
@@ -242,7 +242,7 @@ def _rule(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> MatrixRule:
     """Which parameters are matrices: by the rule, and where the caller's groups say otherwise."""
     units = find_units(model)
     names = {id(parameter): name for unit in units for name, parameter in unit.parameters}
-    hidden = frozenset[str]().union(*(MatrixRule().of(unit) for unit in units))
+    hidden = named(MatrixRule(), units)
     said: dict[str, list[str]] = {"muon": [], "adamw": []}
     for group in groups:
         for parameter in group["params"]:

@@ -205,12 +205,11 @@ class SolveReport:
         """What the budget leaves free, for what, and who says so."""
         cluster = self.profile.cluster
         matrices = self.profile.optimizer.matrix is not None
-        flat = self.profile.sums_over_tiers
-        kept = reserve(cluster, matrices=matrices, flat=flat)
+        kept = reserve(cluster, matrices=matrices, flat=self.profile.sums_over_tiers)
         said = f"the device's {console.size(cluster.memory_bytes)} less {console.size(kept.nbytes)}"
         if not kept.communicators:
             return said
-        ordered = self.plan.message_order is not None
+        ordered, flat = self.plan.message_order is not None, bool(self.plan.flat_sums)
         own = reserve(cluster, ordered=ordered, matrices=matrices, flat=flat).communicators
         fewer = f", of which this plan has {own}" if own < kept.communicators else ""
         how = "measured" if kept.measured else "assumed"

@@ -65,8 +65,8 @@ def format_of(
 @cache
 def _collectives(kind: Kind, tier: int, levels: Levels, mesh: Mesh) -> tuple[Collective, ...]:
     if levels.flat and kind in (Kind.FINAL_REDUCE, Kind.GRAD_GATHER):
-        here = kind is Kind.FINAL_REDUCE and tier == _slowest(mesh, mesh.levels) and mesh.whole is not None
-        return (Collective("all_reduce", mesh.whole),) if here and mesh.whole is not None else ()
+        whole = mesh.whole if kind is Kind.FINAL_REDUCE and tier == _slowest(mesh, mesh.levels) else None
+        return () if whole is None else (Collective("all_reduce", whole),)
     param, grad, optim, way, _ = levels
     summed = mesh.stage_in_tier(tier, grad, mesh.levels)
     replicated = mesh.stage_in_tier(tier, optim, mesh.levels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -44,6 +45,11 @@ class MatrixRule:
             elif dimensions in (2, 3) and _is_hidden(name, unit.name, modules.get(name)):
                 found.add(name)
         return frozenset(n for n in found if not any(fnmatchcase(n, pattern) for pattern in self.without))
+
+
+def named(rule: MatrixRule, units: Iterable[Unit]) -> frozenset[str]:
+    """The names of all units' parameters that a rule says are matrices."""
+    return frozenset[str]().union(*(rule.of(unit) for unit in units))
 
 
 def _is_hidden(name: str, unit: str, module: nn.Module | None) -> bool:

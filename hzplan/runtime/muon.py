@@ -22,7 +22,7 @@ from hzplan.core.matrices import STEPS
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.local import split_over
-from hzplan.models.matrices import MatrixRule, check_rule
+from hzplan.models.matrices import MatrixRule, check_rule, named
 from hzplan.models.planned import planned_part
 from hzplan.models.units import find_units
 
@@ -258,7 +258,7 @@ def _of_rule(model: nn.Module, rule: MatrixRule) -> set[int]:
     """By ``id`` the parameters that a rule says are matrices."""
     check_rule(rule, {name for name, _ in model.named_parameters()}, ("matrices=", "others="))
     units = find_units(model)
-    names = frozenset[str]().union(*(rule.of(unit) for unit in units))
+    names = named(rule, units)
     return {id(p) for unit in units for name, p in unit.parameters if name in names}
 
 

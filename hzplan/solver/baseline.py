@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.hierarchy import Levels
 from hzplan.core.recompute import NOTHING, Recomputed
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.solver.evaluate import Evaluation
-from hzplan.solver.schemes import RecomputeOptions, Row, Settings, schemes
+from hzplan.solver.schemes import RecomputeOptions, Row, Settings, schemes_of
 from hzplan.solver.search import Search
 
 BASELINE = "write a plan file, or as in zero3,recompute=none|every-2|operations|all,micro_batch=1,prefetch=2"
@@ -33,7 +33,7 @@ class Baseline:
         The scheme is a name or shards of parameter, gradient and optimizer state, as in ``8/64/64``.
         """
         name, *rest = (part.strip().lower() for part in text.split(","))
-        made = cls("yours", triple=_triple(name, model.mesh, flat=model.flat_sums))
+        made = cls("yours", triple=_triple(name, model))
         for part in rest:
             key, _, value = part.partition("=")
             number = int(value) if value.isdecimal() and len(value) < 10 else 0
@@ -70,9 +70,10 @@ class Baseline:
         )
 
 
-def _triple(name: str, mesh: Mesh, *, flat: bool) -> Levels:
+def _triple(name: str, model: CostModel) -> Levels:
     """A scheme by its name, or by shards."""
-    by_name = {known.lower().replace("-", ""): triple for known, triple in schemes(mesh, flat=flat).items()}
+    mesh = model.mesh
+    by_name = {known.lower().replace("-", ""): triple for known, triple in schemes_of(model).items()}
     by_name |= dict.fromkeys(("fsdp", "fsdp2"), by_name["zero3"])
     if "hsdp" in by_name:
         by_name["mics"] = by_name["hsdp"]
@@ -87,7 +88,7 @@ def _triple(name: str, mesh: Mesh, *, flat: bool) -> Levels:
                 f"{', '.join(map(str, dict.fromkeys(mesh.shards)))}"
             )
         param, grad, optim = (mesh.level_of(int(part)) for part in shards)
-        if (triple := Levels(param, grad, optim, flat=flat and optim == 0)).legal:
+        if (triple := Levels(param, grad, optim, flat=model.flat_sums and optim == 0)).legal:
             return triple
         raise UserError(
             f"--baseline {name}: the optimizer state needs at least the shards of parameter and gradient"

@@ -54,6 +54,11 @@ def schemes(mesh: Mesh, *, flat: bool = False) -> dict[str, Levels]:
     return found | {"ZeRO-1": Levels(0, 0, finest), "DDP": Levels(0, 0, 0, flat=flat)}
 
 
+def schemes_of(model: CostModel) -> dict[str, Levels]:
+    """The known schemes of a question, whose DDP sums as its plans do."""
+    return schemes(model.mesh, flat=model.flat_sums)
+
+
 @dataclass(frozen=True)
 class RecomputeOptions:
     """The recomputable units of a profile. ``blocks``: those with like units, which are the layers of a
@@ -267,10 +272,7 @@ class Settings:
 
     def rows(self) -> list[Row]:
         """Every known scheme at its fastest."""
-        return [
-            self.row(name, self.of(triple))
-            for name, triple in schemes(self.model.mesh, flat=self.model.flat_sums).items()
-        ]
+        return [self.row(name, self.of(triple)) for name, triple in schemes_of(self.model).items()]
 
     def lean(self, row: Row, ceiling_ns: float, most: int = MOST_LEAN) -> Row:
         """A row with the leanest of its settings whose step is within the ceiling; see ``leanest``."""

@@ -40,7 +40,7 @@ from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, within_tie
 from hzplan.solver.refine import improved, simplified
 from hzplan.solver.relaxation import TOLERANCE
 from hzplan.solver.rows import INFINITY
-from hzplan.solver.schemes import Row, Settings, schemes
+from hzplan.solver.schemes import Row, Settings, schemes_of
 from hzplan.solver.search import PREFETCH_DEPTHS, Request, Search, cost_model, grammar_for, paces, pins_of
 from hzplan.solver.target import Grammar, joined, keeps
 
@@ -347,7 +347,7 @@ def _by_scheme(settings: Settings, found: Candidates, profile: Profile, request:
     Users do not set such counts by hand, so these plans are no rows of the table.
     """
     pins = pins_of(profile, request)
-    for triple in schemes(settings.model.mesh, flat=settings.model.flat_sums).values():
+    for triple in schemes_of(settings.model).values():
         if pins.keep(profile, uniform(profile, triple)):
             limit = fastest_of(found.all).predicted.period_ns if found.all else INFINITY
             one = settings.fastest(settings.chosen(triple), limit)
@@ -361,11 +361,10 @@ def _add_plain(
 
     Stops when a plan's predicted step is within ``enough_ns``.
     """
-    pins, model = pins_of(profile, request), settings.model
-    known = set(schemes(model.mesh, flat=model.flat_sums).values())
+    pins, known = pins_of(profile, request), set(schemes_of(settings.model).values())
     tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all).predicted.period_ns
-    for triple in model.triples:
+    for triple in settings.model.triples:
         if fastest <= enough_ns:
             return
         if (
