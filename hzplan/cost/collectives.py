@@ -159,9 +159,9 @@ def with_ranks(profile: Profile, world: int) -> Profile:
     """A profile with more or fewer groups in its outermost tier, for ``world`` ranks in all.
 
     Curves inside a group stay. Across n groups a ring carries (n − 1)/n of the bytes, so seconds of the
-    outermost tier change by that ratio; latency is neglected there. (A modelled one is modelled anew where
-    its cluster comes with hzplan.) UserError where ``world`` is no multiple of a group, or where only one
-    group was measured.
+    outermost tier change by that ratio, and those of sums over all tiers by that of all ranks; latency is
+    neglected there. (A modelled one is modelled anew where its cluster comes with hzplan.) UserError where
+    ``world`` is no multiple of a group, or where only one group was measured.
     """
     check_whole(profile)
     inner, before = profile.mesh.tiers[:-1], prod(profile.mesh.tiers[-1])
@@ -184,9 +184,12 @@ def with_ranks(profile: Profile, world: int) -> Profile:
     }
     curves = [curve for curve in profile.collectives if curve.high <= low]
     for stage in (stage for stage in mesh.stages() if stage.low >= low):
-        size = mesh.group_size(stage)
-        factor = (size - 1) / size * before / (before - 1)
+        factor = _carried(mesh.group_size(stage)) / _carried(before)
         curves += [_resized(curve, stage, factor) for curve in across.values()]
+    if groups > 1 and profile.sums_over_tiers and mesh.whole is not None:
+        factor = _carried(mesh.world) / _carried(profile.mesh.world)
+        over_all = [c for c in profile.collectives if (c.low, c.high) == profile.mesh.whole]
+        curves += [_resized(curve, mesh.whole, factor) for curve in over_all]
     calibrated = profile.calibrated
     if calibrated is not None:
         calibrated = calibrated.model_copy(update={"tiers": calibrated.tiers[:tiers]})
@@ -199,6 +202,11 @@ def with_ranks(profile: Profile, world: int) -> Profile:
         stragglers=(),
         calibrated=calibrated,
     )
+
+
+def _carried(ranks: int) -> float:
+    """The share of a buffer's bytes that a ring of so many ranks carries past each of them."""
+    return (ranks - 1) / ranks
 
 
 def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveCurve:

@@ -10,10 +10,12 @@ import pytest
 from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import EXCHANGE_STREAM
+from hzplan.cost.collectives import with_ranks
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile
+from hzplan.formats.source import profile_of
 from hzplan.runtime.backends.groups import _members
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
@@ -23,6 +25,8 @@ from hzplan.solver.solve import Request, Solved, solve
 from hzplan.solver.sweep import with_network
 from tests.instances import random_profile
 from tests.plans import make_plan
+
+GOLDEN = Path(__file__).resolve().parents[2] / "plans" / "gpt-tiny-2x2.json"
 
 
 def with_flat(profile: Profile, seconds: float) -> Profile:
@@ -117,6 +121,15 @@ def test_a_plan_named_beside_a_question_is_summed_as_the_question_s_are(tmp_path
         second = solve(after, request, like=like)
         assert isinstance(second, Solved)
         emit(after, request, second, profile_path=Path("profile.json"), plan_path=path)
+
+
+@pytest.mark.parametrize(("world", "share"), [(4, 3 / 4), (6, 5 / 6), (8, 7 / 8)])
+def test_other_numbers_of_nodes_keep_sums_over_tiers(world: int, share: float) -> None:
+    profile = with_flat(profile_of(GOLDEN, Plan.load(GOLDEN)), 3.0)
+    found = with_ranks(profile, world)
+    (curve,) = [c for c in found.collectives if (c.low, c.high) == found.mesh.whole]
+    assert found.sums_over_tiers and [p.seconds for p in curve.points] == pytest.approx([4 * share] * 2)
+    assert not with_ranks(profile, 2).sums_over_tiers  # one node is one tier
 
 
 def test_slower_networks_slow_sums_over_tiers() -> None:
