@@ -13,7 +13,7 @@ from hzplan.core.layout import BucketLayout
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind
 from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
 from hzplan.core.wire import Wire
-from hzplan.models.local import cast, local, put
+from hzplan.models.local import cast, is_distributed, local, put
 from hzplan.runtime.backends.base import Buffers, Groups
 from hzplan.runtime.backends.packing import Cast, Errors, Form, form_of
 from hzplan.runtime.world import World
@@ -170,6 +170,7 @@ class Bucket:
             )
             for tensor in self.layout.tensors
         ]
+        self._has_parts = any(map(is_distributed, self.parameters))
         named = zip(self.parameters, self.param_views, self.layout.tensors, strict=True)
         for parameter, view, tensor in named:
             cast(parameter, view.dtype, tensor.name)
@@ -180,14 +181,21 @@ class Bucket:
     def to_unsharded(self) -> None:
         """Make parameters views of the unsharded values, which are there."""
         if self.sharded:
-            for parameter, view in zip(self.parameters, self.param_views, strict=True):
-                put(parameter, view)
+            self._show(self.param_views)
 
     def to_sharded(self) -> None:
         """Make parameters read as NaN: the buffer goes to another unit."""
         if self.sharded:
-            for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
-                put(parameter, placeholder)
+            self._show(self.placeholders)
+
+    def _show(self, values: list[Tensor]) -> None:
+        """``put`` of all parameters, twice in each use of a unit."""
+        if self._has_parts:
+            for parameter, view in zip(self.parameters, values, strict=True):
+                put(parameter, view)
+        else:
+            for parameter, view in zip(self.parameters, values, strict=True):
+                parameter.data = view
 
     def within(self, buffer: Tensor, of: int, level: int) -> Tensor:
         """The level-``level`` slice of a buffer that holds the slice of level ``of`` (coarser or equal)."""

@@ -254,9 +254,9 @@ class Engine:
             bucket.sent_nbytes(task.kind, task.tier, one.stage) for bucket, one in self.collectives(task)
         )
 
-    @torch.no_grad()
     def run(self, task: Task, scratch: int = 0) -> None:
-        """Do a task's work for all its units. ``scratch``: number of the tier's buffer to receive into."""
+        """Do a task's work for all its units, called where autograd does not record. ``scratch``: number of
+        the tier's buffer to receive into."""
         if task.kind is Kind.UPDATE:
             for name in task.units:
                 self.updates.update(name)
@@ -640,6 +640,7 @@ class Engine:
             if final:
                 self._run_on_tiers(Kind.GRAD_GATHER, name, position)
 
+    @torch.no_grad()
     def _update_unscheduled(self) -> None:
         self._unshard_only(())  # an evaluation may have left old values unsharded
         for task in self._updating_tasks:
@@ -649,6 +650,7 @@ class Engine:
             self._run_on_tiers(Kind.PARAM_GATHER, name)
         self.executor.skip_step()
 
+    @torch.no_grad()
     def _run_on_tiers(self, kind: Kind, name: str, position: int = 0) -> None:
         """Reductions go from the first tier to the last, gathers back."""
         tiers = range(len(self.mesh.tiers))

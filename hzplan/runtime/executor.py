@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 from torch.autograd import profiler
 
 from hzplan.core.order import LINK_STREAM
@@ -127,7 +128,8 @@ class Executor:
         tier_names: tuple[str, ...] = (),
         begin: Callable[[Task, int], Callable[[], None] | None] = lambda task, scratch: None,
     ) -> None:
-        """``run(task, scratch)`` does a task's work on a thread; ``idle`` says that a task has none.
+        """``run(task, scratch)`` does a task's work on a thread, without autograd's recording; ``idle`` says
+        that a task has none.
         ``begin`` may do a part of it that waits for nothing, on the thread that finds that it may begin, and
         then returns what is left for its own thread.
 
@@ -257,8 +259,10 @@ class Executor:
                 self.record.launched.append(index)
                 if self._admit(index):
                     self._release(index, "")
-        while self._own:
-            self._work_here(self._own.popleft())
+        if self._own:
+            with torch.no_grad():
+                while self._own:
+                    self._work_here(self._own.popleft())
 
     def time_every_step(self) -> None:
         """See ``Launcher``; here all are timed anyway."""
@@ -358,9 +362,10 @@ class Executor:
 
     def _work(self, window: _InFlightWindow) -> None:
         """A thread: run what has begun, in order."""
-        while (begun := window.begun.get()) is not None:
-            if not self._execute(begun):
-                return
+        with torch.no_grad():
+            while (begun := window.begun.get()) is not None:
+                if not self._execute(begun):
+                    return
 
     def _work_here(self, begun: _Begun) -> None:
         """Run what has begun on the compute thread, which stands still meanwhile."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
+import torch
+
 from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
 from hzplan.runtime.executor import StepRecord, Streams, booking, launches, needs, span
 from hzplan.runtime.faults import named
@@ -185,6 +187,12 @@ class Launcher:
         self._step.last[COMPUTE_STREAM] = done
         if times is not None:
             times.ended.append((task.index, done))
+        if self._next[task.index]:
+            with torch.no_grad():
+                self._launch_after(task, here, done)
+
+    def _launch_after(self, task: Task, here: Queue, done: Event) -> None:
+        """Launch what follows a compute task, whose end is ``done``."""
         waited: set[str] = set()
         for name, launched in self._next[task.index]:
             queue = self._queues.get(name, here)

@@ -77,7 +77,6 @@ class MatrixExchange:
             for one in bucket.collectives(kind, tier)
         )
 
-    @torch.no_grad()
     def run(self, kind: Kind, tier: int, tag: int) -> None:
         """Do a task's work."""
         if kind is Kind.ORTHOGONALIZE:

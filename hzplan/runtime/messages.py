@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-import torch
 from torch import Tensor
 
 from hzplan.core.hierarchy import Stage
@@ -33,7 +32,6 @@ class _Prepared:
         for one in self.in_order:
             one.begin(tag)
 
-    @torch.no_grad()
     def end(self, tag: int, *, accumulate: bool) -> None:
         for reductions in self.reductions:
             reductions.run(accumulate=accumulate, tag=tag)
@@ -44,7 +42,8 @@ class _Prepared:
 
 
 class Messages:
-    """What one rank sends and receives in the tasks of a step. Called on the streams' threads."""
+    """What one rank sends and receives in the tasks of a step. Called on the streams' threads, where autograd
+    does not record."""
 
     def __init__(
         self,

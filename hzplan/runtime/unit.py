@@ -87,13 +87,15 @@ class UnitState:
         accumulate = accumulate and not bucket.grad_sharded
         return deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
 
-    @torch.no_grad()
     def take_rest(self, delivered: Set[int], *, accumulate: bool) -> set[int]:
         """The turn is over: move the gradients not yet delivered into the buckets. Returns the ids of their
         parameters; one without a gradient, which took no part in this micro-batch, adds ``ABSENT``.
 
         All at once where that is possible: most parameters are small, and a model has many.
         """
+        if torch.is_grad_enabled():  # see ``take_gradient``
+            with torch.no_grad():
+                return self.take_rest(delivered, accumulate=accumulate)
         taken: set[int] = set()
         for bucket in self.trainable_buckets:
             adds = accumulate and not bucket.grad_sharded

@@ -321,7 +321,6 @@ class Updates:
         """Copy a unit's offloaded state back to the host's memory; runs on the store stream."""
         self._host.store(unit)
 
-    @torch.no_grad()
     def update(self, unit: str) -> None:
         """Scale gradients by the clipping factor, update pieces, and copy master weights to model weights: a
         unit's, and those of the units that are updated with it. Runs on the optim stream.

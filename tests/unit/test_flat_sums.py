@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from hzplan.runtime.backends.groups import _members
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import replay
-from hzplan.solver.search import cost_model
-from hzplan.solver.solve import Request, Solved, solve
+from hzplan.solver.guard import request_of
+from hzplan.solver.schemes import Settings, schemes_of, slack_bytes
+from hzplan.solver.search import Bounded, cost_model
+from hzplan.solver.solve import Request, Solved, searches_of, solve
 from hzplan.solver.sweep import with_network
 from tests.instances import random_profile
 from tests.plans import make_plan
@@ -121,6 +124,26 @@ def test_a_plan_named_beside_a_question_is_summed_as_the_question_s_are(tmp_path
         second = solve(after, request, like=like)
         assert isinstance(second, Solved)
         emit(after, request, second, profile_path=Path("profile.json"), plan_path=path)
+
+
+def test_of_as_lean_settings_that_with_fewer_messages_is_taken() -> None:
+    """Where sums are flat, and the step is not longer than is allowed."""
+    profile = with_flat(profile_of(GOLDEN, Plan.load(GOLDEN)), 1e-3)
+    request = request_of(Plan.load(GOLDEN))
+    request = replace(request, memory_bytes=2**40)
+    settings = Settings(searches_of(profile, request), request)
+    assert settings.model.flat_sums
+    row = settings.row("DDP", settings.of(schemes_of(settings.model)["DDP"]))
+    apart = settings.replay(next(one for one in row.settings if _message_bytes(one) == 0))
+    row = replace(row, found=apart)
+    fewer = settings.lean(row, float("inf")).found
+    assert fewer.schedule.message_bytes > 0
+    assert fewer.memory.peak <= apart.memory.peak + slack_bytes(apart.memory.peak)
+    assert settings.lean(row, apart.predicted.period_ns / 2).found is apart
+
+
+def _message_bytes(one: Bounded) -> int:
+    return one.search.question.schedule.message_bytes
 
 
 @pytest.mark.parametrize(("world", "share"), [(4, 3 / 4), (6, 5 / 6), (8, 7 / 8)])

@@ -55,6 +55,7 @@ class Recorded:
 
     def run(self, task: Task, scratch: int = 0) -> None:
         """A task's work, in the queue that is current."""
+        assert task.stream == COMPUTE_STREAM or not torch.is_grad_enabled()
         queue = self.here()
         queue.at_ns += self.lengths[task.index]
         queue.before |= 1 << self.marks
