@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hzplan import __version__
 from hzplan.cost.memory import budget_of
-from hzplan.errors import NoPlanFits, UserError
+from hzplan.errors import NoPlanFits, UserError, one_line
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
 from hzplan.models.matrices import MatrixRule, named
@@ -46,6 +46,10 @@ from hzplan.runtime.apply import parallelize
 from hzplan.runtime.muon import Muon
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.updates import as_groups
+
+if TYPE_CHECKING:
+    from hzplan.solver.evaluate import Evaluation
+    from hzplan.solver.solve import Solved
 
 NAMES: Mapping[Callable[..., Optimizer], str] = {made.func: name for name, made in OPTIMIZERS.items()}
 """The optimizers that are measured, by their names in profiles."""
@@ -325,10 +329,10 @@ def _kept(ranks: Ranks, path: Path, kind: type[Kept]) -> Kept | None:
     """What rank 0 finds in the folder, on every rank; None where there is nothing."""
     found: Kept | None = None
     refused = None
-    if ranks.rank == 0 and path.exists():
+    if ranks.rank == 0:
         try:
-            found = kind.load(path)
-        except UserError as error:
+            found = kind.load(path) if path.exists() else None
+        except (OSError, UserError) as error:
             refused = f"{error}; remove it, and it is made again"
     found, refused = ranks.share((found, refused))
     if refused is not None:
@@ -343,7 +347,7 @@ def _keep(ranks: Ranks, document: Profile | Plan, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             document.save(path)
-        except OSError as error:
+        except (OSError, UserError) as error:
             refused = f"auto: {path} cannot be written: {error}; say another folder with cache=…"
     if (refused := ranks.share(refused)) is not None:
         raise UserError(refused)
@@ -369,6 +373,7 @@ def _planned(
     plan: Plan | None = None
     rival: Rival | None = None
     refused = ""
+    failed: Exception | None = None
     if ranks.rank == 0:
         try:
             outcome = solve(profile, request)
@@ -378,15 +383,25 @@ def _planned(
                 for row in sorted(outcome.rows, key=lambda row: -row.found.step_s):
                     known = row.name in PEERS and row.fits and not row.found.modes.recompute
                     if known and row.found.levels != outcome.best.levels:
-                        rival = Rival(row.name, write(replace(outcome, best=row.found)))
+                        rival = Rival(row.name, write(_of(outcome, row.found)))
             else:
                 refused = "auto: no plan fits; give more memory_bytes, more ranks, or a smaller sample"
         except UserError as error:
             refused = f"auto: {error}"
+        except Exception as error:  # the others wait for an answer
+            failed, refused = error, f"auto: rank 0 failed: {one_line(error)}"
     plan, rival, refused = ranks.share((plan, rival, refused))
+    if failed is not None:
+        raise failed
     if plan is None:
         raise NoPlanFits(refused)
     return plan, rival
+
+
+def _of(outcome: Solved, one: Evaluation) -> Solved:
+    """Another plan than the best with what is proven of it: that none is faster than the bound."""
+    bound = outcome.bound_ns
+    return replace(outcome, best=one, status="feasible", replayed=None, in_order_bound_ns=bound)
 
 
 def _gauged(

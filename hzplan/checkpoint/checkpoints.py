@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hzplan.checkpoint.extra import unpacked
 from hzplan.checkpoint.folder import listed, newest_whole, step_of
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.restore import own_at, restore
@@ -89,7 +90,8 @@ class Checkpoints:
             saver.together(lambda: kept.append(own_at(found.path, found.index, world.rank)))
         before, now = found.index.wire, optimizer.engine.rounding.said
         other = (before or EXACT) if before != now else ""
-        return Loaded(found.path, position, found.index.extra, kept[-1], same_world, found.passed_over, other)
+        extra = unpacked(found.index.extra)
+        return Loaded(found.path, position, extra, kept[-1], same_world, found.passed_over, other)
 
     def save(
         self,
@@ -104,10 +106,10 @@ class Checkpoints:
         """Between two steps, after ``step`` of them: copy what is to be saved, and write it beside training.
 
         Waits for the save before, if that is still under way. ``samples``: sequences trained on so far;
-        ``extra``: whatever else JSON can say, a scheduler's state for instance, of which the first rank's is
-        kept; ``own``: what each rank keeps for itself, the state of a StatefulDataLoader for instance, as
-        numbers, texts, tensors, and dicts and lists of them. A save that fails leaves the
-        older checkpoints as they are; ``outcomes`` says so.
+        ``extra``: numbers, texts, and dicts, lists and tuples of them, a scheduler's state for instance, of
+        which the first rank's is kept; ``own``: what each rank keeps for itself, the state of a
+        StatefulDataLoader for instance, as numbers, texts, tensors, and dicts and lists of them. A save that
+        fails leaves the older checkpoints as they are; ``outcomes`` says so.
         """
         _check_alone(optimizer)
         self._saver.save(model, optimizer, Position(step, samples), extra, own)

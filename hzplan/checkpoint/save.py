@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -21,6 +20,7 @@ from hzplan.checkpoint import folder as folders
 from hzplan.checkpoint.data import write
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, random_state, state
 from hzplan.checkpoint.entries import own as entry_of_own
+from hzplan.checkpoint.extra import packed
 from hzplan.checkpoint.groups import groups_of
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.slices import lay_out_file, ranges_of
@@ -128,10 +128,10 @@ class Saver:
     ) -> None:
         """Between two steps: copy what this rank holds, and return while it is written.
 
-        Waits for a save that is still under way. ``extra``: what JSON can say; rank 0's is kept. ``own``:
+        Waits for a save that is still under way. ``extra``: see ``checkpoint.extra``; rank 0's is kept. ``own``:
         what this rank keeps for itself. UserError for what cannot be kept so.
         """
-        said_extra = _as_json(extra or {})
+        packed_extra = packed(extra or {})
         self.wait()
         optimizer.engine.synchronize()
         entries = [*parameters(optimizer.engine.units.values(), once=True), *state(optimizer.updates)]
@@ -147,7 +147,7 @@ class Saver:
             rank=rank,
             also=aliases(model),
             position=position,
-            extra=said_extra,
+            extra=packed_extra,
             optimizer=optimizer.updates.class_name,
             buffers=frozenset(entry.name for entry in of_model),
             groups=groups_of(optimizer),
@@ -282,17 +282,6 @@ def _patience() -> timedelta | None:
     """From the job's own; None: torch's default."""
     given = job_timeout()
     return None if given is None else SAVES * given
-
-
-def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy as it will be loaded; UserError for what JSON does not have."""
-    try:
-        copied: dict[str, Any] = json.loads(json.dumps(dict(extra), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"extra: JSON cannot say it ({one_line(error)})") from None
-    if copied != dict(extra):
-        raise UserError("extra: JSON would change it (a tuple to a list, a number that is a key to a text)")
-    return copied
 
 
 def _state_kept(snapshot: _Snapshot) -> dict[tuple[str, str], bytes]:

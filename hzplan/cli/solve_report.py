@@ -14,7 +14,7 @@ from rich.table import Table
 from hzplan.cli import console
 from hzplan.cli.expectation import described as expectation_of
 from hzplan.cli.expectation import range_s, within_error
-from hzplan.cost.memory import reserve
+from hzplan.cost.memory import Reserve, reserve
 from hzplan.formats.accuracy import published
 from hzplan.formats.plan import Plan, PlanUnit
 from hzplan.formats.profile import Profile
@@ -197,21 +197,39 @@ class SolveReport:
         said = f"yes: {console.size(peak)} of a budget of {console.size(budget)}; headroom {free}"
         if self.reserved:
             said += f" (budget: {self._reserve()})"
+            if (short := self._short_bytes()) > 0:
+                less = readable.size(budget - short)
+                said += (
+                    f"; with its communicators {console.size(short)} may be missing: ask for --memory {less}"
+                )
         if self.solved.best.memory.host:
             said += f"; of the host's {console.size(self.solved.best.memory.host)}"
         return said
 
+    def _kept(self) -> Reserve:
+        """What the budget leaves free, for as many communicators as most plans have."""
+        matrices = self.profile.optimizer.matrix is not None
+        return reserve(self.profile.cluster, matrices=matrices, flat=self.profile.sums_over_tiers)
+
+    def _short_bytes(self) -> int:
+        """By how much the device is too small for the plan and its own communicators."""
+        kept = self._kept()
+        if not kept.communicators:
+            return 0
+        own = replace(kept, communicators=self.solved.best.communicators)
+        return self.plan.predicted.peak_memory_bytes + own.nbytes - self.profile.cluster.memory_bytes
+
     def _reserve(self) -> str:
         """What the budget leaves free, for what, and who says so."""
         cluster = self.profile.cluster
-        matrices = self.profile.optimizer.matrix is not None
-        kept = reserve(cluster, matrices=matrices, flat=self.profile.sums_over_tiers)
+        kept = self._kept()
         said = f"the device's {console.size(cluster.memory_bytes)} less {console.size(kept.nbytes)}"
         if not kept.communicators:
             return said
-        ordered, flat = self.plan.message_order is not None, bool(self.plan.flat_sums)
-        own = reserve(cluster, ordered=ordered, matrices=matrices, flat=flat).communicators
+        own = self.solved.best.communicators
         fewer = f", of which this plan has {own}" if own < kept.communicators else ""
+        if own > kept.communicators:
+            fewer = f"; this plan has {own}"
         how = "measured" if kept.measured else "assumed"
         return (
             f"{said} for context, NCCL, fragments; {how}: a context of {console.size(kept.context)}, "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
 from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import ITEM_BYTES, BucketLayout
 from hzplan.core.matrices import EXCHANGED, REPEATED
-from hzplan.core.schedule import Kind
+from hzplan.core.schedule import EXCHANGE_STREAM, Kind
 from hzplan.core.wire import Format, Wire, fits
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -42,6 +43,35 @@ def collectives_of(kind: Kind, tier: int, bucket: BucketLayout, mesh: Mesh) -> t
 
 PARAMETERS = (Kind.UNSHARD, Kind.PARAM_GATHER)
 """The kinds of tasks in which parameters travel; in others gradients do, or matrices."""
+
+
+GROUP_OF: Mapping[Kind, str] = {
+    Kind.UNSHARD: "unshard",
+    Kind.REDUCE: "reduce",
+    Kind.FINAL_REDUCE: "reduce",
+    Kind.GRAD_GATHER: "gather",
+    Kind.PARAM_GATHER: "gather",
+    Kind.ASSEMBLE: EXCHANGE_STREAM,
+    Kind.RETURN: EXCHANGE_STREAM,
+}
+"""The stream kind whose communicators a task's collectives take."""
+
+
+def communicators(buckets: Iterable[BucketLayout], mesh: Mesh) -> set[tuple[str, Stage]]:
+    """(Stream kind, stage) of the communicators that a plan uses.
+
+    Unshard, reduce and gather of one stage have a communicator each, for collectives on one communicator are
+    ordered by their launch, and streams must not order each other; in a message order, where a tier has one
+    stream, they share one.
+    """
+    kinds = {(bucket.levels, bucket.trainable): bucket for bucket in buckets}
+    return {
+        (group, stage)
+        for bucket in kinds.values()
+        for kind, group in GROUP_OF.items()
+        for tier in range(len(mesh.tiers))
+        for _, stage in collectives_of(kind, tier, bucket, mesh)
+    }
 
 
 def format_of(

@@ -122,7 +122,8 @@ def comes_with_hzplan(cluster: str) -> bool:
 
 
 def with_nodes(profile: Profile, nodes: int) -> Profile:
-    """A modelled profile on ``nodes`` nodes; UserError for a measured one, or for a user's own cluster."""
+    """A modelled profile on ``nodes`` nodes, calibrated as it was; UserError for a measured one, or for a
+    user's own cluster."""
     if not 1 <= nodes <= MOST_NODES:
         raise UserError(f"--nodes {nodes}: a cluster has at least 1 node, and at most {MOST_NODES}")
     check_whole(profile)
@@ -138,9 +139,13 @@ def with_nodes(profile: Profile, nodes: int) -> Profile:
     mesh = Mesh.of_tiers(*map(prod, profile.mesh.tiers[:-1]), nodes)
     largest = largest_gradient_bytes(profile.units, profile.model.dtype)
     later = lateness(cluster, mesh) / lateness(cluster, profile.mesh)
+    curves = collectives(cluster, mesh, largest)
+    if profile.calibrated is not None:
+        factors = profile.calibrated.tiers
+        curves = tuple(_times(curve, factors[mesh.tier_of(curve.high - 1)]) for curve in curves)
     return profile.replaced(
         cluster=profile.cluster.model_copy(update={"mesh": str(mesh)}),
-        collectives=collectives(cluster, mesh, largest),
+        collectives=curves,
         uses=tuple(_later(use, later) for use in profile.uses) if later != 1.0 else profile.uses,
     )
 
@@ -185,11 +190,11 @@ def with_ranks(profile: Profile, world: int) -> Profile:
     curves = [curve for curve in profile.collectives if curve.high <= low]
     for stage in (stage for stage in mesh.stages() if stage.low >= low):
         factor = _carried(mesh.group_size(stage)) / _carried(before)
-        curves += [_resized(curve, stage, factor) for curve in across.values()]
+        curves += [_moved(_times(curve, factor), stage) for curve in across.values()]
     if groups > 1 and profile.sums_over_tiers and mesh.whole is not None:
         factor = _carried(mesh.world) / _carried(profile.mesh.world)
         over_all = [c for c in profile.collectives if (c.low, c.high) == profile.mesh.whole]
-        curves += [_resized(curve, mesh.whole, factor) for curve in over_all]
+        curves += [_moved(_times(curve, factor), mesh.whole) for curve in over_all]
     calibrated = profile.calibrated
     if calibrated is not None:
         calibrated = calibrated.model_copy(update={"tiers": calibrated.tiers[:tiers]})
@@ -209,8 +214,8 @@ def _carried(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveCurve:
-    def resized(point: CollectivePoint) -> CollectivePoint:
+def _times(curve: CollectiveCurve, factor: float) -> CollectiveCurve:
+    def times(point: CollectivePoint) -> CollectivePoint:
         taken = point.processor_seconds
         return point.model_copy(
             update={
@@ -219,5 +224,8 @@ def _resized(curve: CollectiveCurve, stage: Stage, factor: float) -> CollectiveC
             }
         )
 
-    points = tuple(map(resized, curve.points))
-    return CollectiveCurve(operation=curve.operation, low=stage.low, high=stage.high, points=points)
+    return curve.model_copy(update={"points": tuple(map(times, curve.points))})
+
+
+def _moved(curve: CollectiveCurve, stage: Stage) -> CollectiveCurve:
+    return curve.model_copy(update={"low": stage.low, "high": stage.high})

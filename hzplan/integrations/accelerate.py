@@ -7,6 +7,7 @@ The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_
 from __future__ import annotations
 
 import re
+import uuid
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,6 +28,7 @@ import hzplan
 from hzplan.checkpoint.checkpoints import Checkpoints
 from hzplan.checkpoint.folder import listed
 from hzplan.errors import UserError, one_line
+from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.integrations.shards import groups_of, hand_over, whole_weights
 from hzplan.runtime.apply import parallelize
@@ -34,6 +36,8 @@ from hzplan.runtime.optimizer import ShardedOptimizer
 
 FOLDER = "hzplan"
 """Of a saved state's folder, where the shards of weights and optimizer state are."""
+NAME = "hzplan.id"
+"""Of a saved state's folder the file, written last, that says which shards the rest belongs to."""
 OTHERS = {
     DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.FSDP: "FSDP",
@@ -227,14 +231,23 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
             return super().save_state(output_dir, *arguments, **keywords)
         if self._sharded.engine.step_state.open:
             raise UserError("save_state: save between steps, `if accelerator.sync_gradients:` after step()")
+        named = [uuid.uuid4().hex]
+        broadcast_object_list(named)
+        if output_dir is not None and self.is_main_process:
+            (Path(output_dir).expanduser() / NAME).unlink(
+                missing_ok=True
+            )  # what is overwritten next is of none
         with self._without("_optimizers"):
             location = super().save_state(output_dir, *arguments, **keywords)
         folder = Path(location) / FOLDER
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(folder, keep=1)
         self._checkpoints.move_to(folder)
-        self._checkpoints.save(self._planned, self._sharded, self.step)
+        self._checkpoints.save(self._planned, self._sharded, self.step, extra={"state": named[0]})
         self._checkpoints.wait()
+        if self.is_main_process:
+            write_text(Path(location) / NAME, named[0])
+        self.wait_for_everyone()
         return location
 
     def load_state(self, input_dir: str | None = None, *arguments: Any, **keywords: Any) -> None:
@@ -248,6 +261,12 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
             raise UserError(
                 f"{folder}: not of a planned run (it has no folder {FOLDER}); begin with its weights, loaded "
                 "before prepare"
+            )
+        path = folder / NAME
+        if "state" in loaded.extra and loaded.extra["state"] != (path.read_text() if path.exists() else ""):
+            raise UserError(
+                f"{folder}: a save was interrupted, and its schedulers and samplers are of another step than "
+                "the shards; load another state"
             )
         with self._without("_models", "_optimizers"):
             super().load_state(str(folder), *arguments, **keywords)

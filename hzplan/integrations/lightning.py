@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -98,12 +99,27 @@ class PlannedStrategy(DDPStrategy):
         if self._sharded is None:
             self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._requeue_no_more()
             if self.plan is not None:
                 self._accumulate(trainer, self.plan)
             self.setup_optimizers(trainer)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop.inference_mode = False  # gathers write into buffers that backward uses too
         self.setup_precision_plugin()
+
+    def _requeue_no_more(self) -> None:
+        """Slurm's signal, at which Lightning saves and requeues, comes in the middle of a step, when there
+        are no whole weights to be saved."""
+        environment = self.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            environment.auto_requeue = False
+            if self.global_rank == 0:
+                warnings.warn(
+                    "under a plan Lightning does not requeue a Slurm job at a signal: save with "
+                    "ModelCheckpoint(every_n_train_steps=…, save_last=True), let Slurm requeue the job "
+                    '(sbatch --requeue), and fit with ckpt_path="last"',
+                    stacklevel=2,
+                )
 
     @staticmethod
     def _accumulate(trainer: pl.Trainer, plan: Plan) -> None:

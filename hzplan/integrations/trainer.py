@@ -19,6 +19,7 @@ import hzplan
 from hzplan.checkpoint.checkpoints import Checkpoints
 from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
+from hzplan.integrations.shards import groups_of, hand_over
 from hzplan.runtime.apply import full_parameters, parallelize
 from hzplan.runtime.optimizer import ShardedOptimizer
 
@@ -70,17 +71,18 @@ class PlannedTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Shard the model; what accelerate is told is ready, it leaves as it is."""
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-            self.args, self.model
-        )
-        options = dict(options)
-        decayed = set(self.get_decay_parameter_names(self.model))
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for n, p in trained if (n in decayed) is decays], "weight_decay": weight_decay}
-            for decays, weight_decay in ((True, self.args.weight_decay), (False, 0.0))
-        ]
-        options["params"] = [group for group in groups if group["params"]]
+        given = self.optimizer
+        if self._sharded is not None:  # of an earlier train()
+            assert given is not None
+            return given
+        kind: Any
+        if given is None:
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            options = {"params": self._groups(), **options}
+        else:
+            kind, options = type(given), {"params": groups_of(given)}
         if self.plan is None:
             args = self.args
             batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -90,9 +92,21 @@ class PlannedTrainer(Trainer):
             )
         else:
             _, self._sharded = parallelize(self.model, self.plan, kind, **options)
+        if given is not None and self.lr_scheduler is not None:
+            hand_over(self.lr_scheduler, self._sharded)
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare(self._sharded, device_placement=[False])
         return self.optimizer
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """What decays, and what does not, as Trainer has them."""
+        decayed = set(self.get_decay_parameter_names(self.model))
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for n, p in trained if (n in decayed) is decays], "weight_decay": weight_decay}
+            for decays, weight_decay in ((True, self.args.weight_decay), (False, 0.0))
+        ]
+        return [group for group in groups if group["params"]]
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         assert self._sharded is not None, "training has begun"

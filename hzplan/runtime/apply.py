@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -268,6 +269,12 @@ def apply(
         device = next(model.parameters()).device
         check_planned(optimizer_class, arguments, choice.optimizer, device)
     units = find_units(model, blocks_of(choice.requires) if choice.requires else None)
+    modules = [unit.module for unit in units]
+    if not _in_shards.isdisjoint(modules):
+        raise UserError(
+            "the model is in shards already; go on with the optimizer that it was given then, or make the "
+            "model anew"
+        )
     recomputed = recomputed_modules(units, choice.recompute)
     tensors = {unit.name: marked(unit.computed_in(choice.dtype), choice.wire) for unit in units}
     _check_parameters(units, tensors, world)
@@ -279,6 +286,8 @@ def apply(
         name: bucketise([(tensor, choice.levels[tensor.name]) for tensor in of_unit], choice.mesh)
         for name, of_unit in tensors.items()
     }
+    if choice.local_norm:
+        _check_local_norm(layouts, choice.mesh)
     offloaded = choice.offload & schedule.offload_slots.keys()
     reduce_dtype = None if choice.reduce_dtype is None else getattr(torch, choice.reduce_dtype)
     forms = Forms(choice.wire, reduce_dtype, choice.narrow_sums)
@@ -334,12 +343,19 @@ def apply(
     if any(bucket.sharded for state in states for bucket in state.buckets):
         undo += [refuse_state_dict(module) for module in model.modules()]
 
+    _in_shards.update(modules)
+
     def detach() -> None:
+        _in_shards.difference_update(modules)
         for one in undo:
             one()
 
     engine.detach = detach
     return model, ShardedOptimizer(engine)
+
+
+_in_shards: WeakSet[nn.Module] = WeakSet()
+"""Modules of units whose parameters are views of a plan's buffers."""
 
 
 def _relaxed(
@@ -398,6 +414,17 @@ def _updated_together(states: Iterable[UnitState], schedule: Schedule) -> list[s
     return [
         unit for task in schedule.tasks if task.kind is Kind.UPDATE for unit in task.units if unit in alone
     ]
+
+
+def _check_local_norm(layouts: Mapping[str, Sequence[BucketLayout]], mesh: Mesh) -> None:
+    """UserError where a rank does not have all reduced gradients, whose norm it is to take by itself."""
+    for layout in (one for of_unit in layouts.values() for one in of_unit if one.trainable):
+        _, grad, optim = layout.levels.shards(mesh)
+        if max(grad, optim) > 1:
+            raise UserError(
+                f"the plan's field local_norm: {layout.tensors[0].name} is trained, and its gradient or "
+                "optimizer state is in shards; solve again"
+            )
 
 
 def _check_parameters(

@@ -10,24 +10,13 @@ from torch import Tensor, nn
 
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.layout import BucketLayout
-from hzplan.core.schedule import EXCHANGE_STREAM, Kind
-from hzplan.core.stages import PARAMETERS, Collective, collectives_of, format_of
+from hzplan.core.schedule import Kind
+from hzplan.core.stages import GROUP_OF, PARAMETERS, Collective, collectives_of, format_of
 from hzplan.core.wire import Wire
 from hzplan.models.local import cast, is_distributed, local, put
 from hzplan.runtime.backends.base import Buffers, Groups
 from hzplan.runtime.backends.packing import Cast, Errors, Form, form_of
 from hzplan.runtime.world import World
-
-GROUP_OF = {
-    Kind.UNSHARD: "unshard",
-    Kind.REDUCE: "reduce",
-    Kind.FINAL_REDUCE: "reduce",
-    Kind.GRAD_GATHER: "gather",
-    Kind.PARAM_GATHER: "gather",
-    Kind.ASSEMBLE: EXCHANGE_STREAM,
-    Kind.RETURN: EXCHANGE_STREAM,
-}
-"""The stream kind whose communicators a task's collectives take."""
 
 
 @dataclass

@@ -22,14 +22,14 @@ from hzplan.core.buffers import (
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Schedule, Task, Use
-from hzplan.core.stages import Collective
+from hzplan.core.stages import Collective, communicators
 from hzplan.errors import UserError
 from hzplan.models.hooks import backward_is_running
 from hzplan.models.saved import Saved
 from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.groups import job_timeout
 from hzplan.runtime.backends.nccl import registered
-from hzplan.runtime.bucket import GROUP_OF, Bucket, Forms
+from hzplan.runtime.bucket import Bucket, Forms
 from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
@@ -83,7 +83,8 @@ class Engine:
         self.detach: Callable[[], None] = lambda: None
         made: dict[tuple[str, Stage], Group] = {}
         self.groups: dict[tuple[str, Stage], Group] = {}
-        for kind, stage in sorted(_wanted(units, len(mesh.tiers))):  # in one order on all ranks
+        layouts = (bucket.layout for unit in units for bucket in unit.buckets)
+        for kind, stage in sorted(communicators(layouts, mesh)):  # in one order on all ranks
             name = kind if schedule.order is None or kind == EXCHANGE_STREAM else LINK_STREAM
             if (name, stage) not in made:
                 made[name, stage] = world.new_group(mesh, name, stage, device)
@@ -118,7 +119,7 @@ class Engine:
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._updating_tasks = [task for task in schedule.tasks if task.kind in UPDATING]
         self._warned = False  # of a step with fewer micro-batches than planned
-        gathers = [task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER]
+        gathers = [task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER and not self.idle(task)]
         # Where the next step gathers what this one updates, until then parameters are partly old.
         self._last_param_gather = gathers[-1] if schedule.order is not None and gathers else None
         self._parameters_are_old = False
@@ -298,7 +299,8 @@ class Engine:
             following = step.micro_batch * len(self.schedule.uses)
             if not step.scheduled and self._expected(following, unit, phase):
                 self._enter_schedule(following)
-        if training and step.scheduled and self._expected(following, unit, phase):
+        # Also a unit that is called without gradients between others with them.
+        if (training or step.in_micro_batch) and step.scheduled and self._expected(following, unit, phase):
             self._end_turn()
             self._begin_turn(following)
         else:
@@ -315,7 +317,9 @@ class Engine:
         if unit.name in step.complete or unit.name not in self._trainable:
             self._require_expected(unit)
         if step.scheduled and unit.name in self._completed_at.get(step.position, ()):
-            unit.take_gradient(parameter, accumulate=step.micro_batch > 0)
+            # A backward inside of the backward, as a checkpoint's, brings a part of the gradient by itself.
+            again = id(parameter) in step.delivered
+            unit.take_gradient(parameter, accumulate=step.micro_batch > 0, again=again)
             step.delivered.add(id(parameter))
             step.used.add(id(parameter))
 
@@ -332,6 +336,10 @@ class Engine:
         for unit in self.units.values():
             if unit.left_over():
                 self._require_expected(unit)
+            if (name := unit.unfrozen()) is not None:
+                raise RuntimeError(
+                    f"{name} has a gradient, and was frozen when the plan was made; profile and solve again"
+                )
         step.end_micro_batch()
 
     def abandon_step(self) -> None:
@@ -351,6 +359,8 @@ class Engine:
         self._leave_schedule()
         self._unshard_only(())
         self.executor.skip_step()
+        # Who has sent what others never will waits for it above, and is named here.
+        self.world.meet("going on after a step that was thrown away")
         for unit in self.units.values():
             unit.drop_gradients()
         self._end_step()
@@ -573,7 +583,7 @@ class Engine:
 
         Else a rank's collectives could meet other ones of the same size that other ranks' schedules launch.
         """
-        if training or self._is_sharded:
+        if training or self._is_sharded or self._parameters_are_old:
             if not self._calls_outside:
                 self.world.meet("leaving the schedule, which every rank does or none")
             self._calls_outside += 1
@@ -582,7 +592,11 @@ class Engine:
         self._call_outside(training=training)
         if not training and self._is_sharded and self._evaluates(unit):
             return
-        self._leave_schedule()
+        if training or self._is_sharded:
+            self._leave_schedule()
+        else:  # a rank may look at whole parameters by itself, and goes on with the schedule
+            self.executor.synchronize()
+            self._gather_old_parameters()
         if training and not self.step_state.open:
             self.executor.step += 1
             self.step_state.open = True
@@ -650,6 +664,7 @@ class Engine:
             self._run_on_tiers(Kind.PARAM_GATHER, name)
         self.executor.skip_step()
 
+    @torch.inference_mode(False)  # what is allocated meanwhile is used in training, too
     @torch.no_grad()
     def _run_on_tiers(self, kind: Kind, name: str, position: int = 0) -> None:
         """Reductions go from the first tier to the last, gathers back."""
@@ -708,23 +723,6 @@ class Engine:
         self._unshard_only([unit])
         yield self.units[unit]
         self._unshard_only(())
-
-
-def _wanted(units: Sequence[UnitState], tiers: int) -> set[tuple[str, Stage]]:
-    """(Stream kind, stage) of the communicators that a plan uses.
-
-    Unshard, reduce and gather of one stage have a communicator each, for collectives on one communicator are
-    ordered by their launch, and streams must not order each other; in a message order, where a tier has one
-    stream, they share one.
-    """
-    return {
-        (group, stage)
-        for kind, group in GROUP_OF.items()
-        for unit in units
-        for bucket in unit.buckets
-        for tier in range(tiers)
-        for _, stage in bucket.collectives(kind, tier)
-    }
 
 
 def _copies(schedule: Schedule) -> tuple[dict[int, list[str]], dict[int, list[str]]]:

@@ -188,7 +188,8 @@ class Launcher:
         if times is not None:
             times.ended.append((task.index, done))
         if self._next[task.index]:
-            with torch.no_grad():
+            # Also in an evaluation: what is allocated meanwhile is used in training, too.
+            with torch.inference_mode(False), torch.no_grad():
                 self._launch_after(task, here, done)
 
     def _launch_after(self, task: Task, here: Queue, done: Event) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from hzplan.core.layout import ALIGNMENT_BYTES
 from hzplan.core.matrices import EXCHANGED, Placed, hosts, newton_schulz_flops, route
 from hzplan.core.schedule import Kind
+from hzplan.core.stages import GROUP_OF
 from hzplan.errors import UserError
 from hzplan.runtime.backends.base import Buffers, Collectives, Groups, Split
-from hzplan.runtime.bucket import GROUP_OF, Bucket
+from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.muon import orthogonalized
 from hzplan.runtime.updates import Updates
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hzplan.core.hierarchy import Stage
 from hzplan.core.schedule import Kind, Task
+from hzplan.core.stages import GROUP_OF
 from hzplan.runtime.backends.base import Buffers, Collectives, Groups, Reductions
 from hzplan.runtime.backends.packing import Form
-from hzplan.runtime.bucket import GROUP_OF
 from hzplan.runtime.joined import joined
 from hzplan.runtime.unit import UnitState
 

@@ -91,6 +91,14 @@ class ShardedOptimizer(Optimizer):
         self.engine.abandon_step()
         self._clipped = self._skips = False
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks first; refused."""
+        raise UserError(
+            "torch.amp.GradScaler scales what a plan has reduced and sharded already: train in bfloat16, "
+            "which needs none (profile --dtype bf16), or in float32"
+        )
+
     def state_dict(self) -> Any:
         """Refused: it would be this rank's pieces, which nothing could read under another plan."""
         raise UserError("hzplan's optimizer is sharded: save with hzplan.Checkpoints, not state_dict()")

@@ -29,6 +29,7 @@ class UnitState:
         self.name, self.offload = name, offload
         self.buckets = tuple(buckets)
         self.trainable_buckets = tuple(bucket for bucket in buckets if bucket.layout.trainable)
+        self._frozen_buckets = [bucket for bucket in buckets if not bucket.layout.trainable]
         self.is_unsharded = False
         self._scale = 1.0 / world
         self._place_of = {
@@ -76,15 +77,16 @@ class UnitState:
 
     # Gradients of one micro-batch. ``delivered``: ids of the parameters whose gradient has been taken.
 
-    def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool) -> None:
-        """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means."""
+    def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool, again: bool = False) -> None:
+        """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means.
+        ``again``: another part of it came in this micro-batch."""
         if torch.is_grad_enabled():  # inside of a backward that is to be differentiated; a guard takes longer
             with torch.no_grad():
-                return self.take_gradient(parameter, accumulate=accumulate)
+                return self.take_gradient(parameter, accumulate=accumulate, again=again)
         gradient = take_gradient(parameter)
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
-        accumulate = accumulate and not bucket.grad_sharded
+        accumulate = again or (accumulate and not bucket.grad_sharded)
         return deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
 
     def take_rest(self, delivered: Set[int], *, accumulate: bool) -> set[int]:
@@ -119,6 +121,14 @@ class UnitState:
         for bucket in self.trainable_buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def unfrozen(self) -> str | None:
+        """The name of a tensor with a gradient that there is no bucket for; None: there is none."""
+        for bucket in self._frozen_buckets:
+            for tensor, parameter in zip(bucket.layout.tensors, bucket.parameters, strict=True):
+                if parameter.grad is not None:
+                    return tensor.name
+        return None
 
     def left_over(self) -> bool:
         """Whether gradients have come that nobody took."""

@@ -54,7 +54,9 @@ class Baseline:
             return Row(self.name, self.plan, self.plan.fits(request.memory_bytes, request.host_bytes), ())
         assert self.triple is not None, "a plan or a triple"
         recompute_choices = None if self.recompute is None else [self.recompute]
-        some = [one for one in settings.of(self.triple, recompute_choices) if self._allows(one.search)]
+        flat = settings.model.flat_sums and self.triple.three == (0, 0, 0)  # as this question's plans
+        triple = self.triple._replace(flat=flat)
+        some = [one for one in settings.of(triple, recompute_choices) if self._allows(one.search)]
         if not some:
             sizes = sorted({search.question.micro_batch for search in settings.searches})
             raise UserError(

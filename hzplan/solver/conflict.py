@@ -68,8 +68,10 @@ def moved_to_host(profile: Profile, request: Request) -> int | None:
 
 
 def least_bytes(profile: Profile, request: Request) -> int:
-    """The smallest memory that fits a question, bytes: with the least prefetch and one gradient buffer."""
+    """The smallest memory that fits a question, bytes: with the least prefetch and one gradient buffer, or
+    few matrices brought together at a time."""
     depth = min(request.depths)
     searches = searches_of(profile, replace(request, depths=(depth,)))
-    leanest = [search for search in searches if search.question.schedule.gradient_buffers == 1]
+    paces = ((search, search.question.schedule.pace) for search in searches)
+    leanest = [search for search, pace in paces if pace.gradient_buffers == 1 or pace.matrix_units]
     return min(search.smallest.memory.peak for search in leanest)

@@ -39,6 +39,8 @@ def emit(profile: Profile, request: Request, solved: Solved, *, profile_path: Pa
     bound_s, in_order_s = (
         min(step_s, floor(bound) / 1e9) for bound in (solved.bound_ns, solved.in_order_bound_ns)
     )
+    if solved.best.schedule.order is None:  # then it is not of plans in an order alone
+        in_order_s = bound_s
     proof = Proof(
         status=solved.status,
         objective_s=_seconds(solved.best.objective_ns),

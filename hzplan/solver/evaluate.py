@@ -11,9 +11,10 @@ from typing import NamedTuple
 from hzplan.core.buffers import Slots, assign_slots
 from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import bucketise
-from hzplan.core.order import CircularOrder
+from hzplan.core.order import LINK_STREAM, CircularOrder
 from hzplan.core.recompute import HOST, NOTHING, Recomputed
-from hzplan.core.schedule import Schedule
+from hzplan.core.schedule import EXCHANGE_STREAM, Schedule
+from hzplan.core.stages import communicators
 from hzplan.cost.interference import Interference
 from hzplan.cost.memory import Memory, memory
 from hzplan.cost.model import CostModel, tensors_of
@@ -124,6 +125,22 @@ class Evaluation:
         """The predicted step, seconds."""
         return self.predicted.period_ns / 1e9
 
+    @property
+    def communicators(self) -> int:
+        """How many a rank has: the job's, and the plan's."""
+        mesh, tensors = self.model.mesh, self.model.tensors
+        buckets = (
+            bucket
+            for unit, levels in self.levels.items()
+            for bucket in bucketise(zip(tensors[unit], levels, strict=True), mesh)
+        )
+        one = self.schedule.order is not None
+        found = {
+            (LINK_STREAM if one and kind != EXCHANGE_STREAM else kind, stage)
+            for kind, stage in communicators(buckets, mesh)
+        }
+        return 1 + len(found)
+
     def fits(self, memory_bytes: int, host_bytes: int) -> bool:
         """Whether peak device memory and host memory are within these bytes."""
         return self.memory.peak <= memory_bytes and self.memory.host <= host_bytes
@@ -137,8 +154,8 @@ def evaluate(
     slots: Slots | None = None,
     modes: Modes = PLAIN,
 ) -> Evaluation:
-    """Evaluate a choice of levels and modes. A unit that is not updated, or has no state, is not
-    offloaded; activations that are needed again too soon stay on the device."""
+    """Evaluate a choice of levels and modes. A unit that is not updated, has no state, or whose matrices are
+    brought together is not offloaded; activations that are needed again too soon stay on the device."""
     stays = [unit for unit, way in modes.recompute.items() if way == HOST and unit not in schedule.saved]
     recompute = modes.recompute.with_(stays, None) if stays else modes.recompute
     modes = Modes(recompute, modes.offload & schedule.offload_slots.keys())
@@ -172,7 +189,8 @@ def unit_costs(
         key = model.like[unit], levels.get(unit), recompute, offload
         if key not in known:
             made = unit_cost(specs, levels[unit], model) if specs else none
-            known[key] = replace(model.offloaded(made) if offload else made, recompute=recompute)
+            moves = offload and not made.matrix_bytes  # matrices that travel need their state meanwhile
+            known[key] = replace(model.offloaded(made) if moves else made, recompute=recompute)
         units[unit] = known[key]
     return units
 

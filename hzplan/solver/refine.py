@@ -60,6 +60,8 @@ def improved(
         inside = InOrder(best, searches, request)  # each begins with a faster plan
         searched.append(inside)
     last = improve(best, _replays(best, searches), around, fits, late)
+    if inside.covers(last):
+        inside.found.all.append(last)  # perhaps of levels that no column has, which its bound is not of
     return [*changed, *(one for some in searched for one in some.found.all), last], inside
 
 

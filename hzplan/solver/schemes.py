@@ -340,7 +340,8 @@ def _shallower(one: Bounded, other: Bounded) -> bool:
         return False
     mine, theirs = _pace(one), _pace(other)
     nowhere = mine.prefetch <= theirs.prefetch and mine.gradient_buffers <= theirs.gradient_buffers
-    return nowhere and mine.message_bytes == theirs.message_bytes and mine != theirs
+    alike = (mine.message_bytes, mine.matrix_units) == (theirs.message_bytes, theirs.matrix_units)
+    return nowhere and alike and mine != theirs
 
 
 def _deepest(settings: Sequence[Bounded]) -> list[Bounded]:

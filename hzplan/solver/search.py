@@ -499,7 +499,11 @@ class Search:
                 return found, bound / MIB
             reach = problem.lp.objective.value() - bound + TOLERANCE
             if all(len(offered[unit]) >= (values <= reach).sum() for unit, values in margins.items()):
-                return found, found.memory.peak
+                peak = found.memory.peak
+                if self.question.model.matrices is None:
+                    return found, peak
+                # Of what hosts receive it counts each one's share, and the plan the largest.
+                return found, min(peak, (problem.lp.objective.value() - TOLERANCE) / MIB)
             limit *= 8
 
     def _least_memory(self) -> tuple[float, dict[str, Coefficients]]:

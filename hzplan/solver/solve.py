@@ -288,7 +288,8 @@ def _on_own_schedule(baseline: Baseline, settings: Settings) -> Baseline:
 def _replayed(one: Evaluation, settings: Settings) -> Evaluation:
     """A plan from outside, evaluated on a schedule with host copies where this question allows them, and with
     its whole gradients summed as this question's are."""
-    request, flat = settings.request, settings.model.flat_sums
+    request = settings.request
+    flat = settings.model.flat_sums and one.model.knows_flat_sums  # its gradients may travel narrow
     model = replace(one.model, flat_sums=flat)
     levels = {
         unit: tuple(

@@ -10,11 +10,14 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.entries import whole
+from hzplan.checkpoint.extra import packed, unpacked
 from hzplan.checkpoint.folder import listed, newest_whole
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.staging import Staging
@@ -93,12 +97,19 @@ def test_what_is_saved_is_loaded_to_the_bit(name: str, dtype: str, tmp_path: Pat
         one.engine.close()
 
 
-def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+        partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 4], gamma=0.5),
+    ],
+)
+def test_a_scheduler_goes_on_from_the_rate_that_was_saved(schedule: Any, tmp_path: Path) -> None:
     """Many of torch's multiply the rate that the optimizer has."""
 
     def with_schedule() -> tuple[nn.Module, ShardedOptimizer, Any]:
         model, optimizer = made()
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return model, optimizer, schedule(optimizer)
 
     model, optimizer, scheduler = with_schedule()
     for number in range(3):
@@ -429,12 +440,41 @@ def test_another_optimizers_state_is_refused(saved: Path) -> None:
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("extra", [{"best": float("inf")}, {"at": (1, 2)}, {1: 2}, {"x": torch.zeros(1)}])
-def test_extra_is_kept_as_it_is_or_refused(extra: dict[Any, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("extra", "place"),
+    [({1: 2}, "extra: its keys are texts"), ({"x": [torch.zeros(1)]}, r"extra\['x'\]\[0\]: a Tensor")],
+)
+def test_extra_that_cannot_be_kept_is_refused(extra: dict[Any, Any], place: str, tmp_path: Path) -> None:
     model, optimizer = made()
-    with pytest.raises(UserError, match=r"^extra: JSON "):
+    with pytest.raises(UserError, match=f"^{place}"):
         Checkpoints(tmp_path).save(model, optimizer, 1, extra=extra)
     optimizer.engine.close()
+
+
+@given(
+    st.dictionaries(
+        st.text(),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+            lambda of: (
+                st.lists(of)
+                | st.lists(of).map(tuple)
+                | st.dictionaries(st.text(), of)
+                | st.dictionaries(st.just("!"), of)
+                | st.dictionaries(st.integers() | st.tuples(st.integers()), of)
+            ),
+        ),
+    )
+)
+def test_extra_comes_back_as_it_was(extra: dict[str, Any]) -> None:
+    assert unpacked(json.loads(json.dumps(packed(extra), allow_nan=False))) == extra
+
+
+def test_of_extra_a_damaged_kind_is_refused() -> None:
+    assert repr(unpacked(packed({"best": float("nan")}))) == "{'best': nan}"
+    for kind in (["float", "1e9"], ["set", []], ["dict", [[1]]], ["dict", [[[], 1]]], "tuple", ["tuple", 3]):
+        with pytest.raises(UserError, match="field extra is damaged"):
+            unpacked({"x": {"!": kind}})
 
 
 def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
