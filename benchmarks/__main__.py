@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,13 +78,22 @@ def main(
     _write_docs(results, docs)
 
 
+def _asked(arguments: Sequence[str]) -> list[str]:
+    """The options of a command line, without those that say where files lie."""
+    found, places = list[str](), {"--output", "--work", "--docs", "--shown"}
+    for before, one in zip(["", *arguments], arguments, strict=False):
+        if one not in places and before not in places:
+            found.append(one)
+    return found
+
+
 def about() -> dict[str, Any]:
     ask = ["git", "rev-parse", "--short", "HEAD"]
     head = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "date": date.today().isoformat(),
         "commit": head.stdout.strip() or "unknown",
-        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(), *_asked(sys.argv[1:])]),
         "machine": {
             "cpus": os.cpu_count(),
             "cpu": _cpu(),

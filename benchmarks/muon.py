@@ -44,12 +44,14 @@ STEPS = 60
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Results, JSON; regimes that are there are not measured.")],
+    output: Annotated[
+        Path, typer.Option(help="Results, JSON; regimes that are there are not measured.")
+    ] = Path("build/muon.json"),
     docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
 ) -> None:
     """Measure every regime with the commands that a user has, about four minutes each on two quiet cores.
 
-    Example: python -m benchmarks.muon --output build/muon.json --docs docs/muon.md
+    Example: python -m benchmarks.muon --docs docs/muon.md
     """
     names = [regime.name for regime in REGIMES]
     found = measured(names, lambda number, folder: _measure(REGIMES[number], folder), _row, output)

@@ -56,12 +56,14 @@ PUBLISHED = (
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Results, JSON; what is there is not asked again.")],
+    output: Annotated[Path, typer.Option(help="Results, JSON; what is there is not asked again.")] = Path(
+        "build/muon-modelled.json"
+    ),
     docs: Annotated[Path | None, typer.Option(help="Where to add the table, below what is there.")] = None,
 ) -> None:
     """Ask every question under AdamW, under Muon, and under Muon with every matrix gathered and repeated.
 
-    Example: python -m benchmarks.muon_modelled --output build/muon-modelled.json --docs docs/muon.md
+    Example: python -m benchmarks.muon_modelled --docs docs/muon.md
     """
     found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
     for question in QUESTIONS:

@@ -43,12 +43,14 @@ STEPS = 25
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Results, JSON; regimes that are there are not measured.")],
+    output: Annotated[
+        Path, typer.Option(help="Results, JSON; regimes that are there are not measured.")
+    ] = Path("build/wire.json"),
     docs: Annotated[Path | None, typer.Option(help="Where to write the table.")] = None,
 ) -> None:
     """Measure every regime with the commands that a user has, about five minutes each on two quiet cores.
 
-    Example: python -m benchmarks.wire --output build/wire.json --docs docs/wire.md
+    Example: python -m benchmarks.wire --docs docs/wire.md
     """
     names = [regime.name for regime in REGIMES]
     found = measured(names, lambda number, folder: _measure(REGIMES[number], folder), _row, output)

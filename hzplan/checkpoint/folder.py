@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hzplan.errors import UserError
+from hzplan.formats.base import file_mode
 from hzplan.formats.checkpoint import Checkpoint, data_file
 
 NAME = re.compile(r"step-(\d{8,15})")
@@ -164,12 +165,17 @@ def prune(folder: Path, keep: int, steps: Sequence[int], *, spared: int) -> None
         shutil.rmtree(hidden, ignore_errors=True)
 
 
+LOCK = ".lock"
+"""Of a folder, the file that who writes there has locked."""
+
+
 class Lock:
     """A folder that this process alone writes to, until it ends; UserError where another one does."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(folder, os.O_RDONLY)
+        # Of a file: between machines NFS locks no folders.
+        self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, file_mode())
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

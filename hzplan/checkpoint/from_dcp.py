@@ -3,7 +3,7 @@ reads the boxes of its own slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +15,10 @@ from hzplan.checkpoint.dcp_names import Names
 from hzplan.checkpoint.dcp_source import Source, Stored, check_shapes, fill, open_source
 from hzplan.checkpoint.entries import Entry, buffers, parameters, state_to_fill, whole
 from hzplan.checkpoint.restore import NUMBERS
+from hzplan.checkpoint.together import together
 from hzplan.errors import UserError
 from hzplan.formats.checkpoint import MODEL, STATE
-from hzplan.runtime.engine import Engine
 from hzplan.runtime.optimizer import ShardedOptimizer
-from hzplan.runtime.world import MAX
 
 
 def take_weights(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]:
@@ -28,16 +27,21 @@ def take_weights(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer
     Returns the names of its weights that the model does not have. UserError when one of the model's is
     missing or has another shape.
     """
-    source = open_source(path)
     engine = optimizer.engine
     engine.synchronize()
-    names = Names(source, model)
-    found = names.weights()
-    fill(source, [(found[e.name.removeprefix(MODEL)], e) for e in _weights(model, optimizer)])
+
+    def taken() -> list[str]:
+        source = open_source(path)
+        names = Names(source, model)
+        found = names.weights()
+        fill(source, [(found[e.name.removeprefix(MODEL)], e) for e in _weights(model, optimizer)])
+        of_state = [f"state.{name}." for name in names.firsts]
+        others = source.tensors.keys() - names.of_weights
+        return sorted(name for name in others if not any(part in name for part in of_state))
+
+    unused = together(engine, taken)
     engine.refresh_parameters()
-    of_state = [f"state.{name}." for name in names.firsts]
-    others = source.tensors.keys() - names.of_weights
-    return sorted(name for name in others if not any(part in name for part in of_state))
+    return unused
 
 
 def load_dcp(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer) -> int:
@@ -49,16 +53,14 @@ def load_dcp(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer) ->
     """
     engine, updates = optimizer.engine, optimizer.updates
     engine.synchronize()
-    prepared: list[_Prepared] = []
-    _together(engine, path, lambda: prepared.append(_prepare(path, model, optimizer)))
-    source, weights, states, wanted = prepared[0]
+    source, weights, states, wanted = together(engine, lambda: _prepare(path, model, optimizer))
     dtypes = {piece.bucket.layout.tensors[piece.index].name: piece.param.dtype for piece in updates.pieces}
     filled = state_to_fill(updates, lambda name: _keys(weights[name], states[name], dtypes[name]))
     wanted += [(states[owner][key], e) for e in filled for owner, key in [_owner_and_key(e.name)]]
     counted = [of["step"] for of in states.values() if "step" in of]
     steps = [torch.zeros(tuple(of.metadata.size), dtype=torch.float64) for of in counted]
     wanted += [(of, whole(of.name, number)) for of, number in zip(counted, steps, strict=True)]
-    _together(engine, path, lambda: fill(source, wanted))
+    together(engine, lambda: fill(source, wanted))
     engine.refresh_parameters()
     return max((int(number.max()) for number in steps), default=0)
 
@@ -95,21 +97,6 @@ def _prepare(path: str | Path, model: nn.Module, optimizer: ShardedOptimizer) ->
         if sum(prod(chunk.sizes) for chunk in stored.metadata.chunks) < prod(stored.metadata.size):
             raise UserError(f"{stored.folder}: a part of {stored.name} is not in it")
     return _Prepared(source, weights, states, wanted)
-
-
-def _together(engine: Engine, path: str | Path, work: Callable[[], None]) -> None:
-    """Do it on every rank; UserError on all of them where it fails on one."""
-    problem: UserError | None = None
-    try:
-        work()
-    except UserError as error:
-        problem = error
-    failed = torch.tensor(float(problem is not None), dtype=torch.float64, device=engine.device)
-    engine.all_reduce(failed, "reading a checkpoint", MAX)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise UserError(f"{path}: another rank cannot read it; its message says why")
 
 
 def _weights(model: nn.Module, optimizer: ShardedOptimizer) -> list[Entry]:

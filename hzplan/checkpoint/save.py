@@ -128,8 +128,8 @@ class Saver:
     ) -> None:
         """Between two steps: copy what this rank holds, and return while it is written.
 
-        Waits for a save that is still under way. ``extra``: see ``checkpoint.extra``; rank 0's is kept. ``own``:
-        what this rank keeps for itself. UserError for what cannot be kept so.
+        Waits for a save that is still under way. ``extra``: see ``checkpoint.extra``; rank 0's is kept.
+        ``own``: what this rank keeps for itself. UserError for what cannot be kept so.
         """
         packed_extra = packed(extra or {})
         self.wait()

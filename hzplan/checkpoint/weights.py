@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.dcp_source import is_one
 from hzplan.checkpoint.entries import Entry, aliases, buffers, parameters, whole
 from hzplan.checkpoint.from_dcp import take_weights
+from hzplan.checkpoint.together import together
 from hzplan.core.layout import boxes
 from hzplan.errors import UserError, one_line
 from hzplan.formats.base import file_mode, read_json, write_text
@@ -27,6 +29,8 @@ from hzplan.formats.checkpoint import MODEL, Checkpoint
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files with weights, as they are written here."""
 MOST_BYTES = 5 * 10**9
 """Of one file, as Hugging Face splits them."""
 
@@ -56,20 +60,25 @@ def export(
             tensors = _read(path, index, names, dtype)
             total += sum(tensor.nbytes for tensor in tensors.values())
             beside = target / f".{file}.partial"
-            save_file(tensors, beside, metadata={"format": "pt"})
-            os.chmod(beside, file_mode())
-            os.replace(beside, target / file)
+            try:
+                save_file(tensors, beside, metadata={"format": "pt"})
+                os.chmod(beside, file_mode())
+                os.replace(beside, target / file)
+            finally:
+                beside.unlink(missing_ok=True)
             places |= dict.fromkeys(tensors, file)
-        for other in [target / INDEX, *target.glob("model*.safetensors")]:
-            if other.name not in places.values():  # of an export before, which would be read instead
+        if len(groups) > 1:
+            listed = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            write_text(target / INDEX, json.dumps(listed, indent=2) + "\n")
+        else:
+            (target / INDEX).unlink(missing_ok=True)
+        for other in target.iterdir():  # of an export before, which would be read instead
+            if EXPORTED.fullmatch(other.name) and other.name not in places.values():
                 other.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror})") from None
     except SafetensorError as error:
         raise UserError(f"{target}: cannot be written ({one_line(error)})") from None
-    if len(groups) > 1:
-        listed = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_text(target / INDEX, json.dumps(listed, indent=2) + "\n")
     progress("written", 1.0)
     return total
 
@@ -114,6 +123,13 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
         return take_weights(path, model, optimizer)
     engine = optimizer.engine
     engine.synchronize()
+    unused = together(engine, lambda: _taken(path, model, optimizer))
+    engine.refresh_parameters()
+    return unused
+
+
+def _taken(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]:
+    """Fill this rank's slices; returns the names that the model does not have."""
     files = _files(path)
     names = _names(model)
     chosen = {}
@@ -123,13 +139,12 @@ def take(path: Path, model: nn.Module, optimizer: ShardedOptimizer) -> list[str]
             raise UserError(f"{path}: {first} is not in it; these are another model's weights")
         chosen[first] = there[0]
     opened: dict[Path, Any] = {}
-    for entry in [*parameters(engine.units.values(), once=False), *buffers(model)]:
+    for entry in [*parameters(optimizer.engine.units.values(), once=False), *buffers(model)]:
         name = chosen[entry.name.removeprefix(MODEL)]
         file = files[name]
         if file not in opened:
             opened[file] = _open(file)
         _copy(opened[file], file, name, entry)
-    engine.refresh_parameters()
     return sorted(set(files) - {name for its_names in names.values() for name in its_names})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ from hzplan.formats.base import write_text
 from hzplan.formats.plan import Plan
 from hzplan.training.data import Corpus
 from hzplan.training.run import RunResult, StepStats, Watcher
-from hzplan.training.trackers import HELDOUT, Tracker, open_tracker, values_of
+from hzplan.training.trackers import HELDOUT, Lasting, Tracker, open_tracker, values_of
 
 CALIBRATE = 0.2
 """A step predicted wrong by more than this share makes ``run`` mention calibration."""
@@ -54,7 +55,9 @@ class RunReport(Watcher):
 
     def on_start(self, step: int) -> None:
         """Open trackers and the metrics file; where a run goes on, the lines of the steps before stay."""
-        self._trackers = [open_tracker(text, self._plan, step) for text in self._log]
+        self._trackers = [
+            Lasting(text, open_tracker(text, self._plan, step), self.on_remark) for text in self._log
+        ]
         if self._path is None:
             return
         try:
@@ -76,7 +79,8 @@ class RunReport(Watcher):
     ) -> None:
         self._bar.__exit__(kind, error, trace)
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of a line that did not go out, which was said
+                self._file.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -98,8 +102,14 @@ class RunReport(Watcher):
             line["rounding"] = dict(stats.rounding)
             line = line if stats.rounding else {key: line[key] for key in line if key != "rounding"}
             line["loss"] = stats.loss if math.isfinite(stats.loss) else None
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(line, allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                self.on_remark(f"{self._path}: no more steps are written ({error.strerror})")
+                with suppress(OSError):
+                    self._file.close()
+                self._file = None
 
     def on_evaluation(self, step: int, loss: float) -> None:
         """Say a held-out loss, but the last, which the table has."""

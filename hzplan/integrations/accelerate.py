@@ -234,9 +234,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         named = [uuid.uuid4().hex]
         broadcast_object_list(named)
         if output_dir is not None and self.is_main_process:
-            (Path(output_dir).expanduser() / NAME).unlink(
-                missing_ok=True
-            )  # what is overwritten next is of none
+            # What is overwritten next belongs to none, until all is there.
+            (Path(output_dir).expanduser() / NAME).unlink(missing_ok=True)
         with self._without("_optimizers"):
             location = super().save_state(output_dir, *arguments, **keywords)
         folder = Path(location) / FOLDER

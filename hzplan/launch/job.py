@@ -81,13 +81,14 @@ def rank_info(env: Mapping[str, str] = os.environ) -> RankInfo | None:
             local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
         )
     elif _in_srun(env):
-        world = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
-        nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
+        world = _number(env, _tasks(env))
+        if world == 1:  # as of an interactive shell; what needs several ranks starts them
+            return None
         here = RankInfo(
             rank=_number(env, "SLURM_PROCID"),
             world=world,
             local_rank=_number(env, "SLURM_LOCALID", 0),
-            local_world=-(-world // max(nodes, 1)),
+            local_world=_on_this_node(env, world),
         )
     else:
         return None
@@ -102,6 +103,22 @@ def _in_srun(env: Mapping[str, str]) -> bool:
     """Whether srun started this process; a batch script has most of the variables, but is one process."""
     tasks = "SLURM_PROCID" in env and "SLURM_NTASKS" in env
     return tasks and ("SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env)
+
+
+def _tasks(env: Mapping[str, str]) -> str:
+    """The name of the variable that says how many tasks srun has started."""
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
+def _on_this_node(env: Mapping[str, str], world: int) -> int:
+    """How many of the tasks are on this node: of a list such as ``8(x2),4`` its own, else the mean."""
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    node = _number(env, "SLURM_NODEID", -1)
+    for each, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed) if node >= 0 else ():
+        node -= int(times or 1)
+        if node < 0:
+            return int(each)
+    return -(-world // max(_number(env, "SLURM_STEP_NUM_NODES", 1), 1))
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -35,7 +35,7 @@ def load_config(spec: str, name: str) -> Any:
     Raises UserError, naming ``spec``, for anything else, and where transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise UserError(f"{spec}: needs the package transformers; pip install 'hzplan[hf]'")
+        raise UserError(f"{spec}: needs the package transformers; pip install transformers")
     path = Path(name)
     if Path(name).name == name and (CONFIGS / f"{name}.json").exists():
         path = CONFIGS / f"{name}.json"

@@ -48,7 +48,7 @@ class DeepSpeed:
         missing = Ranks.here().gather(importlib.util.find_spec("deepspeed") is None)
         if any(missing):  # on all ranks alike, or some would wait for the others
             where = f" on rank {missing.index(True)}" if not all(missing) else ""
-            raise NotHere(f"DeepSpeed is not installed{where}; pip install 'hzplan[deepspeed]'")
+            raise NotHere(f"DeepSpeed is not installed{where}; pip install deepspeed")
         self.name = f"deepspeed{stage}"
         self._log = tempfile.TemporaryFile(mode="w+", prefix="hzplan-deepspeed-")  # noqa: SIM115
         if setting.device.type == "cuda":

@@ -50,6 +50,8 @@ UPDATING = (
 )
 """The kinds of tasks that update parameters."""
 
+MOST_UNFOLLOWED = 3
+"""Steps in a row that follow nothing of the schedule, until that is said."""
 ROUNDING = "comparing what rounding costs"
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 
@@ -118,6 +120,8 @@ class Engine:
         self._step_task = next(task for task in schedule.tasks if task.kind is Kind.STEP)
         self._update_tasks = [task for task in schedule.tasks if task.kind is Kind.UPDATE]
         self._updating_tasks = [task for task in schedule.tasks if task.kind in UPDATING]
+        self._unfollowed = 0  # steps in a row
+        self._all_before_step = False  # whether all forwards that may go back are from before a step
         self._warned = False  # of a step with fewer micro-batches than planned
         gathers = [task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER and not self.idle(task)]
         # Where the next step gathers what this one updates, until then parameters are partly old.
@@ -288,6 +292,13 @@ class Engine:
             self.abandon_step()
         step = self.step_state
         training = torch.is_grad_enabled() or phase == "backward"
+        if phase == "backward" and self._all_before_step:
+            raise RuntimeError(
+                "a backward pass of a forward from before optimizer.step(), which has changed the parameters "
+                "since; call backward first"
+            )
+        if training:
+            self._all_before_step = False
         if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
         step.in_backward |= phase == "backward"
@@ -404,7 +415,16 @@ class Engine:
         else:
             self._update_unscheduled()
         self.updates.steps += 1
+        self._unfollowed = 0 if self.step_state.followed else self._unfollowed + 1
+        if self._unfollowed == MOST_UNFOLLOWED:
+            warnings.warn(
+                f"{MOST_UNFOLLOWED} steps followed nothing of the plan's schedule: they are right, and no "
+                "message is beside compute. Profile the model as it is called now, and solve again; what is "
+                "called first under torch.no_grad(), as a frozen part, leave out of the plan's model",
+                stacklevel=5,  # of the loop's call
+            )
         self._end_step()
+        self._all_before_step = True
         if self.relaxed is not None:
             self.relaxed.after_step(self.updates.steps, self.synchronize, self.refresh_parameters)
         if self.rounding.due(self.updates.steps):
@@ -533,6 +553,7 @@ class Engine:
             if name in self._saved:
                 self._saved[name].release()
         self.step_state.position, self.step_state.in_turn = position, True
+        self.step_state.followed = True
 
     def _end_turn(self) -> None:
         """Reshard the units that the window does not keep, complete the gradients that are reduced now."""

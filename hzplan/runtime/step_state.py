@@ -21,6 +21,8 @@ class StepState:
     """Whether a backward has begun and not ended; stays True after one that raised."""
     scheduled: bool = False
     """Whether compute follows the recorded order and background tasks run ahead of it."""
+    followed: bool = False
+    """Whether any call of a module was the scheduled one."""
     position: int = -1
     """Schedule position of the module call whose turn it is, or was last."""
     in_turn: bool = False

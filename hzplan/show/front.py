@@ -12,7 +12,7 @@ from hzplan.errors import UserError
 def check() -> None:
     """UserError where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot: needs the package matplotlib; pip install 'hzplan[report]'")
+        raise UserError("--plot: needs the package matplotlib; pip install matplotlib")
 
 
 def draw(

@@ -20,7 +20,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 def check() -> None:
     """UserError where bokeh is not installed."""
     if importlib.util.find_spec("bokeh") is None:
-        raise UserError("--html: needs the package bokeh; pip install 'hzplan[report]'")
+        raise UserError("--html: needs the package bokeh; pip install bokeh")
 
 
 def page(report: Report) -> str:

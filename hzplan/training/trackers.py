@@ -32,6 +32,40 @@ class Tracker(Protocol):
         """No more will come."""
 
 
+MOST_FAILURES = 5
+"""Steps in a row whose figures could not be sent, after which no more are: each may wait for long."""
+
+
+class Lasting:
+    """A tracker that a run outlasts: what it raises is a remark, and after some steps it is left alone."""
+
+    def __init__(self, name: str, tracker: Tracker, remark: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._remark = name, tracker, remark
+        self._failures = 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        if self._failures == MOST_FAILURES:
+            return
+        try:
+            self._tracker.log(step, values)
+        except Exception as error:
+            self._failures += 1
+            if self._failures == 1:
+                self._remark(f"--log {self._name}: step {step} is not logged: {one_line(error)}")
+            elif self._failures == MOST_FAILURES:
+                self._remark(f"--log {self._name}: no more is logged from step {step} on")
+        else:
+            self._failures = 0
+
+    def close(self) -> None:
+        """See Tracker."""
+        try:
+            self._tracker.close()
+        except Exception as error:
+            self._remark(f"--log {self._name}: does not end well: {one_line(error)}")
+
+
 def values_of(stats: StepStats, plan: Plan) -> dict[str, float]:
     """A step's figures by their names, which stay: ``hzplan/loss`` (where finite), ``step_s``,
     ``tokens_per_s``, ``peak_memory_bytes``, ``measured_over_predicted`` (of the step's time), ``skipped`` (0

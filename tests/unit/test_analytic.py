@@ -18,7 +18,7 @@ from hzplan.cost.curves import interpolate
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
 from hzplan.formats.cluster import FOLDERS, CountFigure, DeviceModel, find_cluster, known_clusters
-from hzplan.formats.profile import Profile
+from hzplan.formats.profile import CalibratedEntry, Profile
 from hzplan.models.gpt import GPTConfig
 from hzplan.models.hf import known_configs
 from hzplan.models.workload import Workload, load
@@ -253,6 +253,13 @@ def test_on_other_nodes_as_if_profiled_there(nodes: int) -> None:
     assert (there.uses[0].costs[0].seconds > here.uses[0].costs[0].seconds) == (nodes > 4)
     for mine, theirs in zip(moved.uses, there.uses, strict=True):
         assert mine.costs[0].seconds == pytest.approx(theirs.costs[0].seconds, abs=2e-9)
+    entry = CalibratedEntry(steps=1, compute=1.0, tiers=(1.0, 2.0), optimizer=1.0)
+    calibrated = with_nodes(here.model_copy(update={"calibrated": entry}), nodes)
+    for one, as_modelled in zip(calibrated.collectives, moved.collectives, strict=True):
+        times = entry.tiers[moved.mesh.tier_of(one.high - 1)]
+        assert [p.seconds for p in one.points] == pytest.approx(
+            [times * p.seconds for p in as_modelled.points]
+        )
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

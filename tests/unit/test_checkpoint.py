@@ -26,7 +26,7 @@ from hzplan import Checkpoints, full_parameters, parallelize
 from hzplan.checkpoint.data import fill
 from hzplan.checkpoint.entries import whole
 from hzplan.checkpoint.extra import packed, unpacked
-from hzplan.checkpoint.folder import listed, newest_whole
+from hzplan.checkpoint.folder import LOCK, listed, newest_whole
 from hzplan.checkpoint.position import Position
 from hzplan.checkpoint.staging import Staging
 from hzplan.checkpoint.storage import Reader
@@ -223,7 +223,12 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in listed(tmp_path)] == [f"step-0000000{step}" for step in (9, 8, 6)]
     run(tmp_path, 11, keep=2)
     assert [path.name for path in listed(tmp_path)] == ["step-00000011", "step-00000010"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
+    assert named(tmp_path) == ["step-00000010", "step-00000011"]
+
+
+def named(folder: Path) -> list[str]:
+    """What lies in a folder of checkpoints, besides its lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +364,7 @@ def test_a_failed_save_is_said_and_leaves_the_older_ones(
         "step 6 was not saved (rank 0: data: No space left" in line or "data: No space left" in line
         for line in heard.remarks
     )
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
+    assert named(folder) == ["step-00000002", "step-00000004"]
     index, _ = nothing(folder)
     assert index.step == 4 and index.sha256 == fingerprint(index.model_copy(update={"sha256": ""}))
 
@@ -498,7 +503,7 @@ def test_a_lower_step_than_the_last_stays_when_it_was_written_last(tmp_path: Pat
     for step in (7, 3, 3):
         checkpoints.save(model, optimizer, step)
         checkpoints.wait()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+    assert named(tmp_path) == ["step-00000003"]
     optimizer.engine.close()
 
 
@@ -536,7 +541,7 @@ def test_a_kill_between_the_renames_of_a_checkpoint_loses_no_step(
     assert found is not None and found.position == Position(3, 1) and not found.passed_over
     checkpoints.save(model, optimizer, 3, samples=3)
     checkpoints.wait()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+    assert named(tmp_path) == ["step-00000003"]
     assert nothing(tmp_path)[0].samples == 3
     optimizer.engine.close()
 
@@ -548,7 +553,7 @@ def test_a_checkpoint_that_was_being_removed_does_not_come_back(saved: Path, tmp
     half.mkdir()
     shutil.copy(folder / "step-00000002" / data_file(0), half)
     run(folder, 5, keep=3)
-    assert [entry.name for entry in sorted(folder.iterdir())] == [f"step-0000000{n}" for n in (2, 4, 5)]
+    assert named(folder) == [f"step-0000000{n}" for n in (2, 4, 5)]
 
 
 @pytest.mark.parametrize("way", ["too large", "cut short"])
@@ -568,7 +573,7 @@ def test_what_could_not_be_read_back_is_not_published(
         checkpoints.save(model, optimizer, 2, extra={"seen": "x" * 30_000})
         with pytest.raises(UserError, match=r"would be 0 MiB, at most|checkpoint.json: not valid JSON"):
             checkpoints.wait()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    assert named(tmp_path) == ["step-00000001"]
     assert nothing(tmp_path)[0].step == 1
     optimizer.engine.close()
 

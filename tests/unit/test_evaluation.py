@@ -175,6 +175,6 @@ def test_replicas_may_evaluate_alone_where_parameters_are_whole() -> None:
                 evaluated(model)
         return [evaluated(model)]
 
-    first, *others = on_ranks(run, (0, 1, 2))
+    first, *others = on_ranks(run, (0, 1, 2))  # not in a message order: the first use gathers what is new
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)

@@ -18,6 +18,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile
 from hzplan.formats.source import profile_of
 from hzplan.runtime.backends.groups import _members
+from hzplan.solver.baseline import Baseline
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
 from hzplan.solver.evaluate import replay
@@ -144,6 +145,23 @@ def test_of_as_lean_settings_that_with_fewer_messages_is_taken() -> None:
 
 def _message_bytes(one: Bounded) -> int:
     return one.search.question.schedule.message_bytes
+
+
+def test_plans_whose_gradients_travel_narrow_are_summed_tier_by_tier(tmp_path: Path) -> None:
+    """Beside a question whose sums are flat, and the other way round."""
+    profile = with_flat(profile_of_tiers(), 1e-9)
+    exact = question(profile)
+    narrow = replace(exact, reduce_dtype="bfloat16")
+    path = tmp_path / "p.json"
+    for asked, other in ((narrow, exact), (exact, narrow)):
+        outcome = solve(profile, asked)
+        assert isinstance(outcome, Solved)
+        emit(profile, asked, outcome, profile_path=Path("profile.json"), plan_path=path).save(path)
+        old = replay(Plan.load(path), profile, path)
+        for baseline in (Baseline("yours", plan=old), Baseline.parse("ddp", cost_model(profile, asked))):
+            beside = solve(profile, other, baseline=baseline, like=old)
+            assert isinstance(beside, Solved)
+            emit(profile, other, beside, profile_path=Path("profile.json"), plan_path=path)
 
 
 @pytest.mark.parametrize(("world", "share"), [(4, 3 / 4), (6, 5 / 6), (8, 7 / 8)])

@@ -45,6 +45,11 @@ def test_srun() -> None:
     assert rank_info(SRUN) == RankInfo(5, 8, 1, 4)
     step = {"SLURM_JOB_ID": "20007", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6"}
     assert rank_info(SRUN | step) == RankInfo(5, 6, 1, 3)
+    uneven = step | {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_STEP_NUM_TASKS": "20"}
+    found = [rank_info(SRUN | uneven | {"SLURM_NODEID": str(node)}) for node in range(3)]
+    assert [one.local_world for one in found if one is not None] == [8, 8, 4]
+    shell = step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}  # of srun --pty, or salloc
+    assert rank_info(SRUN | shell) is None
     assert meeting_point(step | {"SLURM_STEP_NODELIST": "gpu[07-09]"}) == ("gpu07", 20007)
     assert meeting_point(step | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}) == ("here", 1)
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hzplan.core.hierarchy import Levels, Mesh
+from hzplan.core.hierarchy import Levels, Mesh, Stage
 from hzplan.core.layout import TensorSpec, lay_out
 from hzplan.core.schedule import Kind
-from hzplan.core.stages import Collective, collectives_of
+from hzplan.core.stages import Collective, collectives_of, communicators
 from tests.unit.meshes import meshes
 
 Values = NDArray[np.int64]
@@ -84,3 +84,17 @@ def test_replicas_of_all_ranks_are_one_all_reduce_on_the_slowest_tier(place: tup
         assert not collectives_of(Kind.GRAD_GATHER, slowest, bucket, mesh)
     if levels.optim == mesh.levels:
         assert "all_reduce" not in {one.operation for one in found}
+
+
+def test_shards_of_a_part_of_a_tier_have_communicators_of_their_own() -> None:
+    mesh = Mesh.parse("2,2,2")
+    tensor = TensorSpec("w", (64,), "float32")
+    one, other = (lay_out([tensor], Levels(*[level] * 3), mesh) for level in (1, 3))
+    hsdp = {
+        ("unshard", Stage(0, 1)),
+        ("reduce", Stage(0, 1)),
+        ("reduce", Stage(1, 3)),
+        ("gather", Stage(1, 3)),
+    }
+    assert communicators([one], mesh) == hsdp
+    assert communicators([one, other], mesh) == hsdp | {("unshard", Stage(0, 3)), ("reduce", Stage(0, 3))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from hzplan.errors import UserError
 from hzplan.training import trackers
 from hzplan.training.run import StepStats
-from hzplan.training.trackers import check_tracker, open_tracker, values_of
+from hzplan.training.trackers import Lasting, check_tracker, open_tracker, values_of
 from tests.plans import make_plan
 
 PLAN = make_plan("gpt:nano")
@@ -87,6 +88,31 @@ def test_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[0][1:] == (("folder",), {"purge_step": 5})
     scalars = {arguments[0]: arguments[1:] for name, arguments, _ in calls if name == "add_scalar"}
     assert scalars == {name: (pytest.approx(value), 5) for name, value in NAMES.items()}
+
+
+def test_a_run_outlasts_its_tracker() -> None:
+    remarks: list[str] = []
+    down = [False]
+
+    class Tracker:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            if down[0]:
+                raise ConnectionError("nobody answers")
+
+        def close(self) -> None:
+            raise ConnectionError("nobody answers")
+
+    lasting = Lasting("mlflow:mine", Tracker(), remarks.append)
+    for step in range(20):
+        down[0] = step in (2, 3) or step > 5
+        lasting.log(step, {})
+    lasting.close()
+    assert [one.partition(": ")[2] for one in remarks] == [
+        "step 2 is not logged: ConnectionError: nobody answers",
+        "step 6 is not logged: ConnectionError: nobody answers",
+        "no more is logged from step 10 on",
+        "does not end well: ConnectionError: nobody answers",
+    ]
 
 
 @pytest.mark.parametrize("text", ["wandb", "wandb:", "comet:mine", ":"])

@@ -1,0 +1,189 @@
+"""Loops that users write and no schedule foresees, against plain torch in float64; and those refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hzplan.core.hierarchy import Levels
+from hzplan.core.schedule import Use
+from hzplan.errors import UserError
+from hzplan.formats.plan import Plan
+from hzplan.models.workload import load
+from hzplan.runtime.apply import Choice, apply
+from hzplan.runtime.backends.threads import Post, ThreadWorld
+from hzplan.runtime.optimizer import ShardedOptimizer
+from tests.plans import make_plan
+from tests.unit.test_abandoned_steps import (
+    LARGE,
+    PLACES,
+    SMALL,
+    Block,
+    Net,
+    choice_of,
+    end_step,
+    fresh,
+    on_ranks,
+)
+
+Place = tuple[str, tuple[int, int, int]]
+
+
+def _in_parts(block: Block, x: Tensor) -> Tensor:
+    hidden = block.first(x).tanh()
+    parts = [checkpoint(block.second, part, use_reentrant=True) for part in hidden.chunk(3)]
+    return x + torch.cat(parts)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_a_gradient_that_comes_in_parts(place: Place, clip: bool, accumulation: int, width: int) -> None:
+    """A backward inside of the backward, of each reentrant checkpoint, adds to the same weights' gradient."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for block in model.blocks:
+            block.forward = partial(_in_parts, block)  # type: ignore[arg-type, assignment]
+        for step in range(3):
+            for number in range(accumulation):
+                model(batch(10 * step + number)).square().mean().backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=clip, accumulation=accumulation), width)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_unit_without_gradients_in_the_middle_follows_the_schedule(place: Place) -> None:
+    """As a frozen tower is called under ``no_grad``."""
+    choice = choice_of(*place, clip=True, accumulation=1)
+    uses = tuple(Use(f"blocks.{number}", "forward") for number in range(4))
+    uses += tuple(Use(f"blocks.{number}", "backward") for number in (3, 2, 0))
+
+    def forward(model: Net, x: Tensor) -> Tensor:
+        first, frozen, *others = model.blocks
+        x = first(x)
+        with torch.no_grad():
+            beside = frozen(x)
+        for block in others:
+            x = block(x + beside)
+        return x
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            forward(model, batch(step)).square().mean().backward()
+            if isinstance(optimizer, ShardedOptimizer):
+                assert optimizer.engine.step_state.scheduled
+            end_step(optimizer)
+
+    on_ranks(loop, replace(choice, uses=uses), SMALL)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place[1][0] == 0], ids=str)
+def test_a_rank_may_look_at_whole_parameters_in_the_middle_of_a_step(place: Place) -> None:
+    """By itself, between a forward and its backward; the step stays in the schedule."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            loss = model(batch(step)).square().mean()
+            if isinstance(optimizer, ShardedOptimizer) and optimizer.engine.world.rank == 0:
+                with torch.no_grad():
+                    model(batch(step))
+            loss.backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=1), SMALL)
+
+
+def test_steps_that_follow_nothing_are_said() -> None:
+    """Where the first unit is called without gradients, nothing tells a step from an evaluation."""
+    model, optimizer = _alone()
+    x = torch.ones(3, LARGE, dtype=torch.float64)
+    first, *others = model.blocks
+
+    def step() -> None:
+        with torch.no_grad():
+            hidden = first(x)
+        for block in others:
+            hidden = block(hidden)
+        hidden.mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    with pytest.warns(UserWarning, match="3 steps followed nothing of the plan's schedule"):
+        step()
+    optimizer.engine.close()
+
+
+def _alone(model: nn.Module | None = None) -> tuple[Net, ShardedOptimizer]:
+    choice = choice_of("1", (0, 0, 0), clip=False, accumulation=1)
+    made, optimizer = apply(
+        model or fresh(LARGE), choice, torch.optim.SGD, world=ThreadWorld(Post(1), 0), lr=0.1
+    )
+    assert isinstance(made, Net)
+    return made, optimizer
+
+
+def test_a_backward_of_a_forward_before_the_step_is_refused() -> None:
+    """As torch refuses it: what is saved in the graph is no longer what parameters are."""
+    model, optimizer = _alone()
+    out = model(torch.ones(3, LARGE, dtype=torch.float64))
+    out.mean().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"a forward from before optimizer.step\(\)"):
+        out.square().mean().backward()
+    optimizer.engine.close()
+
+
+def test_what_was_frozen_is_not_trained_silently() -> None:
+    model = fresh(LARGE)
+    weight = model.blocks[1].second.weight  # type: ignore[union-attr]
+    assert isinstance(weight, nn.Parameter)
+    weight.requires_grad_(False)
+    _, optimizer = _alone(model)
+    weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"blocks.1.second.weight has a gradient, and was frozen when"):
+        model(torch.ones(3, LARGE, dtype=torch.float64)).mean().backward()
+    optimizer.engine.close()
+
+
+def test_a_model_in_shards_is_not_cut_again() -> None:
+    model, optimizer = _alone()
+    with pytest.raises(UserError, match="the model is in shards already; go on with the optimizer"):
+        _alone(model)
+    optimizer.engine.close()
+    _, other = _alone(fresh(LARGE))
+    other.engine.close()
+
+
+def test_scaled_gradients_are_refused() -> None:
+    model, optimizer = _alone()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(3, LARGE, dtype=torch.float64)).mean()).backward()
+    with pytest.raises(UserError, match=r"torch.amp.GradScaler scales what a plan has reduced"):
+        scaler.step(optimizer)
+    optimizer.engine.close()
+
+
+def test_only_frozen_tensors_may_be_in_shards_where_each_rank_takes_the_norm() -> None:
+    """As adapters beside a large model: the plan does not say who is frozen, the model does."""
+    workload = load("gpt:nano")
+    whole = make_plan(workload, mesh="2", levels=Levels(0, 0, 0), clip=True).model_dump(exclude_none=True)
+    unit = whole["units"][1]
+    unit["buckets"] = [
+        {"shards": {"param": 2, "grad": 2, "optim": 2}, "tensors": bucket["tensors"]}
+        for bucket in unit["buckets"]
+    ]
+    plan = Plan.model_validate(whole | {"local_norm": True})
+    with pytest.raises(UserError, match=r"field local_norm: .* is trained, and its gradient or optimizer"):
+        apply(workload.build(), Choice.of(plan), world=ThreadWorld(Post(2), 0))
+    unit["buckets"][0]["shards"]["param"] = 1
+    with pytest.raises(ValueError, match="local_norm: only with clip"):
+        Plan.model_validate(whole | {"local_norm": True})
