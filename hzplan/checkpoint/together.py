@@ -35,8 +35,8 @@ def together(engine: Engine, work: Callable[[], T]) -> T:
         raise problem
     said = torch.zeros(MOST_BYTES, dtype=torch.float64)
     if world.rank == int(first):
-        text = str(problem).encode()[:MOST_BYTES]
-        said[: len(text)] = torch.tensor([*text], dtype=torch.float64)
+        own = str(problem).encode()[:MOST_BYTES]
+        said[: len(own)] = torch.tensor([*own], dtype=torch.float64)
     said = said.to(engine.device)
     engine.all_reduce(said, WHAT)
     text = bytes(int(one) for one in said.tolist() if one).decode(errors="replace")

@@ -346,9 +346,9 @@ class Plan(Document):
             raise ValueError(f"flat_sums: mesh {mesh} has one tier, whose sums are flat; leave it out")
         if self.flat_sums and (self.wire or self.reduce_dtype != MASTER_DTYPE[self.model.dtype]):
             raise ValueError("flat_sums: only where gradients travel as they are kept")
-        listed = [b.shards for unit in self.units for b in unit.buckets]
+        shards = [b.shards for unit in self.units for b in unit.buckets]
         # Frozen tensors have one number of shards; which are frozen, the model says when the plan is applied.
-        trained = [of for of in listed if not of.param == of.grad == of.optim]
+        trained = [of for of in shards if not of.param == of.grad == of.optim]
         if self.local_norm and not (self.clip and all(of.grad == of.optim == 1 for of in trained)):
             raise ValueError("local_norm: only with clip, and where grad and optim have 1 shard everywhere")
         if self.offloaded and self.source.host_memory_bytes is None:

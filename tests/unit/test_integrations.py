@@ -99,6 +99,26 @@ def test_a_plan_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         PlannedTrainer(nn.Linear(2, 2), arguments, plan=tmp_path / "none.json")
 
 
+def test_a_trainer_s_own_optimizer_and_scheduler_are_those_of_the_shards(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from hzplan.integrations.trainer import PlannedTrainer
+
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    model = load("gpt:nano").build()
+    parameters = list(model.parameters())
+    theirs = torch.optim.AdamW([{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:]}], lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: step / 2)
+    plan = make_plan("gpt:nano", mesh="1", clip=True)
+    trainer = PlannedTrainer(model, arguments, optimizers=(theirs, scheduler), plan=plan)
+    made = trainer.create_optimizer()
+    assert trainer._sharded is not None and trainer.lr_scheduler is scheduler
+    assert [group["lr"] for group in trainer._sharded.param_groups] == [0.0, 0.0]
+    scheduler.step()
+    assert [group["lr"] for group in trainer._sharded.param_groups] == [5e-3, 5e-4]
+    assert trainer.create_optimizer() is made  # as a second train() asks for it
+    trainer._sharded.engine.close()
+
+
 @pytest.fixture
 def accelerated() -> Iterator[Any]:
     """``PlannedAccelerator`` in one process, and nothing of it afterwards."""
@@ -178,6 +198,11 @@ def test_a_loop_of_accelerates_in_one_process(accelerated: Any, tmp_path: Path) 
     with pytest.raises(UserError, match="save between steps"):
         accelerator.save_state(str(tmp_path / "within"))
     assert not (tmp_path / "within").exists()
+    (tmp_path / "state" / "hzplan.id").rename(tmp_path / "id")  # as a save leaves it that did not end
+    planned = accelerator, model, *_ = prepared(accelerated, plan=plan)
+    with pytest.raises(UserError, match="a save was interrupted, and its schedulers and samplers"):
+        accelerator.load_state(str(tmp_path / "state"))
+    (tmp_path / "id").rename(tmp_path / "state" / "hzplan.id")
     planned = accelerator, model, *_ = prepared(accelerated, plan=plan)
     with pytest.raises(UserError, match="not of a planned run"):
         accelerator.load_state(str(tmp_path))
