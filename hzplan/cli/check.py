@@ -230,9 +230,21 @@ def _verified(verdict: Verdict, *, fresh: bool) -> Verdict:
     return replace(verdict, changes=(*verdict.changes, said))
 
 
+def _is_another(path: Path) -> bool:
+    """Whether a file is one of hzplan's and no plan: profiles lie beside plans that need them."""
+    from hzplan.formats.base import read_json
+
+    try:
+        data = read_json(path)
+    except UserError:
+        return False  # which is said
+    kind = data.get("format") if isinstance(data, dict) else None
+    return isinstance(kind, str) and kind.startswith("hzplan.") and kind != "hzplan.plan"
+
+
 def _plans(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(path.glob("*.json"))
+        found = sorted(one for one in path.glob("*.json") if not _is_another(one))
         if not found:
             raise UserError(f"{path}: no plans (*.json) in this folder")
         return found

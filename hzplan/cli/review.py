@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,9 @@ def command(
         raise UserError("--time-limit must be a number above 0")
     loaded = Profile.load(profile)
     read = _read(setting, loaded)
+    answered = _question_of(setting, read)
     batch = global_batch or (read.global_batch if read is not None else None)
+    batch = batch or (answered.global_batch if answered is not None else None)
     if batch is None:
         raise UserError(f"{setting} does not say how many sequences a step has; add --global-batch")
     request = Request(
@@ -81,6 +84,13 @@ def command(
         clip=read.clip is not False if read is not None else True,
         host_bytes=parse_bytes(host_memory, "--host-memory") if host_memory else 0,
     )
+    if answered is not None:
+        names = ("clip", "reduce_dtype", "narrow_sums", "wire")
+        request = replace(request, **{name: getattr(answered, name) for name in names})
+    elif read is not None and read.reduce_dtype == "bfloat16":
+        # Its runtime sums in what travels, where a library sums.
+        sums = loaded.cluster.backend == "nccl"
+        request = replace(request, reduce_dtype="bfloat16", narrow_sums=sums)
     own = _baseline(setting, read, loaded, request, micro_batch, recompute)
     with console.Bar("review") as bar:
 
@@ -101,6 +111,14 @@ def command(
         _show(report, row, setting, read, opened, profile)
 
 
+def _question_of(setting: str, read: Setting | None) -> Request | None:
+    """The question that a plan answers; None where the setting is none."""
+    from hzplan.formats.plan import Plan
+    from hzplan.solver.guard import request_of
+
+    return request_of(Plan.load(Path(setting))) if read is None and setting.endswith(".json") else None
+
+
 def _read(setting: str, profile: Profile) -> Setting | None:
     """What a file says; None of a plan, or of a setting in words."""
     from hzplan.review.read import read
@@ -109,6 +127,10 @@ def _read(setting: str, profile: Profile) -> Setting | None:
     if path.suffix not in (".py", ".json"):
         return None
     found = read(path, profile.mesh)
+    if found is not None and found.dtype == "float16":
+        left = "fp16: taken as bf16, which takes as long; the plan needs no loss scaling"
+        reduce = "bfloat16" if found.reduce_dtype == "float16" else found.reduce_dtype
+        found = replace(found, dtype="bfloat16", reduce_dtype=reduce, open=(*found.open, left))
     if found is not None and found.dtype not in (None, profile.model.dtype):
         raise UserError(
             f"{path} computes in {found.dtype}, the profile in {profile.model.dtype}; profile with --dtype "
@@ -220,9 +242,14 @@ def _show(
         said.add_row("open", text)
     out.print(said)
     request = report.request
+    more = [] if request.clip else ["--no-clip"]
+    if request.reduce_dtype == "bfloat16":
+        more.append(f"--reduce-dtype bf16{'-sum' * request.narrow_sums}")
+    if request.host_bytes:
+        more.append(f"--host-memory {request.host_bytes}")
     out.print(
         f"next: hzplan solve {profile} --global-batch {request.global_batch} --memory "
-        f"{request.memory_bytes} -o plan.json",
+        f"{request.memory_bytes} {' '.join([*more, '-o plan.json'])}",
         soft_wrap=True,
     )
 
@@ -232,6 +259,9 @@ def _gain(report: SolveReport, row: Row) -> str:
     assert gained is not None, "a row was given"
     if gained.same:
         return "none: no plan is faster than yours by more than what counts as equal"
-    if gained.share < 0:  # of one that does not fit
+    if gained.share < 0 and not row.fits:
         return f"none: yours would be {-gained.share:.1%} faster, if it fitted"
+    if gained.share < 0:
+        why = "which counts as equal" if row.allowed else "and answers another question"
+        return f"none: yours is {-gained.share:.1%} faster, {why}"
     return f"{gained.share:.1%} faster than yours" + ("" if row.fits else ", which does not fit")

@@ -192,9 +192,11 @@ class RunRequest:
                 f"--skip-nonfinite: {self.plan} was solved without clipping, so parameters are updated in "
                 "backward; solve with --clip"
             )
+        from hzplan.training.batches import corpus_of
+
         peers = {} if self.against is None else check_peers(self.against, plan)
         workload = self._workload(plan)
-        return Prepared(plan, workload, self._corpus(workload), peers)
+        return Prepared(plan, workload, corpus_of(self.data, workload), peers)
 
     def _check_folder(self, folder: Path) -> None:
         """UserError when checkpoints cannot go there, or are there and are not asked for."""
@@ -372,25 +374,6 @@ class RunRequest:
         if self.resume and self.checkpoint is not None:
             _check_checkpoint(self.checkpoint, model)
         return workload
-
-    def _corpus(self, workload: Workload) -> Corpus | None:
-        from hzplan.training.batches import reads_bytes, reads_tokens
-        from hzplan.training.data import TOKEN_FILES, load_corpus, load_tokens
-
-        if self.data is not None and self.data.suffix in TOKEN_FILES:
-            if workload.vocab is None or not reads_tokens(workload):
-                raise UserError(
-                    f"--data {self.data}: {workload.name} does not read windows of tokens; leave --data out"
-                )
-            return load_tokens(self.data, vocab=workload.vocab, seq_len=workload.seq_len)
-        if reads_bytes(workload):
-            return load_corpus(self.data, seq_len=workload.seq_len)
-        if self.data is not None:
-            raise UserError(
-                f"--data {self.data}: {workload.name} does not read bytes (its vocabulary is "
-                f"{workload.vocab or 'not known'}, 256 are needed); leave --data out"
-            )
-        return None
 
 
 def _check_checkpoint(folder: Path, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from hzplan.core.hierarchy import Levels
 from hzplan.core.layout import ITEM_BYTES
 from hzplan.export.shape import (
     GRADIENTS,
+    OPTIMIZER,
     Exported,
     Lost,
     all_again,
@@ -59,14 +60,17 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
     if not mics and any(group.levels in schemes(plan, mics=True).keys() - known for group in groups):
         what = f"--to deepspeed-mics says shards inside of a group, for DeepSpeed up to {LAST_WITH_MICS}"
         lost.append(Lost("the model", what))
-    largest = max(sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units)
+    of_units = [sum(sizes(t) for bucket in unit.buckets for t in bucket.tensors) for unit in plan.units]
+    # Without the plan's profile nobody knows sizes, and DeepSpeed takes its own.
+    largest = max(of_units) if sum(of_units) == plan.model.parameters else None
     message = (plan.message_bytes or 0) // ITEM_BYTES["float32"]  # DeepSpeed counts elements
     scheme = known[chosen]
     trained = {unit.name for unit in plan.units if unit.buckets}
-    if plan.offloaded == trained and scheme["stage"] > 0:
+    offloads = bool(plan.offloaded) and plan.offloaded == trained and scheme["stage"] > 0
+    if offloads:
         scheme = scheme | {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
         what = "optimizer state visits the device in the plan; DeepSpeed updates it on the host's processors"
-        lost.append(Lost("the optimizer", what))
+        lost.append(Lost(OPTIMIZER, what))
     else:
         lost += kept_on_device(plan, "DeepSpeed")
     config: dict[str, Any] = {
@@ -74,15 +78,16 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch,
         "gradient_accumulation_steps": plan.batch.accumulation,
         "zero_optimization": scheme
-        | {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": max(largest, message)}
+        | {"overlap_comm": True, "contiguous_gradients": True}
+        | ({} if largest is None else {"reduce_bucket_size": max(largest, message)})
         | (_third(plan, largest) if scheme["stage"] == 3 else {}),
     }
     if plan.clip:
         config["gradient_clipping"] = 1.0
+    lost += summed_narrow(plan, "DeepSpeed")
+    config["communication_data_type"] = "fp32" if plan.reduce_dtype == "float32" else "bf16"
     if plan.model.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
-        lost += summed_narrow(plan, "DeepSpeed")
-        config["communication_data_type"] = "fp32" if plan.reduce_dtype == "float32" else "bf16"
         if scheme["stage"] > 0:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         elif plan.batch.accumulation > 1:  # it refuses float32 there
@@ -90,14 +95,16 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int], *, mics: bool = 
                 Lost(GRADIENTS, "add up in float32 in the plan; at stage 0 DeepSpeed does in bfloat16")
             )
     units = dict.fromkeys((unit.name for unit in plan.units), chosen)
-    return Exported(json.dumps(config, indent=2) + "\n", tuple(lost), units, beside=all_again(plan))
+    text = json.dumps(config, indent=2) + "\n"
+    return Exported(text, tuple(lost), units, offloads=offloads, beside=all_again(plan))
 
 
-def _third(plan: Plan, largest: int) -> dict[str, int]:
+def _third(plan: Plan, largest: int | None) -> dict[str, int]:
     """Stage 3 gathers as far ahead as the plan does; every parameter is sharded."""
-    return {
+    kept = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    if largest is None:
+        return kept
+    return kept | {
         "stage3_prefetch_bucket_size": plan.prefetch * largest,
         "stage3_max_live_parameters": (plan.prefetch + 1) * largest,
-        "stage3_max_reuse_distance": 0,
-        "stage3_param_persistence_threshold": 0,
     }

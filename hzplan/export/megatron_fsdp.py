@@ -13,15 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from hzplan.core.hierarchy import Levels
-from hzplan.export.shape import Exported, about, all_again, groups_of, kept_on_device, one_scheme
+from hzplan.export.shape import (
+    Exported,
+    about,
+    all_again,
+    groups_of,
+    kept_on_device,
+    one_scheme,
+    summed_narrow,
+)
 from hzplan.formats.plan import Plan
 
 TEMPLATE = '''"""Megatron-FSDP as a plan of hzplan says: {about}.
 
     model = shard(model)  # torch.distributed initialised, this rank's device set
     optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=…))
+    for number in range(ACCUMULATION):
+        before_micro_batch(model, last=number == ACCUMULATION - 1)
+        …  # forward, and backward of the loss / ACCUMULATION
+{clip}    optimizer.step()
 """
 
+import torch
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,17 +45,28 @@ UNITS = {units}
 
 
 def shard(model: nn.Module) -> nn.Module:
-    """Wrap a model."""
+    """Wrap a model, given in float32."""
+    model = model.to(torch.{dtype})
     mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={names})
 {groups}    blocks = [type(model.get_submodule(name)) for name in UNITS]
     return fully_shard_model(
         model,
         device_mesh=mesh,
         fsdp_unit_modules=list(dict.fromkeys(blocks)),
-        mixed_precision_policy=MixedPrecisionPolicy(),
+        mixed_precision_policy=MixedPrecisionPolicy(
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=torch.{reduce_dtype},
+        ),
         sync_model_each_microbatch=ACCUMULATION == 1,
 {options}
     )
+
+
+def before_micro_batch(model: nn.Module, last: bool) -> None:
+    """Gradients are reduced after the last one of a step."""
+    if ACCUMULATION > 1:
+        model.set_model_auto_sync(last)
 '''
 
 
@@ -69,11 +93,15 @@ def export(path: Path, plan: Plan, sizes: Callable[[str], int]) -> Exported:
     groups, lost = groups_of(plan, sizes, recomputes=False)
     known = schemes(plan)
     chosen, instead = one_scheme(plan, groups, known, sizes, "Megatron-FSDP")
-    lost += [*instead, *kept_on_device(plan, "Megatron-FSDP")]
+    lost += [*instead, *kept_on_device(plan, "Megatron-FSDP"), *summed_narrow(plan, "Megatron-FSDP")]
+    clip = "    # Clip here, by the norm that Megatron-FSDP takes over all ranks\n" if plan.clip else ""
     inner, options = known[chosen]
     outer = "dp_outer_dim" in options
     text = TEMPLATE.format(
         about=about(path, plan).replace("\\", "/").replace('"', "'"),
+        clip=clip,
+        dtype=plan.model.dtype,
+        reduce_dtype=plan.reduce_dtype,
         micro_batch=plan.batch.micro_batch,
         accumulation=plan.batch.accumulation,
         units=json.dumps([group.module for group in groups if group.module]),

@@ -19,6 +19,7 @@ TOGETHER = "units reduced together"
 WIRE = "the wire"
 GROUPS = "other groups"
 SUMS = "sums of gradients"
+OPTIMIZER = "the optimizer"
 """``Lost.where`` of a loss that concerns all units."""
 
 ROOT = ""
@@ -87,11 +88,13 @@ class WrappedModule:
 class Lost:
     """A choice of the plan that the target cannot express, and its substitute, in ``what``.
 
-    ``step_s``, ``peak_bytes``: the predicted cost of the substitute; None without the plan's profile.
+    ``keeps_all``: whether what the plan's unit computes again is kept instead. ``step_s``, ``peak_bytes``:
+    the predicted cost of the substitute; None without the plan's profile.
     """
 
     where: str
     what: str
+    keeps_all: bool = False
     step_s: float | None = None
     peak_bytes: int | None = None
 
@@ -99,13 +102,15 @@ class Lost:
 @dataclass(frozen=True)
 class Exported:
     """A target's file. ``levels``: by unit, the levels that the target uses, where it has such;
-    ``gradient_buffers``: the target's own number of them, None where it has the plan's or none; ``beside``:
-    what the user has to do beside the file."""
+    ``gradient_buffers``: the target's own number of them, None where it has the plan's or none; ``offloads``:
+    whether optimizer state lies in the host's memory as in the plan; ``beside``: what the user has to do
+    beside the file."""
 
     text: str
     lost: tuple[Lost, ...]
     levels: dict[str, Levels]
     gradient_buffers: int | None = None
+    offloads: bool = False
     beside: tuple[str, ...] = ()
 
 
@@ -148,7 +153,9 @@ def groups_of(
         recompute = ways.pop() if len(ways) == 1 and not ways & {"chunks", HOST} else None
         lost += _others(plan, module, members, levels)
         lost += [
-            Lost(unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan, not in the target")
+            Lost(
+                unit.name, f"{readable.way(plan.recomputed[unit.name])} in the plan, not in the target", True
+            )
             for unit in members
             if unit.recompute and not recompute and recomputes
         ]
@@ -187,7 +194,7 @@ def kept_on_device(plan: Plan, target: str) -> list[Lost]:
         f"optimizer state of {len(plan.offloaded)} units lies in the host's memory in the plan; {target} "
         "keeps it on the device"
     )
-    return [Lost("the optimizer", what)]
+    return [Lost(OPTIMIZER, what)]
 
 
 def one_scheme(

@@ -193,12 +193,15 @@ class Trainer:
         """How long compute stood still in the last step, by what for; empty where that is not known."""
         return {}
 
+    def seed(self, step: int) -> None:
+        """Dropout is alike for all contenders."""
+        setting = self.setting
+        torch.manual_seed((setting.seed * 1_000_003 + step) * setting.world + setting.rank)
+
     def micro_batches(self, step: int) -> Tensor:
         """Forward and backward of a whole step; this rank's mean loss."""
         setting = self.setting
-        torch.manual_seed(
-            (setting.seed * 1_000_003 + step) * setting.world + setting.rank
-        )  # dropout: alike for all
+        self.seed(step)
         return forward_backward(
             self.model,
             setting.workload,

@@ -36,7 +36,7 @@ class Local(Trainer):
 class DDP(Trainer):
     """Gradients are all-reduced in buckets while backward runs."""
 
-    def __init__(self, setting: Setting, *, name: str = "ddp", buckets: int = BUCKETS) -> None:
+    def __init__(self, setting: Setting, *, name: str = "ddp", buckets: int = 0) -> None:
         self.name, self.buckets = name, buckets
         super().__init__(setting)
 
@@ -56,7 +56,7 @@ class DDP(Trainer):
 class Zero1(DDP):
     """DDP, each rank updating a part of the parameters and broadcasting it."""
 
-    def __init__(self, setting: Setting, *, name: str = "zero1", buckets: int = BUCKETS) -> None:
+    def __init__(self, setting: Setting, *, name: str = "zero1", buckets: int = 0) -> None:
         super().__init__(setting, name=name, buckets=buckets)
 
     def make_optimizer(self) -> None:
@@ -70,7 +70,7 @@ class Zero1(DDP):
 
 
 def replicas(
-    model: nn.Module, setting: Setting, group: dist.ProcessGroup | None = None, *, buckets: int = BUCKETS
+    model: nn.Module, setting: Setting, group: dist.ProcessGroup | None = None, *, buckets: int = 0
 ) -> DistributedDataParallel:
     """DDP over a group (by default the world), gradients travelling in the plan's dtype."""
     made = DistributedDataParallel(
@@ -82,10 +82,11 @@ def replicas(
     return made
 
 
-def bucket_mb(model: nn.Module, buckets: int = BUCKETS) -> float:
-    """DDP's default bucket, or one of so many parts of a model that is small."""
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    return min(DEFAULT_BUCKET_MB, max(0.5, size / 2**20 / buckets))
+def bucket_mb(model: nn.Module, buckets: int = 0) -> float:
+    """One of so many parts; by default (0) DDP's own bucket, or one of a few parts of a model that is
+    small."""
+    parts = max(0.5, sum(parameter.nbytes for parameter in model.parameters()) / 2**20 / (buckets or BUCKETS))
+    return parts if buckets else min(DEFAULT_BUCKET_MB, parts)
 
 
 def autocast(setting: Setting) -> AbstractContextManager[object]:

@@ -26,8 +26,7 @@ from hzplan.launch.job import TIMEOUT_S, end_with_parent, meeting_point, rank_in
 from hzplan.models.workload import load
 from hzplan.peers.contender import NotHere, Setting, Trainer, Turn
 from hzplan.profiler.session.ranks import Ranks
-from hzplan.training.batches import batches, reads_bytes
-from hzplan.training.data import load_corpus
+from hzplan.training.batches import batches, corpus_of
 from hzplan.training.step import on_device
 
 GRACE_S = 30.0
@@ -182,14 +181,15 @@ class _Engine(Trainer):
 
     def step(self, step: int) -> float:
         setting = self.setting
-        total = 0.0
+        self.seed(step)
+        total = torch.zeros((), dtype=torch.float64, device=setting.device)
         for index in range(setting.accumulation):
             batch = setting.data.train(step, index, setting.rank)
             loss = setting.workload.loss(self.engine, on_device(batch, setting.device))
             self.engine.backward(loss)  # which divides by the accumulation itself
             self.engine.step()
-            total += float(loss.detach())
-        return total / setting.accumulation
+            total += loss.detach().double()  # waited for once, as by the others
+        return float(total) / setting.accumulation
 
 
 def _child(questions: IO[str], answers: IO[str]) -> None:
@@ -206,8 +206,7 @@ def _child(questions: IO[str], answers: IO[str]) -> None:
     plan = Plan.model_validate_json(asked["plan"])
     workload = load(asked["model"], seq_len=plan.model.seq_len)
     text = None if asked["data"] is None else Path(asked["data"])
-    corpus = load_corpus(text, seq_len=workload.seq_len) if reads_bytes(workload) else None
-    data = batches(workload, corpus, plan, seed=asked["seed"])
+    data = batches(workload, corpus_of(text, workload), plan, seed=asked["seed"])
     engine = _Engine(
         Setting(plan, workload, data, lr=asked["lr"], seed=asked["seed"], text=text), asked["stage"]
     )

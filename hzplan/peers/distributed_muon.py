@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hzplan.peers.contender import NotHere, Setting
-from hzplan.peers.ddp import BUCKETS, DDP
+from hzplan.peers.ddp import DDP
 from hzplan.peers.gathered_muon import groups
 from hzplan.runtime.muon import Muon
 
@@ -17,7 +17,7 @@ from hzplan.runtime.muon import Muon
 class DistributedMuon(DDP):
     """DDP, its matrices updated in turn by one rank each, and gathered as many at once as there are ranks."""
 
-    def __init__(self, setting: Setting, *, name: str = "pytorch-optimizer", buckets: int = BUCKETS) -> None:
+    def __init__(self, setting: Setting, *, name: str = "pytorch-optimizer", buckets: int = 0) -> None:
         super().__init__(setting, name=name, buckets=buckets)
 
     def make_optimizer(self) -> None:

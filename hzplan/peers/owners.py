@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hzplan.core.matrices import Shape, hosts, newton_schulz_flops
 from hzplan.peers.contender import NotHere, Setting
-from hzplan.peers.ddp import BUCKETS, DDP
+from hzplan.peers.ddp import DDP
 from hzplan.peers.gathered_muon import groups
 from hzplan.runtime.muon import Muon
 
@@ -28,7 +28,7 @@ with the most work, to whoever has least."""
 class OwnersMuon(DDP):
     """DDP, each rank updating the matrices that it owns and broadcasting them; all others by everyone."""
 
-    def __init__(self, setting: Setting, *, name: str = "owners", buckets: int = BUCKETS) -> None:
+    def __init__(self, setting: Setting, *, name: str = "owners", buckets: int = 0) -> None:
         super().__init__(setting, name=name, buckets=buckets)
 
     def make_optimizer(self) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hzplan.models.gpt import GPT, MLP, Attention
 from hzplan.peers.contender import NotHere, Setting
-from hzplan.peers.ddp import BUCKETS, DDP, replicas
+from hzplan.peers.ddp import DDP, replicas
 from hzplan.peers.fsdp2 import inner_shards
 from hzplan.training.batches import Batches
 
@@ -23,7 +23,7 @@ class TensorParallel(DDP):
     A group computes the micro-batches of all its ranks at once, so that the global batch is the same.
     """
 
-    def __init__(self, setting: Setting, *, name: str = "tp-dp", buckets: int = BUCKETS) -> None:
+    def __init__(self, setting: Setting, *, name: str = "tp-dp", buckets: int = 0) -> None:
         super().__init__(setting, name=name, buckets=buckets)
 
     def prepare(self) -> None:

@@ -55,6 +55,7 @@ def read(where: str, text: str, mesh: Mesh) -> Setting:
         global_batch=_global_batch(where, data, mesh.world),
         clip=None if clip == AUTO else bool(clip),
         dtype=_dtype(where, data),
+        reduce_dtype=_reduce_dtype(where, data),
         said=tuple(said),
         open=tuple(_not_looked_at(where, data, zero)),
     )
@@ -79,6 +80,15 @@ def _dtype(where: str, data: Mapping[str, Any]) -> str | None:
     return "float32"
 
 
+def _reduce_dtype(where: str, data: Mapping[str, Any]) -> str | None:
+    """What gradients travel in: by default what is computed in (DeepSpeed's ``communication_data_type``)."""
+    given = data.get("communication_data_type")
+    named = {"fp32": "float32", "bf16": "bfloat16", "bfp16": "bfloat16", "fp16": "float16"}
+    if isinstance(given, str) and given.lower() in named:
+        return named[given.lower()]
+    return _dtype(where, data)
+
+
 def _not_looked_at(where: str, data: Mapping[str, Any], zero: Mapping[str, Any]) -> list[str]:
     """What the configuration has and no plan has like it."""
     found = []
@@ -88,8 +98,6 @@ def _not_looked_at(where: str, data: Mapping[str, Any], zero: Mapping[str, Any])
         found.append("offload_optimizer: taken as on the device; --host-memory lets the plan offload, too")
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
         found.append("quantized messages: plans send parameters and gradients as they are")
-    if data.get("fp16") and _table(where, data, "fp16").get("enabled") is True:
-        found.append("fp16: plans compute in bf16 or fp32")
     if "tensor_parallel" in data or "pipeline" in data:
         found.append("model parallelism: give it as --model-parallel to hzplan solve")
     if not _table(where, data, "activation_checkpointing"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from hzplan.core.hierarchy import Mesh
 from hzplan.errors import UserError
@@ -80,29 +81,63 @@ class _Code:
 
     def constant(self, node: ast.expr) -> object:
         """A literal, also through one assignment in the file; None where it is computed."""
-        if isinstance(node, ast.Name):
-            assigned = [
-                one.value
-                for one in ast.walk(self.tree)
-                if isinstance(one, ast.Assign)
-                and any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
-            ]
-            if len(assigned) != 1 or isinstance(assigned[0], ast.Name):
-                return None
-            node = assigned[0]
+        node = self.assigned(node)
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return None
 
-    def mesh_sizes(self) -> tuple[int, ...] | None:
-        """The sizes of the device mesh, where one is made of numbers."""
-        for call in self.calls("init_device_mesh"):
-            given = [one.value for one in call.keywords if one.arg == "mesh_shape"] or call.args[1:2]
-            sizes = self.constant(given[0]) if given else None
-            if isinstance(sizes, tuple) and all(type(size) is int and size > 0 for size in sizes):
-                return sizes
-        return None
+    def assigned(self, node: ast.expr) -> ast.expr:
+        """What a name is assigned, where that is in the file and once; else the node."""
+        if not isinstance(node, ast.Name):
+            return node
+        found = [
+            one.value
+            for one in ast.walk(self.tree)
+            if isinstance(one, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
+        ]
+        return found[0] if len(found) == 1 else node
+
+    def mesh_sizes(self, node: ast.expr) -> tuple[int, ...] | None:
+        """The sizes of a device mesh, or of the dimensions of one that are picked by name; None where they
+        are computed."""
+        node = self.assigned(node)
+        picked: object = None
+        if isinstance(node, ast.Subscript):
+            picked = self.constant(node.slice)
+            if picked is None:
+                return None
+            node = self.assigned(node.value)
+        if not isinstance(node, ast.Call) or _last_name(node.func) != "init_device_mesh":
+            return None
+        given = [one.value for one in node.keywords if one.arg == "mesh_shape"] or node.args[1:2]
+        sizes = self.constant(given[0]) if given else None
+        if not isinstance(sizes, tuple) or not all(type(size) is int and size > 0 for size in sizes):
+            return None
+        if picked is None:
+            return sizes
+        listed = [one.value for one in node.keywords if one.arg == "mesh_dim_names"] or node.args[2:3]
+        names = self.constant(listed[0]) if listed else None
+        wanted = (picked,) if isinstance(picked, str) else picked
+        if not isinstance(names, tuple | list) or not isinstance(wanted, tuple | list):
+            return None
+        places = [[*names].index(name) for name in wanted if name in names]
+        if len(places) != len(wanted) or len(names) != len(sizes):
+            return None
+        return tuple(sizes[place] for place in places)
+
+    def looped(self) -> set[str]:
+        """Names that loops give values to."""
+        targets = [one.target for one in ast.walk(self.tree) if isinstance(one, ast.For | ast.comprehension)]
+        return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+    def _dtype(self, keyword: str) -> str | None:
+        """A dtype of the mixed precision, where all its calls say the same."""
+        policies = self.calls("MixedPrecisionPolicy", "MixedPrecision")
+        found = {_last_name(one) for one in self.keywords(policies, keyword)}
+        (name,) = found if len(found) == 1 else (None,)
+        return name if name in ("bfloat16", "float16", "float32") else None
 
     def completed(self, found: Setting) -> Setting:
         """With what is the same for all of them: dtype, clipping, recomputation."""
@@ -117,18 +152,14 @@ class _Code:
             left.append("tensor parallelism: give it as --model-parallel to hzplan solve")
         if not found.open and recompute is None:
             recompute = "none"
-        dtypes = {
-            _last_name(one)
-            for one in self.keywords(self.calls("MixedPrecisionPolicy", "MixedPrecision"), "param_dtype")
-        }
-        named = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
-        (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+        dtype = self._dtype("param_dtype")
         return Setting(
             found.shards,
             prefetch=found.prefetch,
             recompute=recompute,
             clip=bool(self.calls("clip_grad_norm_")) or None,
-            dtype=named.get(dtype or ""),
+            dtype=dtype,
+            reduce_dtype=self._dtype("reduce_dtype") or dtype,  # torch's default is what is computed in
             said=tuple(said),
             open=tuple(left),
         )
@@ -137,18 +168,19 @@ class _Code:
 def _fully_shard(code: _Code, calls: list[ast.Call]) -> Setting:
     world, left = code.mesh.world, list[str]()
     shards, said = world, "FSDP2 over all ranks"
-    sizes = code.mesh_sizes()
-    if code.keywords(calls, "mesh") and sizes is None:
+    meshes = code.keywords(calls, "mesh")
+    sizes = code.mesh_sizes(meshes[0]) if meshes else None
+    if meshes and sizes is None:
         left.append("the mesh is computed: taken as one over all ranks; say it as a setting, as in hsdp")
-    if sizes is not None and len(sizes) > 1 and sizes[-1] < world:
+    sizes = tuple(size for size in sizes or () if size > 1)
+    if sizes and prod(sizes) < world:
+        left.append(
+            f"the mesh has {prod(sizes)} of {world} ranks: give what the others do as --model-parallel"
+        )
+    if len(sizes) > 1 and sizes[-1] < world:
         shards = shards_of(f"{code.where}: init_device_mesh", sizes[-1], code.mesh)
         said = f"FSDP2 over groups of {shards} ranks, replicas across (HSDP)"
-    inner = [call for call in calls if not _is_root(call)] or calls
-    given = {
-        repr(value): value
-        for one in code.keywords(inner, "reshard_after_forward")
-        for value in [code.constant(one)]
-    }
+    given = {repr(value): value for value in _reshards(code, calls)}
     param = shards
     if len(given) > 1:
         left.append("reshard_after_forward differs between modules: taken as True")
@@ -164,6 +196,20 @@ def _fully_shard(code: _Code, calls: list[ast.Call]) -> Setting:
     if code.calls("set_modules_to_forward_prefetch"):
         left.append("explicit prefetch: the best depth is taken")
     return Setting((param, shards, shards), said=(said,), open=tuple(left))
+
+
+def _reshards(code: _Code, calls: list[ast.Call]) -> Iterator[object]:
+    """What ``reshard_after_forward`` is in each call but that of the root, which torch does not reshard; True
+    where nothing is said, as 1 is False."""
+    roots = [call for call in calls if _is_root(call)]
+    if not roots:  # by another name, and not one of many
+        looped = code.looped()
+        named = [call for call in calls if call.args and isinstance(call.args[0], ast.Name)]
+        roots = [call for call in named if call.args[0].id not in looped][-1:]  # type: ignore[attr-defined]
+    for call in [call for call in calls if call not in roots] or calls:
+        said = code.keywords([call], "reshard_after_forward")
+        values = [code.constant(one) for one in said] or [True]
+        yield from (False if type(value) is int and value == 1 else value for value in values)
 
 
 def _fsdp1(code: _Code, calls: list[ast.Call]) -> Setting:

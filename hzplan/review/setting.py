@@ -10,8 +10,10 @@ from hzplan.errors import UserError
 
 @dataclass(frozen=True)
 class Setting:
-    """``shards``: of parameter, gradient and optimizer state, as ``solve --baseline`` takes them. What the
-    file does not tell is None. ``said``: what was read; ``open``: what may matter and was not."""
+    """``shards``: of parameter, gradient and optimizer state, as ``solve --baseline`` takes them.
+    ``dtype``: of the computation, and ``reduce_dtype`` what gradients travel and are summed in, by torch's
+    names. What the file does not tell is None. ``said``: what was read; ``open``: what may matter and was
+    not."""
 
     shards: tuple[int, int, int]
     micro_batch: int | None = None
@@ -20,6 +22,7 @@ class Setting:
     recompute: str | None = None
     clip: bool | None = None
     dtype: str | None = None
+    reduce_dtype: str | None = None
     said: tuple[str, ...] = ()
     open: tuple[str, ...] = field(default=())
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hzplan.checkpoint.position import START, Position
+from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.workload import Workload
-from hzplan.training.data import Corpus, heldout_windows, sample
+from hzplan.training.data import TOKEN_FILES, Corpus, heldout_windows, load_corpus, load_tokens, sample
 
 BYTES = 256
 """The vocabulary that a text needs: its tokens are bytes."""
@@ -110,3 +112,22 @@ def batches(
     return TextBatches(
         corpus, batch.micro_batch, workload.seq_len, seed, plan.mesh.world, batch.accumulation, since
     )
+
+
+def corpus_of(data: Path | None, workload: Workload) -> Corpus | None:
+    """What a model is trained on: a file of tokens, text as bytes, by default Python's own; None where it
+    reads neither. UserError for a file that it does not read."""
+    if data is not None and data.suffix in TOKEN_FILES:
+        if workload.vocab is None or not reads_tokens(workload):
+            raise UserError(
+                f"--data {data}: {workload.name} does not read windows of tokens; leave --data out"
+            )
+        return load_tokens(data, vocab=workload.vocab, seq_len=workload.seq_len)
+    if reads_bytes(workload):
+        return load_corpus(data, seq_len=workload.seq_len)
+    if data is not None:
+        raise UserError(
+            f"--data {data}: {workload.name} does not read bytes (its vocabulary is "
+            f"{workload.vocab or 'not known'}, 256 are needed); leave --data out"
+        )
+    return None

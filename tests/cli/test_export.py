@@ -38,3 +38,14 @@ def test_a_plan_that_travels_alone_has_losses_without_a_price(tmp_path: Path) ->
     wrong = hzplan("export", "plan.json", "--to", "horovod", cwd=tmp_path)
     known = "fsdp2, deepspeed, deepspeed-mics, megatron-fsdp, megatron-fsdp-v2"
     assert wrong.code == 2 and f"--to horovod: one of {known}" in wrong.stderr
+
+
+def test_optimizer_state_that_stays_on_the_host_is_no_loss(tmp_path: Path) -> None:
+    """DeepSpeed has it there, as the plan; FSDP2's file would have it on the device, where it does not fit."""
+    plan = ROOT / "plans" / "llama3-70b-h100-1-host.json"
+    done = hzplan("export", plan, "--to", "deepspeed", "-o", "zero.json", "--json", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    config = json.loads((tmp_path / "zero.json").read_text())
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    done = hzplan("export", plan, "--to", "fsdp2", "-o", "sharding.py", cwd=tmp_path)
+    assert done.code == 1 and "more than the budget" in done.stderr

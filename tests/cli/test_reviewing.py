@@ -25,13 +25,21 @@ def test_code_is_a_scheme_of_the_table(tmp_path: Path) -> None:
     mine = reviewed(tmp_path, "train.py", "--global-batch", 256, "--memory", "70GiB")
     solved = hzplan(
         "solve", PROFILE, "--global-batch", 256, "--memory", "70GiB", "--json",
-        "--baseline", "zero3,recompute=none", cwd=tmp_path,
+        "--baseline", "zero3,recompute=none", "--reduce-dtype", "bf16-sum", cwd=tmp_path,
     )  # fmt: skip
     rows = {row["name"]: row for row in json.loads(solved.stdout)["baselines"]}
     assert mine["yours"]["step_s"] == rows["yours"]["step_s"]  # type: ignore[index]
     assert mine["plan"]["step_s"] == json.loads(solved.stdout)["predicted"]["step_s"]  # type: ignore[index]
     assert mine["read"] == ["FSDP2 over all ranks"]
     assert not (tmp_path / "plan.proof").exists() or solved.code == 0
+
+
+def test_a_plan_is_reviewed_by_its_own_question(tmp_path: Path) -> None:
+    """Its batch, and what its gradients travel in."""
+    plan = ROOT / "plans" / "llama3-70b-4096-h100-16.json"
+    found = reviewed(tmp_path, plan, "--memory", 60 * 2**30)
+    recorded = json.loads(plan.read_text())["predicted"]["step_s"]
+    assert found["yours"]["step_s"] == pytest.approx(recorded, rel=1e-6)  # type: ignore[index]
 
 
 def test_a_configuration_says_the_batch_and_nothing_is_written(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """
 
 
+NAMED = 'mesh = init_device_mesh("cuda", {}, mesh_dim_names={})'
+
+
 def of(tmp_path: Path, text: str, name: str = "train.py") -> Setting:
     (tmp_path / name).write_text(text)
     found = read(tmp_path / name, MESH)
@@ -49,6 +52,15 @@ def fsdp2(tmp_path: Path, options: str = "", mesh: str = "") -> Setting:
         ("mesh=mesh", 'SIZES = (4, 8)\nmesh = init_device_mesh("cuda", mesh_shape=SIZES)', (8, 8, 8)),
         ("mesh=mesh, reshard_after_forward=False", 'mesh = init_device_mesh("cuda", (4, 8))', (1, 8, 8)),
         ("mesh=mesh", 'mesh = init_device_mesh("cuda", (32,))', (32, 32, 32)),
+        ("reshard_after_forward=1", "", (1, 32, 32)),
+        ("", 'mesh = init_device_mesh("cuda", (4, 8))', (32, 32, 32)),  # made for something else
+        (
+            'mesh=mesh["dp"]',
+            'mesh = init_device_mesh("cuda", (32, 1), mesh_dim_names=("dp", "tp"))',
+            (32,) * 3,
+        ),
+        ('mesh=mesh["out", "in"]', NAMED.format((4, 8, 1), ("out", "in", "tp")), (8, 8, 8)),
+        ("mesh=dp", NAMED.format((4, 8), ("a", "b")) + '\ndp = mesh["a", "b"]', (8, 8, 8)),
     ],
 )
 def test_calls_of_fully_shard(tmp_path: Path, options: str, mesh: str, shards: tuple[int, ...]) -> None:
@@ -79,6 +91,42 @@ def test_what_is_computed_is_said_to_be_open(tmp_path: Path, options: str, mesh:
 )
 def test_older_wrappers(tmp_path: Path, code: str, shards: tuple[int, ...]) -> None:
     assert of(tmp_path, code).shards == shards
+
+
+@pytest.mark.parametrize(
+    ("last", "param", "is_open"),
+    [
+        ("fully_shard(model.head, reshard_after_forward=False)\nfully_shard(model)", 32, True),
+        ("fully_shard(net, reshard_after_forward=False)", 32, False),
+        ("fully_shard(model, reshard_after_forward=False)", 32, False),
+    ],
+)
+def test_a_call_that_says_nothing_reshards(tmp_path: Path, last: str, param: int, is_open: bool) -> None:
+    """The root, under whichever name, is not resharded by torch either; another one may be kept whole."""
+    found = of(tmp_path, f"for layer in net.layers:\n    fully_shard(layer)\n{last}\n")
+    assert found.shards == (param, 32, 32) and bool(found.open) is is_open
+
+
+@pytest.mark.parametrize(
+    ("policy", "travels"),
+    [
+        ("param_dtype=torch.bfloat16", "bfloat16"),
+        ("param_dtype=torch.bfloat16, reduce_dtype=torch.float32", "float32"),
+        ("", None),
+    ],
+)
+def test_gradients_travel_in_what_is_computed_in(tmp_path: Path, policy: str, travels: str | None) -> None:
+    assert (
+        of(tmp_path, f"fully_shard(model, mp_policy=MixedPrecisionPolicy({policy}))").reduce_dtype == travels
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "travels"), [({}, "bfloat16"), ({"communication_data_type": "fp32"}, "float32")]
+)
+def test_so_they_do_in_deepspeed(tmp_path: Path, given: dict[str, str], travels: str) -> None:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}} | given
+    assert of(tmp_path, json.dumps(config), "ds.json").reduce_dtype == travels
 
 
 def test_checkpointing_is_seen(tmp_path: Path) -> None:
