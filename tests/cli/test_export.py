@@ -41,7 +41,7 @@ def test_a_plan_that_travels_alone_has_losses_without_a_price(tmp_path: Path) ->
 
 
 def test_optimizer_state_that_stays_on_the_host_is_no_loss(tmp_path: Path) -> None:
-    """DeepSpeed has it there, as the plan; FSDP2's file would have it on the device, where it does not fit."""
+    """DeepSpeed has it there as the plan; FSDP2's file would have it on the device, and does not fit."""
     plan = ROOT / "plans" / "llama3-70b-h100-1-host.json"
     done = hzplan("export", plan, "--to", "deepspeed", "-o", "zero.json", "--json", cwd=tmp_path)
     assert done.code == 0, done.stderr
