@@ -9,6 +9,7 @@ has trained. ``hzplan.Muon`` is the matrix optimizer that plans know. Everything
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from hzplan.runtime.muon import Muon as Muon
 
 __version__ = "0.1.0"
+
+# NCCL reads it once, at its first launch, which may come before a plan is there: kernels of several
+# communicators then begin in the order in which the host launched them (``runtime.backends.nccl``).
+os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 _HOMES = {
     "auto": "hzplan.in_job",

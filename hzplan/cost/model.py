@@ -203,9 +203,20 @@ class CostModel:
         for use in self.profile.uses:
             for cost in use.costs:
                 found[use.unit] &= cost.again.keys() if use.reads_parameters else set()
+        for unit in [unit for unit, ways in found.items() if "chunks" in ways]:
+            if not self._stays_to_the_end(unit):
+                found[unit] -= {"chunks"}
         known = [way for way in WAYS if way != HOST or self.profile.host is not None]
         named = {unit.name: found.get(unit.name, ()) for unit in self.profile.units}
         return {unit: tuple(way for way in known if way in of) for unit, of in named.items() if of}
+
+    def _stays_to_the_end(self, unit: str) -> bool:
+        """Whether a unit's parameters are there until the loss, after its forward: a loss in chunks reads
+        them, and belongs to the last forward's turn."""
+        needs = {one.name: one.requires for one in self.profile.units}
+        forwards = [use.use for use in self.profile.uses if use.phase == "forward"]
+        last = max((index for index, use in enumerate(forwards) if use.unit == unit), default=-1)
+        return all(use.reads and unit in needs.get(use.unit, ()) for use in forwards[last + 1 :])
 
     @cached_property
     def recomputable(self) -> tuple[str, ...]:

@@ -51,7 +51,11 @@ def _contexts(way: str) -> Any:
     def policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
         attends = "scaled_dot_product" in name or "flash_attention" in name or name == "flex_attention"
-        keeps = attends and way != "attention"
+        schema = getattr(operation, "_schema", None)
+        names = [one.name for one in schema.arguments] if attends and schema is not None else []
+        # With dropout it draws random numbers, and what comes after it would draw others the second time.
+        draws = dict(zip(names, arguments)).get("dropout_p") or keywords.get("dropout_p")
+        keeps = attends and way != "attention" and not draws
         if name in PRODUCTS:
             products[context.is_recompute] += 1
             every = 2 if way == "operations" else 1

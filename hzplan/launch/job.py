@@ -34,7 +34,6 @@ TIMEOUT_S = 300.0
 MEETING = 0.9
 """Share of it in which they have to meet, so that who is missing is named before all is given up."""
 
-LEAST_NCCL = (2, 26)
 MOST_FILES = 65536
 """Open files, connections among them, that a process asks for where the system allows as many."""
 
@@ -265,20 +264,6 @@ def _allow_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def check_nccl(version: tuple[int, ...]) -> None:
-    """JobFailed where NCCL does not order the kernels of several communicators as they were launched.
-
-    From 2.26 on it does, with ``NCCL_LAUNCH_ORDER_IMPLICIT``. Before, communicators that are used at once may
-    wait for each other for ever (NCCL's user guide, *Using multiple NCCL communicators concurrently*).
-    """
-    if version < LEAST_NCCL:
-        found, least = (".".join(map(str, one)) for one in (version, LEAST_NCCL))
-        raise JobFailed(
-            f"NCCL {found}: communicators of several tiers need {least} or later; install a newer torch, or "
-            "set HZPLAN_BACKEND=gloo to train on processors"
-        )
-
-
 def _backend(here: RankInfo) -> tuple[str, torch.device | None]:
     """NCCL for what is on GPUs, beside gloo for what is not, and the rank's GPU.
 
@@ -286,6 +271,8 @@ def _backend(here: RankInfo) -> tuple[str, torch.device | None]:
     to the processors.
     """
     import torch
+
+    from hzplan.runtime.backends.nccl import check_order
 
     count = torch.cuda.device_count()
     if not count or os.environ.get("HZPLAN_BACKEND") == "gloo":
@@ -295,8 +282,7 @@ def _backend(here: RankInfo) -> tuple[str, torch.device | None]:
             f"rank {here.rank}: {here.local_world} ranks on a host that shows {count} GPUs; start one per "
             "GPU, or set HZPLAN_BACKEND=gloo to train on its processors"
         )
-    check_nccl(tuple(torch.cuda.nccl.version()))
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    check_order(torch.cuda.nccl.version(), os.environ)
     device = torch.device("cuda", min(here.local_rank, count - 1))
     torch.cuda.set_device(device)
     return "cuda:nccl,cpu:gloo", device  # whose communicators are then split from the world's

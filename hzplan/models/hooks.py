@@ -63,6 +63,7 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
     def detach() -> None:
         for handle in handles:
             handle.remove()
+        hooks.forget_leaves()
 
     return detach
 
@@ -100,6 +101,7 @@ class _Hooks:
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.graph_task = -1  # autograd's number of the outermost backward under way
+        self.of_leaves: list[tuple[Tensor, RemovableHandle]] = []
 
     def before_forward(self, unit: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: object) -> None:
@@ -129,13 +131,36 @@ class _Hooks:
 
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    _before_gradient(tensor, begin)
+                    self.before_gradient(tensor, unit, begin)
                     # What is done in place to a view gives it another history, without the view's hooks, and
                     # a linear layer's output is one. That of what it is a view of keeps its own.
                     if tensor._base is not None and tensor._base.grad_fn is not None:
-                        _before_gradient(tensor._base, begin)
+                        self.before_gradient(tensor._base, unit, begin)
 
         return hook
+
+    def before_gradient(self, tensor: Tensor, unit: str, begin: Callable[[], None]) -> None:
+        """Call ``begin`` when the tensor's gradient is there, before what other units asked for earlier."""
+        of, begins = getattr(tensor, "_hzplan_begins", (None, None))
+        if begins is None or of is not tensor.grad_fn:  # an operation in place makes another gradient of it
+            begins = {}
+            tensor._hzplan_begins = tensor.grad_fn, begins  # type: ignore[attr-defined]
+
+            def all_begin(gradient: Tensor, begins: dict[str, Callable[[], None]] = begins) -> None:
+                for one in reversed(list(begins.values())):
+                    one()
+
+            handle = tensor.register_hook(all_begin)
+            if tensor.is_leaf:  # a unit's own parameter, which is there in the next forward, too
+                self.of_leaves.append((tensor, handle))
+        begins[unit] = begin
+
+    def forget_leaves(self) -> None:
+        """Remove what outlasts a forward."""
+        for tensor, handle in self.of_leaves:
+            handle.remove()
+            del tensor._hzplan_begins  # type: ignore[attr-defined]
+        self.of_leaves.clear()
 
     def enter_backward(self) -> None:
         """A checkpoint with ``use_reentrant=True`` runs a backward inside of the backward, which is not one
@@ -152,21 +177,6 @@ class _Hooks:
         if self.graph_task == -1:
             self.enter_backward()
         self.listener.gradient(parameter)  # type: ignore[arg-type] # torch calls it a tensor
-
-
-def _before_gradient(tensor: Tensor, begin: Callable[[], None]) -> None:
-    """Call ``begin`` when the tensor's gradient is there, before what was asked for earlier."""
-    of, begins = getattr(tensor, "_hzplan_begins", (None, None))
-    if begins is None or of is not tensor.grad_fn:  # an operation in place makes another gradient of it
-        begins = []
-        tensor._hzplan_begins = tensor.grad_fn, begins  # type: ignore[attr-defined]
-
-        def all_begin(gradient: Tensor, begins: list[Callable[[], None]] = begins) -> None:
-            for one in reversed(begins):
-                one()
-
-        tensor.register_hook(all_begin)
-    begins.append(begin)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

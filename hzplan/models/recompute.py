@@ -11,7 +11,7 @@ import functools
 import re
 import types
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -69,7 +69,8 @@ class _Policy:
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *arguments: Any, **keywords: Any
     ) -> CheckpointPolicy:
-        kept = self._keeps(operation, again=bool(context.is_recompute))
+        again = bool(context.is_recompute)
+        kept = self._keeps(operation, again=again) and not _drops_out(operation, arguments, keywords)
         if kept:  # attention's backward needs its result
             self._unread = operation if _name(operation) in PRODUCTS else None
         elif not (_name(operation) in SAVES_NOTHING or getattr(operation, "is_view", False)):
@@ -92,6 +93,15 @@ class _Policy:
             return self._way != "products" and self._products[again] % every == 1 % every
         attends = "scaled_dot_product" in name or "flash_attention" in name or name == "flex_attention"
         return attends and self._way != "attention"
+
+
+def _drops_out(operation: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether it draws random numbers: a second run that leaves it out would draw others afterwards, since
+    the generator is restored for all of the forward."""
+    schema = getattr(operation, "_schema", None)
+    names = [one.name for one in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, arguments, strict=False)), **keywords}
+    return bool(given.get("dropout_p"))
 
 
 def _name(operation: Any) -> str:
@@ -176,9 +186,15 @@ def recompute(
                 saved.save()
                 saved.release()
             return result
-        return checkpoint(  # which has keywords of its own
-            functools.partial(changing.once, this, functools.partial(forward, **keywords)),
-            *arguments,
+        # Its keywords are of its own, and it looks after what comes by position: devices, changes in place.
+        names, count = tuple(keywords), len(arguments)
+
+        def with_names(*given: Any) -> Any:
+            return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
+        return checkpoint(
+            functools.partial(changing.once, this, with_names),
+            *(*arguments, *keywords.values()),
             use_reentrant=False,
             preserve_rng_state=keep_random_state,
             context_fn=functools.partial(_contexts, way),

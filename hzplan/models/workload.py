@@ -24,7 +24,7 @@ from hzplan.models import moe
 from hzplan.models.deferred import deferred_if_possible
 from hzplan.models.gpt import GPT, PRESETS, cross_entropy
 from hzplan.models.matrices import MatrixRule, check_rule
-from hzplan.models.units import Unit, blocks_like, find_units, master_dtype_of
+from hzplan.models.units import Unit, blocks_like, dtype_name, find_units, master_dtype_of
 
 BUILT_IN = ("gpt:", "moe:", "hf:")
 """Models that a plan may name; anything else is code, which runs only when the user names it."""
@@ -64,7 +64,7 @@ class Workload:
         master_dtype = master_dtype_of(getattr(torch, dtype))
 
         def build() -> nn.Module:
-            return self.build().to(device, master_dtype)
+            return for_training(self.build()).to(device, master_dtype)
 
         return deferred_if_possible(build) if self.name.startswith(BUILT_IN) else build()
 
@@ -85,6 +85,17 @@ class Workload:
     def matrices_of(self, unit: Unit) -> frozenset[str]:
         """The names of a unit's parameters that a matrix optimizer updates as matrices."""
         return frozenset() if self.matrices is None else self.matrices.of(unit)
+
+
+def for_training(model: nn.Module) -> nn.Module:
+    """The model as it is trained: one that comes for inference, as ``from_pretrained`` gives it, in training
+    mode. UserError for a dtype that a change of dtype would not keep."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
+            raise UserError(
+                f"parameter {name} has dtype {dtype_name(parameter.dtype)}; plans are of real numbers"
+            )
+    return model if model.training else model.train()
 
 
 def load(spec: str, *, seq_len: int | None = None) -> Workload:

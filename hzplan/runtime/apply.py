@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from hzplan.formats.plan import Plan, RelaxedTier
 from hzplan.formats.profile import signature
 from hzplan.models.deferred import Waiting, become, stand_in
 from hzplan.models.hooks import attach
-from hzplan.models.local import split_over
+from hzplan.models.local import local, split_over
 from hzplan.models.recompute import recompute, recomputed_modules
 from hzplan.models.saved import Saved
 from hzplan.models.units import Unit, blocks_of, dtype_name, find_units
@@ -296,6 +296,8 @@ def apply(
     lay_side_by_side({state.name: state for state in states}, schedule)
     if waiting.parameters or waiting.buffers:
         _begin(model, waiting, states, world)
+    if world.size > 1:
+        _send_buffers(model, waiting.buffers, world)
     groups = as_groups(params if params is not None else (p for p in model.parameters() if p.requires_grad))
     for group in groups:
         group["params"] = [waiting.replaced.get(id(p), (p, p))[1] for p in group["params"]]
@@ -523,6 +525,19 @@ def _begin(model: nn.Module, waiting: Waiting, states: Iterable[UnitState], worl
         else:
             world.broadcast(kept := values.detach().contiguous())
             become(model, buffers[name], kept)
+
+
+@torch.no_grad()
+def _send_buffers(model: nn.Module, but: Collection[str], world: World) -> None:
+    """Give every rank the buffers of rank 0, as DDP does, ``but`` those that have been sent: some are drawn
+    at random."""
+    for name, buffer in model.named_buffers():
+        values = local(buffer)
+        if name not in but and values.numel() and not values.is_meta:
+            sent = values.contiguous()
+            world.broadcast(sent.view(-1).view(torch.uint8))  # gloo does not know every dtype
+            if sent.data_ptr() != values.data_ptr():
+                values.copy_(sent)
 
 
 def _state(

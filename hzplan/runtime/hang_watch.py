@@ -12,13 +12,17 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn, Protocol
 
 from hzplan.errors import JobFailed
 from hzplan.runtime.hang_report import absent
 
 POLL_S = 1.0
+YOUNG_S = 30.0
+"""Tasks that were launched no longer ago are not asked for: who asks for an event, on any thread, breaks off
+a capture of CUDA's into a graph, as a unit may make."""
 SHARE = 0.9
 """Of the job's timeout, after which a task is given up: before NCCL's watchdog does it."""
 
@@ -41,8 +45,9 @@ class HangWatch:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._patience_s, self._on_hang, self._now_s = patience_s, on_hang, now_s
+        self._young_s = min(YOUNG_S, patience_s / 2)
         self._lock = threading.Lock()
-        self._under_way: dict[str, deque[tuple[str, Reached]]] = defaultdict(deque)
+        self._under_way: dict[str, deque[tuple[str, Reached, float]]] = defaultdict(deque)
         self._since: dict[
             str, tuple[Reached, float]
         ] = {}  # by stream: its oldest task's end, first seen when
@@ -59,17 +64,26 @@ class HangWatch:
     def launched(self, stream: str, name: str, ended: Reached) -> None:
         """A task is in a stream; ``ended``: the event at its end."""
         with self._lock:
-            self._under_way[stream].append((name, ended))
+            self._under_way[stream].append((name, ended, self._now_s()))
+
+    def forget(self, before: Mapping[str, Reached]) -> None:
+        """What is known to be done: by stream all up to an event."""
+        with self._lock:
+            for stream, ended in before.items():
+                tasks = self._under_way[stream]
+                if any(one is ended for _, one, _ in tasks):
+                    while tasks.popleft()[1] is not ended:
+                        pass
 
     def look(self) -> bool:
         """Whether a stream has been at one task for too long; then ``on_hang`` was called."""
         late: list[tuple[float, str]] = []
         with self._lock:
             for stream, tasks in self._under_way.items():
-                while tasks and tasks[0][1].is_reached():
+                while tasks and self._is_old(tasks[0][2]) and tasks[0][1].is_reached():
                     tasks.popleft()
-                if tasks:
-                    name, ended = tasks[0]
+                if tasks and self._is_old(tasks[0][2]):
+                    name, ended, _ = tasks[0]
                     known, since = self._since.get(stream, (None, 0.0))
                     if known is not ended:
                         self._since[stream] = ended, self._now_s()
@@ -80,10 +94,14 @@ class HangWatch:
             self._on_hang(name, self._now_s() - since)
         return bool(late)
 
+    def _is_old(self, launched_s: float) -> bool:
+        return self._now_s() - launched_s >= self._young_s
+
     def _run(self) -> None:
         while not self._ended.wait(POLL_S):
-            if self.look():
-                return
+            with suppress(RuntimeError):  # of a device that fails, which the thread that trains says
+                if self.look():
+                    return
 
 
 def end_process(name: str, seconds: float, route: Callable[[Sequence[int]], str]) -> NoReturn:

@@ -150,6 +150,8 @@ class Launcher:
         here = self._device.here()  # first: it refuses what cannot be captured
         last = self._before_last
         self.record = StepRecord(timed=False) if last is None else self._read(last)
+        if last is not None and self._watch is not None:
+            self._watch.forget(last.last)
         self._before_last = self._step if self.step >= 0 else None
         self.step += 1
         self._step = _Launched(StepRecord(self.step, timed=self._is_timed(self.step)))

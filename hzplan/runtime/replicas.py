@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hzplan.runtime.engine import Engine
 
+CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,7 +45,9 @@ def checksum(values: Tensor) -> int:
     """The sum of the values' bits as integers: any one change shows."""
     if not values.numel():
         return 0
-    return int(values.detach().contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64))
+    bits = values.detach().contiguous().view(_BITS[values.element_size()])
+    # In chunks: to sum into another dtype a device copies what it sums.
+    return int(sum(chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK_ELEMENTS)))
 
 
 def odd_ones(checksums: Tensor, shards: Sequence[int]) -> dict[int, set[int]]:

@@ -308,11 +308,13 @@ class _Trainer:
         per_batch = self.plan.batch.micro_batch * self.workload.seq_len * self.world
         wanted = -(-self.options.heldout_tokens // per_batch)
         count = max(1, min(wanted, self.options.steps * self.plan.batch.accumulation))
+        training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.data.heldout(count, self.rank, self.world):
             total += self.workload.loss(self.model, on_device(batch, self.device)).cpu()
-        self.model.train()
+        for module in training:  # some may be kept in evaluation, as a frozen BatchNorm
+            module.training = True
         loss = self.over_ranks([float(total) / count])[0] / self.world
         if not math.isfinite(loss):
             raise UserError(f"the held-out loss after step {step} is {loss}; try a lower --lr")
@@ -397,7 +399,9 @@ class _Pending:
         mine = torch.zeros(world, 3, dtype=torch.float64)
         mine[rank] = torch.tensor([said.asked_to_end, said.busy_s, said.memory_bytes], dtype=torch.float64)
         self._world, self._route, self.norm, self.norms = world, route, norm, norms
-        self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device)])
+        if loss.is_cuda:  # from other memory the host would wait for all that the device has to do
+            mine = mine.pin_memory()
+        self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device, non_blocking=True)])
         self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
 
     def said(self) -> tuple[float, list[_Said]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,7 @@ def test_a_trainer_s_own_optimizer_and_scheduler_are_those_of_the_shards(tmp_pat
 
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     model = load("gpt:nano").build()
+    model.config = SimpleNamespace()  # type: ignore[assignment] # Trainer writes to it
     parameters = list(model.parameters())
     theirs = torch.optim.AdamW([{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:]}], lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: step / 2)

@@ -16,7 +16,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from hzplan.errors import CheckFailed, JobFailed, NoPlanFits, Preempted, UserError
 from hzplan.launch.job import (
     RankInfo,
-    check_nccl,
     first_host,
     meeting_point,
     rank_info,
@@ -24,6 +23,7 @@ from hzplan.launch.job import (
     with_exit_code,
 )
 from hzplan.launch.local import _explain, cluster_line
+from hzplan.runtime.backends.nccl import check_order
 from tests.cli.command import torchrun
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
@@ -139,10 +139,14 @@ def test_a_users_mistake_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_nccl_that_does_not_order_communicators_is_refused() -> None:
-    check_nccl((2, 26, 2))
-    check_nccl((3, 0))
+    ordered = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    check_order((2, 26, 2), ordered)
+    check_order((3, 0), ordered)
+    for env in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
+        with pytest.raises(JobFailed, match="could wait for each other for ever"):
+            check_order((2, 26, 2), env)
     with pytest.raises(JobFailed, match=r"NCCL 2\.25\.1: .* need 2\.26 or later; install a newer torch"):
-        check_nccl((2, 25, 1))
+        check_order((2, 25, 1), ordered)
 
 
 CONNECTIONS = """

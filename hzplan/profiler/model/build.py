@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from hzplan.errors import UserError
 from hzplan.formats.profile import UnitEntry
 from hzplan.models.units import Unit, master_dtype_of
-from hzplan.models.workload import Workload
+from hzplan.models.workload import Workload, for_training
 from hzplan.profiler.model.calls import RecordedCalls, Step
 from hzplan.profiler.model.entries import unit_entry
 from hzplan.profiler.model.outside import Outside, requiring
@@ -116,9 +116,10 @@ def _whole(workload: Workload, dtype: torch.dtype, device: torch.device, seed: i
     """The model as it is. As in the runtime, buffers keep the master dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = workload.build().to(device=device, dtype=master_dtype_of(dtype))
+        model = for_training(workload.build()).to(device=device, dtype=master_dtype_of(dtype))
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -26,7 +26,7 @@ from hzplan.errors import UserError, one_line
 from hzplan.formats.profile import UnitEntry, UseCost
 from hzplan.models.recompute import leaves, switched
 from hzplan.models.units import Unit, master_dtype_of
-from hzplan.models.workload import Workload
+from hzplan.models.workload import Workload, for_training
 from hzplan.profiler.model.calls import RecordedCalls, Step
 from hzplan.profiler.model.entries import unit_entry
 from hzplan.profiler.model.flops import FlopProbe
@@ -233,7 +233,7 @@ def _without_values(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def model_on_meta(workload: Workload, dtype: torch.dtype) -> nn.Module:
     """The model on torch's meta device, where constructors run as they are and allocate nothing."""
     with torch.device("meta"):
-        return workload.build().to(master_dtype_of(dtype))
+        return for_training(workload.build()).to(master_dtype_of(dtype))
 
 
 def replace_tensors(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import inspect
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from hzplan.core.hierarchy import Mesh, Stage
 from hzplan.core.order import LINK_STREAM
 from hzplan.runtime.backends.exchange import GlooGroup
-from hzplan.runtime.backends.nccl import NcclGroup, max_ctas, options
+from hzplan.runtime.backends.nccl import NcclGroup, check_order, max_ctas, options
 
 ProcessGroup = GlooGroup | NcclGroup
 """A group of processes; its ``handle`` is torch's group."""
@@ -82,6 +83,7 @@ def process_group(
         backend, timeout = own, _timeout(mesh, kind, stage)
         given = None
         if backend == "nccl":
+            check_order(torch.cuda.nccl.version(), os.environ)
             sms = torch.cuda.get_device_properties(device).multi_processor_count
             many = streams or (1 if kind == LINK_STREAM else STREAMS)
             most = max_ctas(ctas or [sms] * len(mesh.tiers), mesh.tier_of(stage.high - 1), many, sms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hzplan.errors import UserError, one_line
+from hzplan.errors import JobFailed, UserError, one_line
 from hzplan.runtime.backends.base import Group, Split
 from hzplan.runtime.backends.native import NativeGroup, Pair
 from hzplan.runtime.faults import Work
@@ -24,8 +24,28 @@ _all_reduce = dist.all_reduce
 _all_to_all = dist.all_to_all_single
 _coalescing: Any = getattr(dist, "_coalescing_manager")  # noqa: B009 - torch does not export it
 
+LEAST_NCCL, IN_ORDER = (2, 26), "NCCL_LAUNCH_ORDER_IMPLICIT"
 REGISTER = "HZPLAN_NCCL_REGISTER"
 """Variable that is 1 where long-lived buffers are to be registered with NCCL."""
+
+
+def check_order(version: Sequence[int], env: Mapping[str, str]) -> None:
+    """JobFailed where NCCL does not order the kernels of several communicators as they were launched.
+
+    From 2.26 on it does, where a variable says so. Else communicators that are used at once may wait for each
+    other for ever (NCCL's user guide, *Using multiple NCCL communicators concurrently*).
+    """
+    if (*version,) < LEAST_NCCL:
+        found, least = (".".join(map(str, one)) for one in (version, LEAST_NCCL))
+        raise JobFailed(
+            f"NCCL {found}: communicators of several tiers need {least} or later; install a newer torch, or "
+            "set HZPLAN_BACKEND=gloo to train on processors"
+        )
+    if env.get(IN_ORDER) != "1":
+        raise JobFailed(
+            f"{IN_ORDER} is {env.get(IN_ORDER, 'not set')}: kernels of several communicators could wait for "
+            "each other for ever; import hzplan before NCCL begins, or set it to 1"
+        )
 
 
 def max_ctas(wanted: Sequence[int], tier: int, streams: int, sms: int) -> int:

@@ -104,22 +104,27 @@ class _Added(Step):
 @dataclass
 class Errors:
     """What rounding has cost since it was last asked: the largest share of a sample's norm that its error
-    had, by tier. Streams' threads note it while it is ``active``."""
+    had, by tier and stream of work, for those of one stream come in order. Streams' threads note it while it
+    is ``active``."""
 
     active: bool = True
-    largest: dict[int, Tensor] = field(default_factory=dict)
+    largest: dict[tuple[int, object], Tensor] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def see(self, tier: int, share: Tensor) -> None:
         """Note a message's."""
+        stream = torch.cuda.current_stream(share.device) if share.is_cuda else None
         with self.lock:
-            known = self.largest.get(tier)
-            self.largest[tier] = share if known is None else torch.maximum(known, share)
+            known = self.largest.get((tier, stream))
+            self.largest[tier, stream] = share if known is None else torch.maximum(known, share)
 
     def taken(self) -> dict[int, Tensor]:
         """What there was since this was called last; on a device nothing may be under way."""
         with self.lock:
-            found, self.largest = self.largest, {}
+            noted, self.largest = self.largest, {}
+        found: dict[int, Tensor] = {}
+        for (tier, _), share in noted.items():
+            found[tier] = torch.maximum(found[tier], share) if tier in found else share
         return found
 
 
