@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -403,14 +404,43 @@ class _Pending:
             mine = mine.pin_memory()
         self._numbers = torch.cat([loss.view(1), mine.view(-1).to(loss.device, non_blocking=True)])
         self._work = dist.all_reduce(self._numbers, async_op=True) if dist.is_initialized() else None
+        self._arrives = self._on_its_way(loss.device) if loss.is_cuda else None
+
+    def _on_its_way(self, device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+        """The numbers, and the norm behind them, to the host, beside the steps that follow on this stream:
+        who read them here would wait for those."""
+        aside = _stream_for(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            if self._work is not None:
+                self._work.wait()
+            read = [self._numbers, self.norm.double().view(1)] if self.norm.is_cuda else [self._numbers]
+            numbers = torch.cat(read)
+            arrives = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            arrives.copy_(numbers, non_blocking=True)
+            here = torch.cuda.Event()
+            here.record(aside)
+        return arrives, here
 
     def said(self) -> tuple[float, list[_Said]]:
         """The mean loss, and every rank's numbers."""
-        if self._work is not None:
-            with named(f"the mean loss of step {self.step}: all-reduce", self._route):
+        found = self._numbers
+        with named(f"the mean loss of step {self.step}: all-reduce", self._route):
+            if self._arrives is not None:
+                found, here = self._arrives
+                here.synchronize()
+            elif self._work is not None:
                 self._work.wait()
-        loss, *numbers = self._numbers.tolist()
+        if self.norm.is_cuda:
+            self.norm = found[-1]
+        loss, *numbers = found.tolist()
         return loss / self._world, [_Said(*numbers[at : at + 3]) for at in range(0, 3 * self._world, 3)]
+
+
+@cache
+def _stream_for(device: torch.device) -> torch.cuda.Stream:
+    """Of what the host reads of a step while the next one runs."""
+    return torch.cuda.Stream(device)
 
 
 def learning_rate(step: int, options: RunOptions) -> float:
