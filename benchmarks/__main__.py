@@ -82,7 +82,7 @@ def _asked(arguments: Sequence[str]) -> list[str]:
     """The options of a command line, without those that say where files lie."""
     found, places = list[str](), {"--output", "--work", "--docs", "--shown"}
     for before, one in zip(["", *arguments], arguments, strict=False):
-        if one not in places and before not in places:
+        if one.partition("=")[0] not in places and before not in places:
             found.append(one)
     return found
 

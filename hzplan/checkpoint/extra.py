@@ -6,6 +6,7 @@ schedulers have them, becomes a dict of one key, ``!``, that names the kind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any
@@ -44,6 +45,8 @@ def _said(value: Any, where: str) -> Any:
         return [_said(one, f"{where}[{place}]") for place, one in enumerate(value)]
     if isinstance(value, tuple):
         return {KIND: ["tuple", [_said(one, f"{where}[{place}]") for place, one in enumerate(value)]]}
+    if isinstance(value, Counter):
+        return {KIND: ["counter", _said(dict(value), where)]}
     if isinstance(value, dict):
         if KIND not in value and all(isinstance(key, str) for key in value):
             return {key: _said(one, f"{where}[{key!r}]") for key, one in value.items()}
@@ -65,6 +68,8 @@ def _read(value: Any) -> Any:
     if value.keys() != {KIND}:
         return {key: _read(one) for key, one in value.items()}
     match value[KIND]:
+        case ["counter", dict(of)] if isinstance(counted := _read(of), dict):
+            return Counter(counted)
         case ["float", str(text)] if text in ("inf", "-inf", "nan"):
             return float(text)
         case ["tuple", [*of]]:

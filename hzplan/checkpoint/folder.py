@@ -166,7 +166,7 @@ def prune(folder: Path, keep: int, steps: Sequence[int], *, spared: int) -> None
 
 
 LOCK = ".lock"
-"""Of a folder, the file that who writes there has locked."""
+"""The file in a folder that is locked by whoever writes there."""
 
 
 class Lock:

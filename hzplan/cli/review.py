@@ -87,6 +87,8 @@ def command(
     if answered is not None:
         names = ("clip", "reduce_dtype", "narrow_sums", "wire")
         request = replace(request, **{name: getattr(answered, name) for name in names})
+        if not host_memory:
+            request = replace(request, host_bytes=answered.host_bytes)
     elif read is not None and read.reduce_dtype == "bfloat16":
         # Its runtime sums in what travels, where a library sums.
         sums = loaded.cluster.backend == "nccl"
@@ -245,6 +247,8 @@ def _show(
     more = [] if request.clip else ["--no-clip"]
     if request.reduce_dtype == "bfloat16":
         more.append(f"--reduce-dtype bf16{'-sum' * request.narrow_sums}")
+    if request.wire is not None:
+        more.append("--wire as the plan's")
     if request.host_bytes:
         more.append(f"--host-memory {request.host_bytes}")
     out.print(

@@ -198,7 +198,7 @@ class SolveReport:
         if self.reserved:
             said += f" (budget: {self._reserve()})"
             if (short := self._short_bytes()) > 0:
-                less = readable.size(budget - short)
+                less = f"{peak - short}B"
                 said += (
                     f"; with its communicators {console.size(short)} may be missing: ask for --memory {less}"
                 )

@@ -72,9 +72,11 @@ class PlannedTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Shard the model; what accelerate is told is ready, it leaves as it is."""
         given = self.optimizer
-        if self._sharded is not None:  # of an earlier train()
-            assert given is not None
+        if self._sharded is not None and given is not None:  # of an earlier train()
             return given
+        if self._sharded is not None:  # of an earlier model, as model_init makes one for each train()
+            self._sharded.engine.close()
+            self._sharded = None
         kind: Any
         if given is None:
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(

@@ -151,7 +151,7 @@ class _Hooks:
                     one()
 
             handle = tensor.register_hook(all_begin)
-            if tensor.is_leaf:  # a unit's own parameter, which is there in the next forward, too
+            if isinstance(tensor, nn.Parameter):  # which is there in the next forward, too
                 self.of_leaves.append((tensor, handle))
         begins[unit] = begin
 

@@ -89,9 +89,9 @@ class Workload:
 
 def for_training(model: nn.Module) -> nn.Module:
     """The model as it is trained: one that comes for inference, as ``from_pretrained`` gives it, in training
-    mode. UserError for a dtype that a change of dtype would not keep."""
+    mode, all of it. UserError for complex parameters, of which a change of dtype would keep the real part."""
     for name, parameter in model.named_parameters():
-        if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
+        if parameter.is_complex():
             raise UserError(
                 f"parameter {name} has dtype {dtype_name(parameter.dtype)}; plans are of real numbers"
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hzplan.formats.plan import Plan
-from hzplan.models.workload import Workload
+from hzplan.models.workload import Workload, for_training
 from hzplan.peers import processors
 from hzplan.peers.gathered_muon import GatheredMuon
 from hzplan.peers.gathered_muon import groups as matrix_groups
@@ -91,7 +91,7 @@ class Setting:
         """The model with its initial weights, the same for everyone; float32 where it computes in bf16."""
         torch.manual_seed(self.seed)
         dtype = torch.float32 if self.bf16 else getattr(torch, self.plan.model.dtype)
-        return self.workload.build().to(self.device, dtype)
+        return for_training(self.workload.build()).to(self.device, dtype)
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """The plan's optimizer and its arguments."""

@@ -348,7 +348,8 @@ def apply(
     _in_shards.update(modules)
 
     def detach() -> None:
-        _in_shards.difference_update(modules)
+        if not any(bucket.sharded for state in states for bucket in state.buckets):
+            _in_shards.difference_update(modules)  # else parameters stay placeholders
         for one in undo:
             one()
 
@@ -533,11 +534,15 @@ def _send_buffers(model: nn.Module, but: Collection[str], world: World) -> None:
     at random."""
     for name, buffer in model.named_buffers():
         values = local(buffer)
-        if name not in but and values.numel() and not values.is_meta:
-            sent = values.contiguous()
-            world.broadcast(sent.view(-1).view(torch.uint8))  # gloo does not know every dtype
-            if sent.data_ptr() != values.data_ptr():
-                values.copy_(sent)
+        if name in but or not values.numel() or values.is_meta or values.layout != torch.strided:
+            continue
+        sent = values.contiguous()
+        world.broadcast(sent.view(-1).view(torch.uint8))  # gloo does not know every dtype
+        if sent.data_ptr() != values.data_ptr():
+            owns = all(
+                stride or size == 1 for stride, size in zip(values.stride(), values.shape, strict=True)
+            )
+            values.copy_(sent) if owns else become(model, buffer, sent)
 
 
 def _state(

@@ -591,20 +591,24 @@ class Engine:
     def _gather_old_parameters(self) -> None:
         """Gather what the last step has updated, unless this step's tasks have done it; nothing is under
         way."""
-        task = self._last_param_gather
-        if self._parameters_are_old and not (
-            task is not None and self.step_state.scheduled and self.executor.ran(task)
-        ):
+        if self._gathers_old:
             for name in self._trainable:
                 self._run_on_tiers(Kind.PARAM_GATHER, name)
         self._parameters_are_old = False
+
+    @property
+    def _gathers_old(self) -> bool:
+        """Whether parameters are partly old, and no task of this step has gathered them."""
+        task = self._last_param_gather
+        ran = task is not None and self.step_state.scheduled and self.executor.ran(task)
+        return self._parameters_are_old and not ran
 
     def _call_outside(self, *, training: bool) -> None:
         """A module is called outside of the schedule: on every rank or none where collectives follow.
 
         Else a rank's collectives could meet other ones of the same size that other ranks' schedules launch.
         """
-        if training or self._is_sharded or self._parameters_are_old:
+        if training or self._is_sharded or self._gathers_old:
             if not self._calls_outside:
                 self.world.meet("leaving the schedule, which every rank does or none")
             self._calls_outside += 1

@@ -21,8 +21,8 @@ from hzplan.runtime.hang_report import absent
 
 POLL_S = 1.0
 YOUNG_S = 30.0
-"""Tasks that were launched no longer ago are not asked for: who asks for an event, on any thread, breaks off
-a capture of CUDA's into a graph, as a unit may make."""
+"""Seconds after its launch in which a task's end is not asked for: to ask, on any thread, breaks off a capture
+into a CUDA graph, as a unit may make."""
 SHARE = 0.9
 """Of the job's timeout, after which a task is given up: before NCCL's watchdog does it."""
 
@@ -35,8 +35,9 @@ class Reached(Protocol):
 
 
 class HangWatch:
-    """``patience_s``: for how long a stream may be at one task; ``on_hang`` is called once, on the thread of
-    the watch, with the task's name and these seconds."""
+    """``patience_s``: for how long a stream may be at one task, its launch included; ``on_hang`` is called
+    once, on the thread of the watch, with the task's name and the seconds that it has been under way, at
+    least."""
 
     def __init__(
         self,
@@ -44,13 +45,14 @@ class HangWatch:
         on_hang: Callable[[str, float], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._patience_s, self._on_hang, self._now_s = patience_s, on_hang, now_s
         self._young_s = min(YOUNG_S, patience_s / 2)
+        # From when a task is looked at: from its launch on it is no longer than was asked for.
+        self._patience_s, self._on_hang, self._now_s = patience_s - self._young_s, on_hang, now_s
         self._lock = threading.Lock()
         self._under_way: dict[str, deque[tuple[str, Reached, float]]] = defaultdict(deque)
         self._since: dict[
             str, tuple[Reached, float]
-        ] = {}  # by stream: its oldest task's end, first seen when
+        ] = {}  # by stream: its oldest task's end, first since when
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -67,7 +69,7 @@ class HangWatch:
             self._under_way[stream].append((name, ended, self._now_s()))
 
     def forget(self, before: Mapping[str, Reached]) -> None:
-        """What is known to be done: by stream all up to an event."""
+        """Drop tasks that are known to be done: of each stream those up to an event, the end of one."""
         with self._lock:
             for stream, ended in before.items():
                 tasks = self._under_way[stream]
@@ -91,7 +93,7 @@ class HangWatch:
                         late.append((since, name))
         if late:  # the one that has waited longest may hold up the others
             since, name = min(late)
-            self._on_hang(name, self._now_s() - since)
+            self._on_hang(name, self._now_s() - since + self._young_s)
         return bool(late)
 
     def _is_old(self, launched_s: float) -> bool:

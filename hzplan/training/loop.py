@@ -309,13 +309,14 @@ class _Trainer:
         per_batch = self.plan.batch.micro_batch * self.workload.seq_len * self.world
         wanted = -(-self.options.heldout_tokens // per_batch)
         count = max(1, min(wanted, self.options.steps * self.plan.batch.accumulation))
-        training = [module for module in self.model.modules() if module.training]
+        kept = [module for module in self.model.modules() if not module.training]
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.data.heldout(count, self.rank, self.world):
             total += self.workload.loss(self.model, on_device(batch, self.device)).cpu()
-        for module in training:  # some may be kept in evaluation, as a frozen BatchNorm
-            module.training = True
+        self.model.train()
+        for module in kept:  # in evaluation, as a frozen BatchNorm
+            module.training = False
         loss = self.over_ranks([float(total) / count])[0] / self.world
         if not math.isfinite(loss):
             raise UserError(f"the held-out loss after step {step} is {loss}; try a lower --lr")

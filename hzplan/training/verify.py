@@ -98,7 +98,7 @@ def verify(
     # A level is a place in the hierarchy, so it stays one in a mesh of as many.
     choice = replace(Choice.of(plan), mesh=mesh, dtype=DTYPE, reduce_dtype=None, wire=None)
     torch.manual_seed(seed)
-    initial = workload.build().to(torch.float64)
+    initial = for_training(workload.build()).to(torch.float64)
     _check_names(initial, plan, name)
     if not whole:
         # Of few layers, copies of activations that have long would not leave the device at all.

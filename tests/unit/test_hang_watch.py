@@ -33,10 +33,24 @@ class Watched:
 def test_a_task_that_takes_too_long_is_named() -> None:
     watched = Watched()
     watched.watch.launched("reduce.1", "task reduce layers.2", Task())
-    assert not watched.after(100.0)  # seen for the first time
-    assert not watched.after(9.0)
-    assert watched.after(2.0)
+    assert not watched.after(4.0)  # too young to be asked for
+    assert not watched.after(1.0)  # seen for the first time
+    assert not watched.after(5.0)
+    assert watched.after(1.0)
     assert watched.hung == [("task reduce layers.2", 11.0)]
+
+
+def test_what_is_known_to_be_done_is_not_asked_for() -> None:
+    class Broken(Task):
+        def is_reached(self) -> bool:
+            raise AssertionError("a capture would break off")
+
+    watched = Watched()
+    tasks = [Broken() for _ in range(3)]
+    for index, task in enumerate(tasks):
+        watched.watch.launched("unshard.0", f"task {index}", task)
+    watched.watch.forget({"unshard.0": tasks[-1], "compute": Task()})
+    assert not watched.after(100.0)
 
 
 def test_a_stream_that_gets_on_is_left_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Literal
 
 import pytest
@@ -55,6 +57,21 @@ def told(blocks: int = 2) -> tuple[nn.Sequential, Told]:
     ]
     attach(units, listener)
     return model, listener
+
+
+def test_what_a_forward_returns_is_not_kept() -> None:
+    """As of frozen embeddings, whose outputs get ``requires_grad_()`` under gradient checkpointing."""
+    embedding, listener = nn.Embedding(4, 3), Told()
+    embedding.requires_grad_(False)
+    embedding.register_forward_hook(lambda module, arguments, output: output.requires_grad_(True))
+    detach = attach([Unit("", embedding, tuple(embedding.named_parameters()), ("",))], listener)
+    out = embedding(torch.tensor([1, 2]))
+    out.sum().backward()
+    gone = weakref.ref(out)
+    del out
+    gc.collect()
+    assert gone() is None
+    detach()
 
 
 def test_a_reentrant_checkpoint_is_part_of_its_backward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -85,8 +86,9 @@ def test_a_unit_without_gradients_in_the_middle_follows_the_schedule(place: Plac
     on_ranks(loop, replace(choice, uses=uses), SMALL)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("place", [place for place in PLACES if place[1][0] == 0], ids=str)
-def test_a_rank_may_look_at_whole_parameters_in_the_middle_of_a_step(place: Place) -> None:
+def test_a_rank_may_look_at_whole_parameters_in_the_middle_of_a_step(place: Place, ordered: bool) -> None:
     """By itself, between a forward and its backward; the step stays in the schedule."""
 
     def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
@@ -98,7 +100,7 @@ def test_a_rank_may_look_at_whole_parameters_in_the_middle_of_a_step(place: Plac
             loss.backward()
             end_step(optimizer)
 
-    on_ranks(loop, choice_of(*place, clip=True, accumulation=1), SMALL)
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=1, ordered=ordered), SMALL)
 
 
 def test_steps_that_follow_nothing_are_said() -> None:
@@ -159,8 +161,22 @@ def test_a_model_in_shards_is_not_cut_again() -> None:
     with pytest.raises(UserError, match="the model is in shards already; go on with the optimizer"):
         _alone(model)
     optimizer.engine.close()
-    _, other = _alone(fresh(LARGE))
-    other.engine.close()
+    _, again = _alone(model)  # whose parameters are whole
+    again.engine.close()
+    sharded = choice_of("2", (1, 1, 1), clip=False, accumulation=1)
+    in_shards, post = [fresh(LARGE) for _ in range(2)], Post(2)
+
+    def cut(rank: int) -> None:
+        world = ThreadWorld(post, rank)
+        apply(in_shards[rank], sharded, torch.optim.SGD, world=world, lr=0.1)[1].engine.close()
+
+    threads = [threading.Thread(target=cut, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    with pytest.raises(UserError, match="the model is in shards already"):
+        _alone(in_shards[0])
 
 
 def test_scaled_gradients_are_refused() -> None:
