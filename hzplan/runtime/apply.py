@@ -539,10 +539,9 @@ def _send_buffers(model: nn.Module, but: Collection[str], world: World) -> None:
         sent = values.contiguous()
         world.broadcast(sent.view(-1).view(torch.uint8))  # gloo does not know every dtype
         if sent.data_ptr() != values.data_ptr():
-            owns = all(
-                stride or size == 1 for stride, size in zip(values.stride(), values.shape, strict=True)
-            )
-            values.copy_(sent) if owns else become(model, buffer, sent)
+            sides = zip(values.stride(), values.shape, strict=True)
+            is_expanded = any(not stride and size > 1 for stride, size in sides)
+            become(model, buffer, sent) if is_expanded else values.copy_(sent)
 
 
 def _state(

@@ -21,8 +21,8 @@ from hzplan.runtime.hang_report import absent
 
 POLL_S = 1.0
 YOUNG_S = 30.0
-"""Seconds after its launch in which a task's end is not asked for: to ask, on any thread, breaks off a capture
-into a CUDA graph, as a unit may make."""
+"""Seconds after its launch in which a task's end is not asked for: to ask, on any thread, breaks off a
+capture into a CUDA graph, as a unit may make."""
 SHARE = 0.9
 """Of the job's timeout, after which a task is given up: before NCCL's watchdog does it."""
 

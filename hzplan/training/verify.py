@@ -27,7 +27,7 @@ from hzplan.errors import UserError
 from hzplan.formats.plan import Plan
 from hzplan.models.scaled_down import scale_down
 from hzplan.models.units import blocks_of, find_units
-from hzplan.models.workload import BUILT_IN, Workload, load, narrow
+from hzplan.models.workload import BUILT_IN, Workload, for_training, load, narrow
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.executor import Streams

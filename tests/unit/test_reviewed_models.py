@@ -32,6 +32,7 @@ class Fourier(nn.Module):
         self.register_buffer("directions", torch.randn(3, 5, dtype=torch.float64))
         self.register_buffer("mask", torch.rand(5) > 0.5)
         self.register_buffer("phase", torch.randn((), dtype=torch.cfloat))
+        self.register_buffer("wide", torch.randn(1, 3).expand(4, 3))
         self.head = nn.Linear(5, 1).double()
 
     def forward(self, x: Tensor) -> Tensor:
