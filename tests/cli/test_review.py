@@ -99,6 +99,18 @@ def test_update_says_what_it_cannot_repair(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+def test_profiles_beside_plans_are_no_plans(tmp_path: Path) -> None:
+    """``solve --nodes`` and others write them there; what cannot be read, or is nobody's, is said as before."""
+    profile = random_profile(random.Random(0))
+    profile.save(tmp_path / "a.profile.json")
+    with pytest.raises(UserError, match="no plans"):
+        check._plans(tmp_path)
+    (tmp_path / "b.json").write_text("{")
+    (tmp_path / "c.json").write_text('{"format": "other"}')
+    assert [path.name for path in check._plans(tmp_path)] == ["b.json", "c.json"]
+    assert check._plans(tmp_path / "a.profile.json") == [tmp_path / "a.profile.json"]
+
+
 def test_profile_that_a_plan_names_is_missing(tmp_path: Path) -> None:
     profile = random_profile(random.Random(0))
     request = Request(2**30, profile.mesh.world * profile.micro_batches[-1])
