@@ -100,7 +100,7 @@ def test_update_says_what_it_cannot_repair(tmp_path: Path) -> None:
 
 
 def test_profiles_beside_plans_are_no_plans(tmp_path: Path) -> None:
-    """``solve --nodes`` and others write them there; what cannot be read, or is nobody's, is said as before."""
+    """``solve --nodes`` and others write them there; what nobody can read is said as before."""
     profile = random_profile(random.Random(0))
     profile.save(tmp_path / "a.profile.json")
     with pytest.raises(UserError, match="no plans"):
