@@ -210,6 +210,12 @@ def solve(
             feasible = _with_ilps(searches, found, deadline, tell)
         if not found.all and not all(search.certainly_too_large for search in feasible):
             reason = "no plan was found in the time, and none was proven impossible; raise --time-limit"
+            enough = min(search.smallest.memory.peak for search in feasible)
+            if time.monotonic() < deadline and enough > request.memory_bytes:  # of matrices bounds are looser
+                reason = (
+                    f"no plan was found in {request.memory_bytes:,} bytes, and none was proven impossible: "
+                    f"{enough:,} are enough; give as many with --memory"
+                )
             return Failed(reason, time.monotonic() - started)
         if not found.all:
             smallest = min((search.smallest for search in searches), key=lambda least: least.memory.peak)

@@ -64,6 +64,7 @@ def job(monkeypatch: pytest.MonkeyPatch, backend: str) -> Job:
     monkeypatch.setattr(groups, "_made", WeakKeyDictionary())
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     return found
 
 
