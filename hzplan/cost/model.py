@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from hzplan.core.buffers import rounding_bytes, scratch_bytes
 from hzplan.core.hierarchy import Levels, Mesh, Stage
@@ -273,6 +274,11 @@ class CostModel:
     @cached_property
     def unit_costs(self) -> dict[object, UnitCost]:
         """The cache of ``solver.evaluate.unit_costs``."""
+        return {}
+
+    @cached_property
+    def activation_events(self) -> dict[object, Any]:
+        """The cache of ``solver.question``."""
         return {}
 
     @cached_property

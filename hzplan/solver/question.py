@@ -99,8 +99,17 @@ class Question:
         """Activation memory at every use of a forward and backward, without uses that never have the peak.
 
         Event e is left out where an event f needs at least as much under every choice: base_e − base_f +
-        Σ_units max over patterns of (added_e − added_f) ≤ 0.
+        Σ_units max over patterns of (added_e − added_f) ≤ 0. Searches of one micro-batch size share them.
         """
+        ways = {unit: self.pools[binary].ways for unit, binary in self.binaries.items()}
+        away = self.schedule.saved if any(HOST in of for of in ways.values()) else {}
+        key = self.micro_batch, *ways.items(), *sorted(away.items())
+        known: dict[object, Events] = self.model.activation_events
+        if key not in known:
+            known[key] = self._events()
+        return known[key]
+
+    def _events(self) -> Events:
         base = np.array(self.model.activation_bytes(self.micro_batch), dtype=float)
         added = {}
         for unit, binary in self.binaries.items():
