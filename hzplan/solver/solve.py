@@ -202,7 +202,7 @@ def solve(
             # Copies leave relaxations far below any plan; what is best without them is found sooner.
             staying = searches_of(profile, request, on_host=False)
             _relaxed(staying, found, started + STAYING_SHARE * request.time_limit_s, tell)
-        _relaxed(searches, found, deadline - kept, tell)
+        _relaxed(searches, found, deadline - kept, tell, deadline - kept / 2)
         if found.all:
             refine(deadline - kept / 2)
         before = found.all and fastest_of(found.all)
@@ -419,12 +419,22 @@ def _decided(
 
 
 def _relaxed(
-    searches: Sequence[Search], found: Candidates, deadline: float, tell: Callable[[str], None]
+    searches: Sequence[Search],
+    found: Candidates,
+    deadline: float,
+    tell: Callable[[str], None],
+    latest: float = 0.0,
 ) -> None:
-    """Run relaxations, the one with the lowest bound first, adding plans rounded from them to ``found``."""
+    """Run relaxations, the one with the lowest bound first, adding plans rounded from them to ``found``.
+
+    Until ``latest`` those of searches that have had none: their bound is computation alone, and so is that of
+    the whole question, for as long as there is one of them.
+    """
     useful: dict[int, set[int]] = defaultdict(set)
-    while time.monotonic() < deadline:
+    while (now := time.monotonic()) < max(deadline, latest):
         unproven = [search for search in searches if search.has_open_nodes and search.may_improve(found)]
+        if now >= deadline:
+            unproven = [search for search in unproven if not search.expanded]
         if not unproven:
             break
         tell("relaxations")
