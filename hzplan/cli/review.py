@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hzplan.core.wire import KEPT
 from hzplan.errors import JobFailed, NoPlanFits, UserError
 
 if TYPE_CHECKING:
@@ -248,7 +250,9 @@ def _show(
     if request.reduce_dtype == "bfloat16":
         more.append(f"--reduce-dtype bf16{'-sum' * request.narrow_sums}")
     if request.wire is not None:
-        more.append("--wire as the plan's")
+        more.append(f"--wire {request.wire.admitting}")
+        if request.wire.kept != KEPT:
+            more.append(f"--wire-exact {shlex.quote(','.join(request.wire.kept))}")
     if request.host_bytes:
         more.append(f"--host-memory {request.host_bytes}")
     out.print(

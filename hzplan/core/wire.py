@@ -64,6 +64,14 @@ class Wire(NamedTuple):
         kept = "" if self.kept == KEPT else f" (exactly: {', '.join(self.kept) or 'none by name'})"
         return f"{', '.join(said)}{kept}" if said else EXACT
 
+    @property
+    def admitting(self) -> str:
+        """What ``Admitted.parse`` reads to admit the same formats, on whichever tiers."""
+        parts = (("param", self.param), ("grad", self.grad))
+        return ",".join(
+            f"{what}={form}" for what, of in parts for form in dict.fromkeys(of) if form != "exact"
+        )
+
     def on_tiers(self, tiers: int) -> Wire | None:
         """The same on the first ``tiers`` tiers; None where nothing is rounded there."""
         found = Wire(self.param[:tiers], self.grad[:tiers], self.kept)

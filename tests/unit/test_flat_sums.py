@@ -21,7 +21,7 @@ from hzplan.runtime.backends.groups import _members
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
-from hzplan.solver.evaluate import replay
+from hzplan.solver.evaluate import Evaluation, replay
 from hzplan.solver.guard import request_of
 from hzplan.solver.schemes import Settings, schemes_of, slack_bytes
 from hzplan.solver.search import Bounded, cost_model
@@ -112,16 +112,21 @@ def test_pins_leave_frozen_tensors_whole() -> None:
     assert isinstance(solve(profile, request), Solved)
 
 
+def saved(profile: Profile, request: Request, path: Path) -> Evaluation:
+    """A question's plan, written and read again."""
+    outcome = solve(profile, request)
+    assert isinstance(outcome, Solved)
+    emit(profile, request, outcome, profile_path=Path("profile.json"), plan_path=path).save(path)
+    return replay(Plan.load(path), profile, path)
+
+
 def test_a_plan_named_beside_a_question_is_summed_as_the_question_s_are(tmp_path: Path) -> None:
     profile = profile_of_tiers()
     slow, fast = with_flat(profile, 10.0), with_flat(profile, 1e-9)
     request = question(profile)
     path = tmp_path / "p.json"
     for before, after in ((slow, fast), (fast, slow)):
-        first = solve(before, request)
-        assert isinstance(first, Solved)
-        emit(before, request, first, profile_path=Path("profile.json"), plan_path=path).save(path)
-        like = replay(Plan.load(path), before, path)
+        like = saved(before, request, path)
         second = solve(after, request, like=like)
         assert isinstance(second, Solved)
         emit(after, request, second, profile_path=Path("profile.json"), plan_path=path)
@@ -154,10 +159,7 @@ def test_plans_whose_gradients_travel_narrow_are_summed_tier_by_tier(tmp_path: P
     narrow = replace(exact, reduce_dtype="bfloat16")
     path = tmp_path / "p.json"
     for asked, other in ((narrow, exact), (exact, narrow)):
-        outcome = solve(profile, asked)
-        assert isinstance(outcome, Solved)
-        emit(profile, asked, outcome, profile_path=Path("profile.json"), plan_path=path).save(path)
-        old = replay(Plan.load(path), profile, path)
+        old = saved(profile, asked, path)
         for baseline in (Baseline("yours", plan=old), Baseline.parse("ddp", cost_model(profile, asked))):
             beside = solve(profile, other, baseline=baseline, like=old)
             assert isinstance(beside, Solved)

@@ -13,7 +13,7 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Use
 from hzplan.cost.model import CostModel
 from hzplan.errors import UserError
-from hzplan.formats.profile import Profile
+from hzplan.formats.profile import Profile, RecomputeCost
 from hzplan.models.hooks import attach
 from hzplan.models.recompute import _Policy, recompute
 from hzplan.models.units import find_units
@@ -153,3 +153,10 @@ def test_a_loss_in_chunks_is_of_a_head_that_nothing_follows() -> None:
     forwards = [use.unit for use in model.profile.uses if use.phase == "forward"]
     assert model._stays_to_the_end(forwards[-1])
     assert not model._stays_to_the_end(forwards[0]) and not model._stays_to_the_end(forwards[1])
+    partial = {"chunks": RecomputeCost(seconds=1e-3, retained_bytes=0, peak_bytes=0)}
+    uses = [
+        use.model_copy(update={"costs": [cost.model_copy(update={"partial": partial}) for cost in use.costs]})
+        for use in model.profile.uses
+    ]
+    ways = CostModel(model.profile.model_copy(update={"uses": uses})).ways
+    assert ways.keys() == {*forwards[-2:]}, "the last norm travels with the head"

@@ -187,6 +187,12 @@ def test_admitted(text: str, found: tuple[tuple[str, ...], tuple[str, ...]]) -> 
     assert Admitted.parse(text) == (*found, KEPT)
 
 
+@pytest.mark.parametrize("tiers", [("int8", "exact"), ("exact", "int8")])
+def test_what_a_plan_has_can_be_asked_for(tiers: tuple[Format, ...]) -> None:
+    wire = Wire(tiers, ("bf16", "int8"))
+    assert Admitted.parse(wire.admitting) == (("int8",), ("bf16", "int8"), KEPT)
+
+
 @pytest.mark.parametrize("text", ["", "int8", "grad=fp8", "param=int4", "optim=int8", "param"])
 def test_what_nobody_knows_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"write exact|travels in"):
