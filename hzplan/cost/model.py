@@ -161,6 +161,10 @@ class CostModel:
         ``collective_ns``."""
         return self._read(self._processor_curves, interpolate, operation, stage, nbytes)
 
+    def latency_processor_ns(self, operation: str, stage: Stage, nbytes: int) -> int:
+        """Of ``collective_processor_ns`` what messages that are joined to one pay once."""
+        return self._read(self._processor_curves, latency, operation, stage, nbytes)
+
     def _read(self, curves: Curves, reading: Reading, operation: str, stage: Stage, nbytes: int) -> int:
         """Nanoseconds of a collective read off ``curves``, summed over the collectives that stand for it;
         cached."""
@@ -238,12 +242,28 @@ class CostModel:
         late = [Late(round(c.straggler_seconds * 1e9), round(c.seconds * 1e9)) for c in costs]
         return late if any(one.slowest for one in late) else None
 
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether ranks differ at any micro-batch size."""
+        return any(self.late_uses_ns(size) for size in self.profile.micro_batches)
+
+    def meets(self, task: Task) -> bool:
+        """Whether ranks wait for each other in a task whatever the levels are: where gradients are reduced
+        over the slowest tier, once a step (``core.stages.collectives_of``)."""
+        slowest = len(self.mesh.tiers) - 1
+        return (
+            task.kind is Kind.FINAL_REDUCE
+            and task.tier == slowest
+            and self.mesh.stage_in_tier(slowest, 0, self.mesh.levels) is not None
+            and any(tensor.trainable for unit in task.units for tensor in self.tensors[unit])
+        )
+
     def event_graph(self, schedule: Schedule, micro_batch: int) -> EventGraph:
         """The events of a schedule, with late ranks and interference."""
         key = id(schedule), micro_batch
         if key not in self._graphs:
             late = self.late_ns(schedule, micro_batch)
-            self._graphs[key] = schedule, event_graph(schedule, self.interference, late)
+            self._graphs[key] = schedule, event_graph(schedule, self.interference, late, self.meets)
         return self._graphs[key][1]
 
     @cached_property
@@ -443,11 +463,15 @@ class CostModel:
         for part in parts:
             total += part.cost
             twice = [a + b for a, b in zip(twice, part.cost.reduce_waits_ns, strict=True)]
+            for tier, ns in enumerate(part.cost.reduce_processor_ns):
+                working[processor_at(Kind.FINAL_REDUCE, tier, tiers)] -= ns
             for kind, tier, stage, nbytes, rounding_ns in part.gathers:
                 sizes[kind, tier, stage] = sizes.get((kind, tier, stage), 0) + nbytes
                 times[kind][tier] += rounding_ns
                 if share is not None:
                     working[processor_at(GATHERS[kind], tier, tiers)] += round(share * rounding_ns)
+        for tier, ns in enumerate(total.reduce_processor_ns):
+            working[processor_at(Kind.FINAL_REDUCE, tier, tiers)] += ns
         waited = [[0] * len(self.mesh.tiers) for _ in range(3)]
         at_once = self.profile.cluster.reduce_scatter_by_exchange
         for (kind, tier, stage), nbytes in sizes.items():
@@ -507,14 +531,16 @@ class CostModel:
                 for tier in tiers
             )
 
-        def waited(tier: int) -> int:
-            """Of a library's all-reduces that are under way together what is paid once."""
-            listed = self.collectives(bucket, Kind.FINAL_REDUCE, tier)
-            return sum(
-                self.latency_ns(*one, nbytes)
-                for one, nbytes in listed
-                if one.operation == "all_reduce"
-                and self._is_summed_by_library(bucket, Kind.FINAL_REDUCE, tier, one, nbytes)
+        def once(of: Callable[[str, Stage, int], int]) -> tuple[int, ...]:
+            """By tier, of a library's all-reduces that are joined to one what is paid once."""
+            return tuple(
+                sum(
+                    of(*one, nbytes)
+                    for one, nbytes in self.collectives(bucket, Kind.FINAL_REDUCE, tier)
+                    if one.operation == "all_reduce"
+                    and self._is_summed_by_library(bucket, Kind.FINAL_REDUCE, tier, one, nbytes)
+                )
+                for tier in tiers
             )
 
         replicated = mesh.shards[max(levels.grad, levels.optim)] == 1
@@ -534,8 +560,9 @@ class CostModel:
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
             replicated=replicated,
             norm_ns=0 if replicated else self._norm_share_ns(bucket),
-            reduce_waits_ns=tuple(map(waited, tiers)),
+            reduce_waits_ns=once(self.latency_ns),
             processor_ns=self._messages_processor_ns(bucket),
+            reduce_processor_ns=parameters.reduce_processor_ns and once(self.latency_processor_ns),
         )
         if self.matrices is not None and levels.matrix:
             cost = self._with_messages(self.matrices.with_updates(cost, bucket, mesh), bucket)
@@ -738,7 +765,12 @@ class CostModel:
         def of(task: Task, duration_ns: int) -> float:
             named = (units[unit] for unit in task.units)
             if task.tier >= 0:
-                return float(sum(unit.messages_processor_ns(task.kind, task.tier) for unit in named))
+                parts = [
+                    (unit.messages_processor_ns(*message), unit.once_processor_ns(*message))
+                    for unit in named
+                    for message in [(task.kind, task.tier)]
+                ]
+                return float(sum(all_of - once for all_of, once in parts) + max(once for _, once in parts))
             if task.kind is Kind.ORTHOGONALIZE:
                 return share * sum(unit.duration_ns(task.kind, task.tier) for unit in named)
             return share * duration_ns if takes_processors(task) else 0.0

@@ -224,6 +224,10 @@ class _SharedReplay:
         self.steps = STEPS_OF_MANY if late else STEPS
         self.total = len(schedule.tasks)
         self.computes = [task.stream == COMPUTE_STREAM for task in schedule.tasks]
+        # What carries nothing holds no rank up: each passes it by itself, as its compute.
+        self.alone = [
+            compute or not duration for compute, duration in zip(self.computes, durations_ns, strict=True)
+        ]
         other = schedule.tiers  # kinds of tasks: of each tier, others, compute, copies in each direction
         self.kinds = [
             other + 1
@@ -239,15 +243,16 @@ class _SharedReplay:
         self.slowdowns: dict[tuple[int, ...], list[float]] = {}
         uses = max(len(schedule.uses), 1)
         self.uses_of = [(task.position % uses, task.position // uses) for task in schedule.tasks]
-        # By task, how far ahead each follower's number is and whether it is compute; without the next step's.
+        # By task, how far ahead each follower's number is and whether ranks pass it alone; without the next
+        # step's.
         self.last_followers: list[list[tuple[int, bool]]] = [[] for _ in schedule.tasks]
         for task in schedule.tasks:
             for before in task.after:
-                self.last_followers[before].append((task.index, self.computes[task.index]))
+                self.last_followers[before].append((task.index, self.alone[task.index]))
         self.followers = [list(of) for of in self.last_followers]
         for task in schedule.tasks:
             for before in task.after_previous:
-                self.followers[before].append((self.total + task.index, self.computes[task.index]))
+                self.followers[before].append((self.total + task.index, self.alone[task.index]))
         self.waiting = [self._needed(rank) for rank in range(self.ranks)]
         self.streams = [task.stream for task in schedule.tasks]
         self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
@@ -293,13 +298,13 @@ class _SharedReplay:
         """
 
         def count(befores: Sequence[int], own: bool) -> int:
-            return sum(self.ranks if self.computes[u] and not own else 1 for u in befores)
+            return sum(self.ranks if self.alone[u] and not own else 1 for u in befores)
 
         tasks = self.schedule.tasks
-        first = [count(task.after, self.computes[task.index]) for task in tasks]
+        first = [count(task.after, self.alone[task.index]) for task in tasks]
         if rank:
-            first = [needed if own else 0 for needed, own in zip(first, self.computes, strict=True)]
-        wraps = [count(task.after_previous, self.computes[task.index]) for task in tasks]
+            first = [needed if own else 0 for needed, own in zip(first, self.alone, strict=True)]
+        wraps = [count(task.after_previous, self.alone[task.index]) for task in tasks]
         later = [needed + more for needed, more in zip(first, wraps, strict=True)]
         return first + later * (self.steps - 1)
 
@@ -328,13 +333,13 @@ class _SharedReplay:
         """End a task; add to ``ready`` the tasks that waited only for it. ``by``: the stream that ended
         it."""
         step, index = divmod(key, self.total)
-        own = self.computes[index]
+        own = self.alone[index]
         for ends in self._of(rank, index, self.ends):
             ends[key] = self.now
         base, everyone = key - index, range(self.ranks)
-        for ahead, compute in self.followers[index] if step + 1 < self.steps else self.last_followers[index]:
+        for ahead, alone in self.followers[index] if step + 1 < self.steps else self.last_followers[index]:
             follower = base + ahead
-            for one in ((rank,) if own else everyone) if compute else (0,):
+            for one in ((rank,) if own else everyone) if alone else (0,):
                 waiting = self.waiting[one]
                 waiting[follower] -= 1
                 if not waiting[follower]:
@@ -351,7 +356,7 @@ class _SharedReplay:
 
     def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:
         """The rank's list for a compute task, the lists of all ranks for another task."""
-        return [by_rank[rank]] if self.computes[index] else by_rank
+        return [by_rank[rank]] if self.alone[index] else by_rank
 
     def _pass_time(self) -> None:
         """Advance the time to the next end of a task, or of a wake-up."""

@@ -43,7 +43,8 @@ class UnitCost:
     rank computes; ``hosted``: those that one rank each does; ``apply_ns``: the step afterwards;
     ``matrix_bytes``: of the buffers in which they come together, without what hosts receive.
     ``processor_ns``: processor time of messages, of all ranks that share processors over the number of these,
-    by kind (``MESSAGES``) and tier; empty where nobody measured that.
+    by kind (``MESSAGES``) and tier; ``reduce_processor_ns``: by tier, of that of last reductions what units
+    that are reduced together pay once. Both are empty where nobody measured them.
     """
 
     unshard_ns: tuple[int, ...]
@@ -75,6 +76,7 @@ class UnitCost:
     apply_ns: int = 0
     matrix_bytes: int = 0
     processor_ns: tuple[int, ...] = ()
+    reduce_processor_ns: tuple[int, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -114,6 +116,7 @@ class UnitCost:
             apply_ns=self.apply_ns + other.apply_ns,
             matrix_bytes=self.matrix_bytes + other.matrix_bytes,
             processor_ns=summed(self.processor_ns, other.processor_ns),
+            reduce_processor_ns=tuple(map(max, self.reduce_processor_ns, other.reduce_processor_ns)),
         )
 
     @classmethod
@@ -129,6 +132,7 @@ class UnitCost:
             assemble_ns=none,
             return_ns=none,
             processor_ns=none * len(MESSAGES) if processors else (),
+            reduce_processor_ns=none if processors else (),
         )
 
     @cached_property
@@ -163,6 +167,11 @@ class UnitCost:
     def messages_processor_ns(self, kind: Kind, tier: int) -> int:
         """Of ``processor_ns`` that of a kind of messages on a tier."""
         return self.processor_ns[processor_at(kind, tier, len(self.unshard_ns))] if self.processor_ns else 0
+
+    def once_processor_ns(self, kind: Kind, tier: int) -> int:
+        """Of them those that units which are reduced together pay once."""
+        known = kind is Kind.FINAL_REDUCE and self.reduce_processor_ns
+        return self.reduce_processor_ns[tier] if known else 0
 
 
 def processor_at(kind: Kind, tier: int, tiers: int) -> int:

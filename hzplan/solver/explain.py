@@ -70,11 +70,15 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     unit_of = {name: unit for unit, name in binaries.items()}
     names = [unit_of.get(name, name) for name in names]
     sums: dict[str, np.ndarray] = {}
-    for column, (kind, tier, *_) in enumerate(network.columns):
-        where = f" over {tier_names[tier]}" if tier >= 0 else ""
-        what = f"{DOING[kind]}{where}"
+    computes = cut.constant  # and how late ranks are where they meet
+    for column, key in enumerate(network.columns):
+        if key.sends:
+            computes += float(spent[:, column].sum())
+            continue
+        where = f" over {tier_names[key.tier]}" if key.tier >= 0 else ""
+        what = f"{DOING[key.kind]}{where}"
         sums[what] = sums.get(what, np.zeros(len(names))) + spent[:, column]
-    parts = [PathPart("compute", cut.constant / 1e3)]
+    parts = [PathPart("compute", computes / 1e3)]
     for what, by_unit in sums.items():
         if by_unit.sum() > 0:
             most = [names[row] for row in np.argsort(-by_unit, kind="stable")[:3] if by_unit[row] > 0]

@@ -33,6 +33,9 @@ from hzplan.cost.unit import UnitCost
 from hzplan.solver.patterns import RECOMPUTE_KEYS, DurationKey, keys_of
 
 MS = 1e-6  # nanoseconds to milliseconds
+MET = (0.3, 1 - 1e-6)
+"""Shares of a mixture of choices above which a message counts as one that ranks meet in. Rows of messages
+that few of them have would not bind."""
 Weights = NDArray[np.floating[Any]]
 
 
@@ -108,7 +111,7 @@ class Network:
             first, wraps = nodes[node][0], short.tasks[node].after_previous if node < len(short.tasks) else ()
             return Event(
                 *(first.stream, first.tier, tuple(place[u] for u in after[node])),
-                *(tuple(place[u] for u in wraps), late_of(node)),
+                *(tuple(place[u] for u in wraps), model.meets(first), late_of(node)),
             )
 
         merged = [place[node] for node in order if node >= len(short.tasks)]
@@ -120,6 +123,7 @@ class Network:
         self.term_node = np.array([node for node, _, _ in terms], dtype=np.int64)
         self.term_at = np.array([at for _, at, _ in terms], dtype=np.int64)
         self.term_times = np.array([many for _, _, many in terms], dtype=float)
+        self.sent = [self._sent(nodes[node][0]) for node in order]
 
     def _part(self, tasks: Iterable[Task], times: int) -> tuple[float, list[tuple[int, float]]]:
         """The duration of ``tasks``, ``times`` over: constant ms, and (index into durations, factor)
@@ -186,17 +190,40 @@ class Network:
         ``durations``: milliseconds [units, keys]; ``windows``: whether through windows as well.
         """
         found: dict[bytes, LazyConstraint] = {}
-        for cycle in self.graph.cycles(self.lengths(durations), windows=windows):
-            cut = self._cut(cycle)
-            found.setdefault(cut.weights.tobytes(), cut)
+        for joint in self._meetings(durations):
+            for cycle in self.graph.cycles(self.lengths(durations), windows=windows, joint=joint):
+                cut = self._cut(cycle)
+                found.setdefault(cut.weights.tobytes(), cut)
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
+
+    def _meetings(self, durations: Weights) -> list[frozenset[int]]:
+        """Messages in which ranks may be said to meet: those that are there; where choices are mixed those that
+        much of the mixture has, and those that all of it has."""
+        shares = [
+            float(durations.reshape(-1)[self.sent[event]].mean()) if self.graph.may_meet(event) else 0.0
+            for event in range(len(self.graph.events))
+        ]
+        sets = (frozenset(event for event, share in enumerate(shares) if share > least) for least in MET)
+        return list(dict.fromkeys(sets))
 
     def _cut(self, cycle: Cycle) -> LazyConstraint:
         """The row of a cycle."""
         weights = np.zeros(self.shape)
         np.add.at(weights.reshape(-1), self.term_at, self.term_times * cycle.counts[self.term_node])
-        constant = float(cycle.counts @ self.constants) + cycle.late
+        constant = float(cycle.counts @ self.constants)
+        for late, ends in cycle.parts:
+            missing = ends if late > 0 else ()
+            constant += late * (1 - len(missing))
+            for end in missing:
+                weights.reshape(-1)[self.sent[end]] += late / len(self.sent[end])
         return LazyConstraint(constant, weights, cycle.walk)
+
+    def _sent(self, task: Task) -> list[int]:
+        """Indices into durations whose mean is at most 1 where a task sends something, else 0."""
+        column = self.columns.get(DurationKey(task.kind, task.tier, sends=True))
+        if column is None:
+            return []
+        return [self.rows[unit] * self.shape[1] + column for unit in task.units if unit in self.rows]
 
     def checked(self, walk: Sequence[int]) -> LazyConstraint:
         """The row of a cycle from outside; ValueError where it is none of the event graph."""
@@ -256,9 +283,12 @@ class Network:
         weights = share * row.weights
         for task in self.whole.tasks:
             for unit in task.units if task.tier >= 0 else ():
-                if unit in self.rows:
-                    column = self.columns[DurationKey(task.kind, task.tier, processors=True)]
-                    weights[self.rows[unit], column] += 1.0
+                for key, many in (
+                    (DurationKey(task.kind, task.tier, processors=True), 1),
+                    (DurationKey(task.kind, task.tier, once=True, processors=True), len(task.units)),
+                ):
+                    if unit in self.rows and key in self.columns:
+                        weights[self.rows[unit], self.columns[key]] += 1.0 / many
         return [LazyConstraint(share * row.constant, weights)]
 
     def _sum(self, tasks: Iterable[Task]) -> LazyConstraint:

@@ -40,19 +40,23 @@ MAX_NS = 24 * 3600 * 10**9
 
 class DurationKey(NamedTuple):
     """A part of a unit's duration in a task, what is paid ``once`` by units that are reduced together being
-    one of its own. ``processors``: whether it is processor time of messages, which is part of no
-    duration."""
+    one of its own. Part of no duration are ``processors``, processor time of messages, and ``sends``, 1 ms
+    where there is a message."""
 
     kind: Kind
     tier: int = -1
     once: bool = False
     way: Way | None = None
     processors: bool = False
+    sends: bool = False
 
     def of(self, cost: UnitCost) -> int:
         """Nanoseconds of a unit's cost."""
         if self.processors:
-            return cost.messages_processor_ns(self.kind, self.tier)
+            once = cost.once_processor_ns(self.kind, self.tier)
+            return once if self.once else cost.messages_processor_ns(self.kind, self.tier) - once
+        if self.sends:
+            return 10**6 if cost.duration_ns(self.kind, self.tier) else 0
         once = cost.once_ns(self.kind, self.tier)
         return once if self.once else cost.duration_ns(self.kind, self.tier) - once
 
@@ -63,6 +67,12 @@ def keys_of(model: CostModel) -> list[DurationKey]:
     sent = [*product(MESSAGES, range(tiers))]
     found = [DurationKey(kind, tier) for kind, tier in sent]
     found += [DurationKey(kind, tier, processors=True) for kind, tier in sent if processors]
+    found += [
+        DurationKey(Kind.FINAL_REDUCE, tier, once=True, processors=True)
+        for tier in range(tiers)
+        if processors
+    ]
+    found += [DurationKey(kind, tier, sends=True) for kind, tier in sent if model.is_late]
     found += [DurationKey(kind, tier, once=True) for kind in REDUCED_TOGETHER for tier in range(tiers)]
     found += [DurationKey(kind) for kind in (Kind.UPDATE, Kind.FETCH, Kind.STORE, Kind.STEP)]
     found += [DurationKey(kind) for kind in (Kind.ORTHOGONALIZE, Kind.APPLY)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hzplan.core.schedule import MessageOrder
 from hzplan.cost.interference import Interference
 from hzplan.formats.plan import Plan
 from hzplan.formats.profile import Profile
@@ -31,10 +32,15 @@ def test_parts_add_up_to_the_gap(name: str) -> None:
 def test_late_ranks_alone_leave_nothing_between_bound_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a tier one after another: the replay of late ranks is the longest path through them."""
     _, one = golden("gpt-tiny-2x2x2")
-    assert one.schedule.order is not None
     monkeypatch.setitem(one.model.__dict__, "interference", Interference.none(one.schedule.tiers))
     one.model._graphs.clear()
-    fresh = evaluate(one.model, one.levels, one.schedule, one.micro_batch, modes=one.modes)
+    ordered = one.model.schedule(
+        **one.schedule.pace._asdict(),
+        accumulation=one.schedule.accumulation,
+        clip=one.schedule.clip,
+        order=MessageOrder(tuple((unit.name, (1, 1)) for unit in one.model.profile.units), 1),
+    )
+    fresh = evaluate(one.model, one.levels, ordered, one.micro_batch, modes=one.modes)
     assert fresh.predicted.period_ns > 1.05 * fresh.undisturbed.period_ns  # ranks are late indeed
     assert fresh.predicted.period_ns == pytest.approx(fresh.in_order_ns, rel=1e-6)
 

@@ -13,6 +13,7 @@ from hzplan.core.schedule import MessageOrder
 from hzplan.cost.simulate import replay
 from hzplan.formats.profile import Profile
 from hzplan.solver.candidates import Candidates
+from hzplan.solver.evaluate import Evaluation
 from hzplan.solver.paths import MS, LazyConstraint
 from hzplan.solver.problem import build_fastest
 from hzplan.solver.relaxation import Relaxation
@@ -51,7 +52,19 @@ def test_the_longest_row_is_the_objective(seed: int) -> None:
         assert longest >= alone * (1 - 1e-9)
         capacities = max(cut.at(durations) for cut in network.capacities)
         assert capacities == pytest.approx(found.floor_ns * MS, rel=1e-9)
-        assert max(longest, capacities) == pytest.approx(found.objective_ns * MS, rel=1e-9)
+        assert max(longest, capacities) <= found.objective_ns * MS * (1 + 1e-9)
+        if not network.graph.is_late or _sends_alike(found):
+            assert max(longest, capacities) == pytest.approx(found.objective_ns * MS, rel=1e-9)
+
+
+def _sends_alike(found: Evaluation) -> bool:
+    """Whether units of one task have a message there all, or none of them: a row counts the mean."""
+    of_tasks = [
+        {found.units[unit].duration_ns(task.kind, task.tier) > 0 for unit in task.units}
+        for task in found.schedule.tasks
+        if task.tier >= 0
+    ]
+    return all(len(of_task) < 2 for of_task in of_tasks)
 
 
 def test_a_window_with_the_energy_of_others_is_no_row() -> None:

@@ -195,7 +195,7 @@ def test_gain_is_split_by_switching_each_freedom_off() -> None:
 
 def test_a_choice_that_is_the_same_costs_nothing() -> None:
     """Also in a plan with an order of messages."""
-    path = PROFILES.parent / "gpt-tiny-2x2x2.json"
+    path = PROFILES.parent / "llama3-70b-h100-16.json"
     plan = Plan.load(path)
     profile = profile_of(path, plan)
     best = replay(plan, profile, path)

@@ -22,6 +22,8 @@ from hzplan.cost.unit import MESSAGES
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile
 from hzplan.profiler.session.processors import Processors, Shared, compute_share, of_sessions
 from hzplan.profiler.session.ranks import Ranks
+from hzplan.solver.evaluate import evaluate, uniform, unit_costs
+from hzplan.solver.paths import Network
 from tests.instances import random_profile, with_processors
 
 
@@ -46,6 +48,47 @@ def test_who_only_waits_keeps_no_processor_busy() -> None:
             pass
 
     assert compute_share(ranks, one, work) > compute_share(ranks, one, lambda: time.sleep(0.05))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_that_are_joined_ask_for_processors_once(seed: int) -> None:
+    """Of all-reduces in one task the part that no byte causes; and the row of bounds says no more."""
+    rng = random.Random(seed)
+    profile = with_processors(random_profile(rng, micro_batches=(1,)), rng)
+    model = CostModel(profile)
+    whole = uniform(profile, Levels(0, 0, 0))
+    asked = []
+    for message_bytes in (0, 1 << 40):
+        schedule = model.schedule(prefetch=1, accumulation=2, clip=True, message_bytes=message_bytes)
+        found = evaluate(model, whole, schedule, 1)
+        assert found.processor_ns is not None
+        asked.append(sum(found.processor_ns))
+        network = Network(model, schedule, schedule, [*found.units], 1, {})
+        [row] = network.processors
+        assert row.at(network.durations(found.units)) <= asked[-1] * 1e-6 * (1 + 1e-9)
+    once = {
+        (unit, tier): cost.once_processor_ns(Kind.FINAL_REDUCE, tier)
+        for unit, cost in found.units.items()
+        for tier in range(len(model.mesh.tiers))
+    }
+    assert asked[0] > asked[1] or sum(map(bool, once.values())) < 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gradients_meet_on_the_slowest_tier_whatever_the_levels(seed: int) -> None:
+    """Bounds count on it."""
+    rng = random.Random(seed)
+    model = CostModel(random_profile(rng), flat_sums=False)
+    for flat in {False, model.knows_flat_sums}:
+        model = replace(model, flat_sums=flat)
+        schedule = model.schedule(prefetch=1, accumulation=1, clip=False)
+        met = [task for task in schedule.tasks if model.meets(task)]
+        assert {unit for task in met for unit in task.units} >= {
+            unit for unit, of in model.tensors.items() if all(t.trainable for t in of) and of
+        } or model.mesh.world == 1
+        for triple in model.triples:
+            units = unit_costs(model, uniform(model.profile, triple))
+            assert all(model.task_ns(schedule, task, units, 1) > 0 for task in met)
 
 
 def test_messages_of_a_unit_are_busy_beside_each_other() -> None:

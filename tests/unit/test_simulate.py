@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hzplan.core.schedule import COMPUTE_STREAM, Kind, Schedule, Use
 from hzplan.cost.events import event_graph
 from hzplan.cost.interference import Interference
-from hzplan.cost.lateness import Late
+from hzplan.cost.lateness import Late, late_in
 from hzplan.cost.simulate import critical, objective_ns, replay, replay_shared, tier_loads_ns
 from tests.unit.steps import Step, chain, steps
 
@@ -299,6 +299,30 @@ def test_no_more_is_done_than_processors_do(
         assert replay_shared(schedule, lengths, cost, ranks, [0.0] * len(busy)) == replay_shared(
             schedule, lengths, cost, ranks
         )
+
+
+def test_who_sends_nothing_waits_for_nobody() -> None:
+    """Without gathers ranks meet once a step, where gradients are summed, and not before every use."""
+    schedule = replace(chain(4), accumulation=2).build()
+    late = [Late(3.0, 10.0) if task.kind is Kind.COMPUTE else Late() for task in schedule.tasks]
+    sums = durations(schedule, {"compute": 10, "final-reduce": 1})
+    gathers = durations(schedule, {"compute": 10, "final-reduce": 1, "unshard": 1})
+    computed = sum(length for t, length in zip(schedule.tasks, sums, strict=True) if t.kind is Kind.COMPUTE)
+    of_ranks = late_in(
+        2,
+        [
+            (*reversed(divmod(t.position, 8)), Late(3.0, 10.0))
+            for t in schedule.tasks
+            if t.kind is Kind.COMPUTE
+        ],
+    )
+    # After the last rank's last use comes u0's gradient alone.
+    alone = replay_shared(schedule, sums, late=late).period_ns
+    assert alone == pytest.approx(computed + 1 + sum(max(ranks) for ranks in of_ranks) / len(of_ranks))
+    assert replay_shared(schedule, gathers, late=late).period_ns > alone
+    graph = event_graph(schedule, Interference.none(schedule.tiers), late)
+    assert graph.period(np.array(sums, dtype=float)) == pytest.approx(alone)
+    assert graph.period(np.array(gathers, dtype=float)) > alone
 
 
 def test_a_step_that_only_waits_for_late_ranks_ends() -> None:
