@@ -18,10 +18,11 @@ Linearity*, §3.2.4). Two things that slow a real step are edges too:
 Where ranks are late, a message is slowed by the share of them that compute; of that one rank's compute only
 says that it is 1 / ranks or more. So there is one more chain, the mean of all: its compute is the mean of
 theirs, its times are the means of theirs, which are no earlier than the latest mean of what they wait for.
-Messages begin after it, and it waits for them, as every rank does. In its windows messages are slowed in full. For let I be the time between the last rank's end of a and the
-first one's begin of b, in which all messages are, and o a rank's time outside of I. As energies hold for any
-share of ranks that compute, I ≥ u · (mean compute − mean o) + Σ v · loads; with u ≤ 1 the mean time from a to
-b, I + mean o, is at least u · mean compute + Σ v · loads.
+Messages begin after it, and it waits for them, as every rank does. In its windows messages are slowed in
+full. For let I be the time between the last rank's end of a and the first one's begin of b, in which all
+messages are, and o a rank's time outside of I. As energies hold for any share of ranks that compute,
+I ≥ u · (mean compute − mean o) + Σ v · loads; with u ≤ 1 the mean time from a to b, I + mean o, is at least
+u · mean compute + Σ v · loads.
 
 Lengths are linear in the lengths of events, so every cycle is a linear row.
 """

@@ -197,8 +197,8 @@ class Network:
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
 
     def _meetings(self, durations: Weights) -> list[frozenset[int]]:
-        """Messages in which ranks may be said to meet: those that are there; where choices are mixed those that
-        much of the mixture has, and those that all of it has."""
+        """Messages in which ranks may be said to meet: those that are there; of a mixture of choices those
+        that much of it has, and those that all of it has."""
         shares = [
             float(durations.reshape(-1)[self.sent[event]].mean()) if self.graph.may_meet(event) else 0.0
             for event in range(len(self.graph.events))
