@@ -65,20 +65,18 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
             column = network.columns[DurationKey(task.kind, task.tier, once=True)]
             if (paid := durations[rows, column]).any():
                 durations[rows, column] = paid * (paid.max() / paid.mean())
-    cut = max(network.critical_cycles(durations), key=lambda cycle: cycle.at(durations))
-    spent = cut.weights * durations
+    lengths = network.lengths(durations)
+    cycle = max(network.graph.cycles(lengths), key=lambda one: one.at(lengths))
+    spent = network.row(cycle).weights * durations
+    spent[:, [key.sends for key in network.columns]] = 0.0  # of how late ranks are, which goes to compute
     unit_of = {name: unit for unit, name in binaries.items()}
     names = [unit_of.get(name, name) for name in names]
     sums: dict[str, np.ndarray] = {}
-    computes = cut.constant  # and how late ranks are where they meet
     for column, key in enumerate(network.columns):
-        if key.sends:
-            computes += float(spent[:, column].sum())
-            continue
         where = f" over {tier_names[key.tier]}" if key.tier >= 0 else ""
         what = f"{DOING[key.kind]}{where}"
         sums[what] = sums.get(what, np.zeros(len(names))) + spent[:, column]
-    parts = [PathPart("compute", computes / 1e3)]
+    parts = [PathPart("compute", (cycle.at(lengths) - float(spent.sum())) / 1e3)]
     for what, by_unit in sums.items():
         if by_unit.sum() > 0:
             most = [names[row] for row in np.argsort(-by_unit, kind="stable")[:3] if by_unit[row] > 0]
@@ -92,7 +90,7 @@ def longest_chain(found: Evaluation, tier_names: tuple[str, ...]) -> Chain:
     labels += ["compute and communication, as they slow each other"] * len(network.energies)
     labels += ["the processors that ranks share"] * len(network.processors)
     longest = int(np.argmax(loads))
-    seconds = cut.at(durations)
+    seconds = cycle.at(lengths)
     binding = (
         PathPart(labels[longest], loads[longest] / 1e3) if loads[longest] > seconds * (1 + 1e-9) else None
     )

@@ -192,7 +192,7 @@ class Network:
         found: dict[bytes, LazyConstraint] = {}
         for joint in self._meetings(durations):
             for cycle in self.graph.cycles(self.lengths(durations), windows=windows, joint=joint):
-                cut = self._cut(cycle)
+                cut = self.row(cycle)
                 found.setdefault(cut.weights.tobytes(), cut)
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
 
@@ -206,7 +206,7 @@ class Network:
         sets = (frozenset(event for event, share in enumerate(shares) if share > least) for least in MET)
         return list(dict.fromkeys(sets))
 
-    def _cut(self, cycle: Cycle) -> LazyConstraint:
+    def row(self, cycle: Cycle) -> LazyConstraint:
         """The row of a cycle."""
         weights = np.zeros(self.shape)
         np.add.at(weights.reshape(-1), self.term_at, self.term_times * cycle.counts[self.term_node])
@@ -227,7 +227,7 @@ class Network:
 
     def checked(self, walk: Sequence[int]) -> LazyConstraint:
         """The row of a cycle from outside; ValueError where it is none of the event graph."""
-        return self._cut(self.graph.checked(walk))
+        return self.row(self.graph.checked(walk))
 
     def durations(self, units: Mapping[str, UnitCost]) -> Weights:
         """Milliseconds [units, keys] of some costs."""
