@@ -200,8 +200,8 @@ class Network:
         """Messages in which ranks may be said to meet: those that are there; of a mixture of choices those
         that much of it has, and those that all of it has."""
         shares = [
-            float(durations.reshape(-1)[self.sent[event]].mean()) if self.graph.may_meet(event) else 0.0
-            for event in range(len(self.graph.events))
+            float(durations.reshape(-1)[sent].mean()) if sent and self.graph.may_meet(event) else 0.0
+            for event, sent in enumerate(self.sent)
         ]
         sets = (frozenset(event for event, share in enumerate(shares) if share > least) for least in MET)
         return list(dict.fromkeys(sets))
@@ -214,8 +214,8 @@ class Network:
         for late, ends in cycle.parts:
             missing = ends if late > 0 else ()
             constant += late * (1 - len(missing))
-            for end in missing:
-                weights.reshape(-1)[self.sent[end]] += late / len(self.sent[end])
+            for end in missing:  # of units without tensors there is none, and so never a message
+                weights.reshape(-1)[self.sent[end]] += late / max(1, len(self.sent[end]))
         return LazyConstraint(constant, weights, cycle.walk)
 
     def _sent(self, task: Task) -> list[int]:
