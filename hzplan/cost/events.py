@@ -68,7 +68,7 @@ class Event(NamedTuple):
     tier: int
     after: tuple[int, ...]
     after_previous: tuple[int, ...]
-    joint: bool = True
+    joint: bool = False
     late: tuple[tuple[float, ...], ...] = ()
 
 
@@ -165,7 +165,8 @@ class EventGraph:
         """By node, its predecessors; below 0, less the number of nodes, in the cycle before."""
         self.begin = self._first[0][0]
         last = {event.stream: number for number, event in enumerate(events)}
-        self.tails = [self.begin, *(self._first[-1][number] for number in last.values())]
+        ranks = (self.node(self.steps - 1, last[COMPUTE_STREAM], rank) for rank in range(self.chains))
+        self.tails = [self.begin, *ranks, *(self._first[-1][number] for number in last.values())]
         slow = tuple(1 + (one - 1) / RANKS for one in interference.communication_slowdown)
         of_rank = replace(interference, communication_slowdown=slow).energies if self.is_late else ()
         self.energies = np.array([(one.compute, *one.loads) for one in (*of_rank, *interference.energies)])

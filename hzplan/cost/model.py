@@ -237,7 +237,10 @@ class CostModel:
         return [late[t.position % uses] if t.kind is Kind.COMPUTE else Late() for t in schedule.tasks]
 
     def late_uses_ns(self, micro_batch: int) -> list[Late] | None:
-        """For every use of a micro-batch, how late ranks are, nanoseconds; None where none is."""
+        """For every use of a micro-batch, how late ranks are, nanoseconds; None where none is, or only one is
+        there."""
+        if self.mesh.world == 1:
+            return None
         costs = self._use_costs(micro_batch)
         late = [Late(round(c.straggler_seconds * 1e9), round(c.seconds * 1e9)) for c in costs]
         return late if any(one.slowest for one in late) else None

@@ -173,8 +173,9 @@ def replay_shared(
     contention. A task that waited for another stream begins after the wake-up latency.
 
     ``late``: by task, in nanoseconds. With it several ranks are simulated, each at random faster or slower
-    than the mean, and a collective begins when the last of them
-    is ready. Exposed time is the mean over ranks; start and end of compute tasks are the first rank's.
+    than the mean, and a collective begins when the last of them is ready; a task that takes no time is none,
+    and holds nobody up. Exposed time is the mean over ranks; start and end of what each does by itself are
+    the first rank's.
 
     ``processor_ns``: by task, ``CostModel.processor_ns``. Messages, whose threads wait
     for them most of the time, get them first, and what computes shares the rest.
@@ -204,9 +205,9 @@ _Ready = tuple[int, int, str]
 class _SharedReplay:
     """The state of ``replay_shared``: open predecessors of each task, tasks under way, and the time.
 
-    Every rank has its own compute stream; communication is common to all ranks and waits for all of them. A
-    task's number is step × tasks + index. A stream's order needs no queue, because it is edges of the
-    schedule.
+    Every rank has its own compute stream, and passes by itself what takes no time; all else is common to all
+    ranks and waits for all of them. A task's number is step × tasks + index. A stream's order needs no queue,
+    because it is edges of the schedule.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class _SharedReplay:
         self.under_way: dict[tuple[int, int], float] = {}  # rank (0 for all) and task -> work left
         self.waking: dict[tuple[int, int], float] = {}  # tasks in wake-up -> when they begin
         size = self.steps * self.total
-        self.starts = [[0.0] * size for _ in range(self.ranks)]  # communication: the same for all
+        self.starts = [[0.0] * size for _ in range(self.ranks)]  # of what is common: the same for all
         self.ends = [[0.0] * size for _ in range(self.ranks)]
         self.now = 0.0
 
@@ -269,11 +270,12 @@ class _SharedReplay:
             self._pass_time()
         first = self.steps // 2 * self.total
         last = (self.steps - 1) * self.total
-        period = (self.starts[0][last] - self.starts[0][first]) / (self.steps - 1 - self.steps // 2)
+        # Where nothing is sent ranks drift apart, and the slowest says how long steps are.
+        between = max(starts[last] - starts[first] for starts in self.starts)
         if self.schedule.offload_slots:
             stored = _last_store(self.schedule)
-            behind = self.ends[0][last + stored] - self.ends[0][first + stored]
-            period = max(period, behind / (self.steps - 1 - self.steps // 2))
+            between = max(between, *(ends[last + stored] - ends[first + stored] for ends in self.ends))
+        period = between / (self.steps - 1 - self.steps // 2)
         exposed: dict[str, float] = {}
         counted = [last] if self.ranks == 1 else range(first, last, self.total)
         for starts, ends in zip(self.starts, self.ends, strict=True):
@@ -293,8 +295,8 @@ class _SharedReplay:
     def _needed(self, rank: int) -> list[int]:
         """The number of predecessors of each task of each step.
 
-        A rank's compute waits for its own compute, communication for that of all ranks; communication is
-        counted with rank 0.
+        What a rank does by itself waits for its own, what is common for that of all ranks; it is counted with
+        rank 0.
         """
 
         def count(befores: Sequence[int], own: bool) -> int:
@@ -355,7 +357,7 @@ class _SharedReplay:
         return duration
 
     def _of(self, rank: int, index: int, by_rank: list[list[float]]) -> list[list[float]]:
-        """The rank's list for a compute task, the lists of all ranks for another task."""
+        """The rank's list for what it does by itself, the lists of all ranks for what is common."""
         return [by_rank[rank]] if self.alone[index] else by_rank
 
     def _pass_time(self) -> None:

@@ -193,7 +193,9 @@ class Network:
         for joint in self._meetings(durations):
             for cycle in self.graph.cycles(self.lengths(durations), windows=windows, joint=joint):
                 cut = self.row(cycle)
-                found.setdefault(cut.weights.tobytes(), cut)
+                same = found.setdefault(cut.weights.tobytes(), cut)
+                if same.constant < cut.constant:
+                    found[cut.weights.tobytes()] = cut
         return sorted(found.values(), key=lambda cut: -cut.at(durations))
 
     def _meetings(self, durations: Weights) -> list[frozenset[int]]:

@@ -325,6 +325,21 @@ def test_who_sends_nothing_waits_for_nobody() -> None:
     assert graph.period(np.array(gathers, dtype=float)) > alone
 
 
+def test_where_nothing_is_sent_the_slowest_rank_says_how_long_steps_are() -> None:
+    """Of ranks that never meet the first one may be faster than the mean, which bounds are of."""
+    schedule = chain(2).build()
+    lengths = durations(schedule, {"compute": 10})
+    late = [Late(3.0, 10.0) if task.kind is Kind.COMPUTE else Late() for task in schedule.tasks]
+    of_ranks = late_in(
+        1, [(t.position, 0, Late(3.0, 10.0)) for t in schedule.tasks if t.kind is Kind.COMPUTE]
+    )
+    longest = 40 + max(sum(steps) for steps in zip(*of_ranks, strict=True)) / len(of_ranks)
+    assert longest > 40
+    assert replay_shared(schedule, lengths, late=late).period_ns == pytest.approx(longest)
+    cost = Interference.none(schedule.tiers)
+    assert objective_ns(schedule, lengths, cost, event_graph(schedule, cost, late)) == pytest.approx(longest)
+
+
 def test_a_step_that_only_waits_for_late_ranks_ends() -> None:
     """Its tasks take no time, so what compute waited for is none of them: its gather waited for itself."""
     schedule = Step((Use("u0", "forward"),), {"u0": ("u0",)}, trainable=()).build()
