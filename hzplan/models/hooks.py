@@ -40,8 +40,12 @@ class Listener(Protocol):
         """``backward()`` is about to return."""
 
 
-def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
+def attach(
+    units: Sequence[Unit], listener: Listener, *, silent: Callable[[Tensor], bool] = lambda parameter: False
+) -> Callable[[], None]:
     """Register the hooks; the function returned removes them.
+
+    ``silent``: says of a parameter that the listener need not be told of its gradient.
 
     Where a unit's parameters are bfloat16, floating tensors passed to its forward are cast to it too, inside
     its call, as FSDP2 does: earlier modules may compute in float32.
@@ -57,7 +61,7 @@ def attach(units: Sequence[Unit], listener: Listener) -> Callable[[], None]:
         handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
         handles.append(unit.module.register_forward_hook(after))
         for _, parameter in unit.parameters:
-            if parameter.requires_grad and not is_small(parameter):
+            if parameter.requires_grad and not is_small(parameter) and not silent(parameter):
                 handles.append(parameter.register_post_accumulate_grad_hook(hooks.gradient))
 
     def detach() -> None:

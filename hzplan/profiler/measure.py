@@ -36,6 +36,7 @@ from hzplan.profiler.model.entries import (
     largest_elements,
     matrix_shapes,
     model_entry,
+    total_elements,
 )
 from hzplan.profiler.model.matrices import for_optimizer, measure_matrices
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
@@ -75,13 +76,15 @@ measured."""
 
 
 class ModelResult(Strict):
-    """A model's part of a profile. ``largest_bytes``: the largest unit's gradients, as they travel."""
+    """A model's part of a profile. ``largest_bytes``: the largest unit's gradients, as they travel;
+    ``joined_bytes``: the most that a plan sums as one message."""
 
     entry: ModelEntry
     units: tuple[UnitEntry, ...]
     uses: tuple[UseEntry, ...]
     optimizer: OptimizerEntry
     largest_bytes: int
+    joined_bytes: int
     stragglers: tuple[StragglerEntry, ...]
     ranks_per_host: int
 
@@ -159,7 +162,17 @@ def measure(
         "links",
         Links,
         lambda: _measure_links(
-            *(ranks, mesh, tier_names, dtype, result.largest_bytes, model.run_smallest, parts, memory),
+            *(
+                ranks,
+                mesh,
+                tier_names,
+                dtype,
+                result.largest_bytes,
+                result.joined_bytes,
+                model.run_smallest,
+                parts,
+                memory,
+            ),
             effort,
         ),
     )
@@ -229,7 +242,7 @@ def measure_links_alone(
 
     parts = Progress(progress, _links_s(mesh))
     memory = rank_memory_bytes(ranks)
-    links = _measure_links(ranks, mesh, tier_names, dtype, LAST_BYTES, compute, parts, memory)
+    links = _measure_links(ranks, mesh, tier_names, dtype, LAST_BYTES, LAST_BYTES, compute, parts, memory)
     parts.finish("measured")
     return ranks.share(links)
 
@@ -282,7 +295,7 @@ def _measure_model(
         assert shapes is not None
         model = model.reading(shapes.outside)
         uses, stragglers = reusable.use_entries(shapes, reused), ()
-    largest = largest_elements(model.entries)
+    largest, elements = largest_elements(model.entries), total_elements(model.entries)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
     steps = reusable.optimizer(optimizer, min(largest, LAST_ELEMENTS)) or measure_optimizer(
@@ -297,6 +310,8 @@ def _measure_model(
         uses=uses,
         optimizer=steps,
         largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
+        # A plan that joins messages sends two of them at least, or they would not hide behind compute.
+        joined_bytes=max(largest, elements // 2) * master_dtype_of(torch_dtype).itemsize,
         stragglers=stragglers,
         ranks_per_host=local_ranks(ranks),
     )
@@ -315,6 +330,7 @@ def _measure_links(
     tier_names: tuple[str, ...],
     dtype: str,
     largest_bytes: int,
+    joined_bytes: int,
     compute: Callable[[], None],
     parts: Progress,
     memory_bytes: int,
@@ -330,7 +346,7 @@ def _measure_links(
     before = untracked_bytes(ranks)
     apart = ranks.device.type != "cpu"  # else ranks share processors, and there is no memory but the host's
     processors = None if apart else Processors.of(ranks)
-    collectives = measure_links(ranks, mesh, travelling, largest_bytes, parts.at, processors)
+    collectives = measure_links(*(ranks, mesh, travelling, largest_bytes, joined_bytes, parts.at, processors))
     context, communicator = _reserve(before, untracked_bytes(ranks), len(timed_stages(mesh)))
     release()
     parts.part("compute and links together", INTERFERENCE_S * len(mesh.tiers))

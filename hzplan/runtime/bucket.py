@@ -18,6 +18,9 @@ from hzplan.runtime.backends.base import Buffers, Groups
 from hzplan.runtime.backends.packing import Cast, Errors, Form, form_of
 from hzplan.runtime.world import World
 
+CHUNK_ELEMENTS = 1 << 16
+"""Elements of a gradient that are cast at once, for a cast allocates: few enough to stay in a cache."""
+
 
 @dataclass
 class Forms:
@@ -48,6 +51,9 @@ class Bucket:
     for good, None when frozen; ``gradient_buffer``: unsharded gradients of one micro-batch, a view of the
     unit's gradient buffer (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, with
     the same bounds in every dtype, so every other level is a view of one of these.
+
+    ``sums``: by tensor, the place of its gradient where autograd adds it up (``adds_up``), with a version of
+    its own, else None.
     """
 
     def __init__(
@@ -152,6 +158,7 @@ class Bucket:
             self.gradient_buffer = gradients
         self.param_views = self.views(self.unsharded)
         self.grad_views = self.views(self.gradient_buffer) if self.layout.trainable else []
+        self.sums = [view.data if self.adds_up(index) else None for index, view in enumerate(self.grad_views)]
         # What a sharded parameter reads as outside its turn: its shape, and NaN for whoever computes with it.
         self.placeholders = [
             torch.full((), float("nan"), dtype=self.param.dtype, device=self.param.device).expand(
@@ -165,7 +172,24 @@ class Bucket:
             cast(parameter, view.dtype, tensor.name)
             put(parameter, view)
             parameter.grad = None  # of an earlier backward, which is not of this training
+        for parameter, total in zip(self.parameters, self.sums, strict=False):
+            if total is not None and total.dtype != parameter.dtype:
+                parameter.grad_dtype = total.dtype
         self.to_sharded()
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether gradients are added up where they are kept: whole ones of a device that queues nothing."""
+        return self.layout.trainable and not self.grad_sharded and not self.param.is_cuda
+
+    def adds_up(self, index: int) -> bool:
+        """Whether autograd itself adds a tensor's gradients to their sum. To cast one it allocates: so what
+        is to be cast and is large comes otherwise."""
+        return (
+            self.keeps_sums
+            and not is_distributed(self.parameters[index])
+            and (self.param.dtype == self.master.dtype or self.grad_views[index].numel() <= CHUNK_ELEMENTS)
+        )
 
     def to_unsharded(self) -> None:
         """Make parameters views of the unsharded values, which are there."""

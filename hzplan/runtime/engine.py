@@ -108,10 +108,16 @@ class Engine:
         reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
         self._reduced_at = {task.position: task.units for task in reductions}
         self._completed_at = {
-            micro_batch * len(schedule.uses) + use: units
+            micro_batch * len(schedule.uses) + use: tuple(
+                unit
+                for unit in units
+                # What grows by itself is looked after when its micro-batch has ended, but in the last one.
+                if micro_batch == schedule.accumulation - 1 or not self.units[unit].adds_up
+            )
             for micro_batch in range(schedule.accumulation)
             for use, units in schedule.completed_at.items()
         }
+        self._offered_at = self._first_reads()
         self._released_at, self._allocated_after = _copies(schedule)
         self._trainable = tuple(u for units in schedule.completed_at.values() for u in units)
         self._new_step()
@@ -134,6 +140,17 @@ class Engine:
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
+
+    def _first_reads(self) -> dict[int, list[str]]:
+        """By position in a micro-batch the units with sums of gradients that are read there first."""
+        found: dict[int, list[str]] = {}
+        seen = {name for name, unit in self.units.items() if not unit.has_sums}
+        for position, use in enumerate(self.schedule.uses):
+            first = [name for name in self.schedule.reads(use) if name not in seen]
+            if first:
+                found[position] = first
+                seen.update(first)
+        return found
 
     def _new_executor(self, schedule: Schedule) -> Executor | Launcher:
         if self._queues is not None:
@@ -301,6 +318,9 @@ class Engine:
             self._all_before_step = False
         if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
+        if phase == "backward" and not step.in_backward and torch.is_grad_enabled():
+            for other in self.units.values():  # a backward that is to be differentiated adds up elsewhere
+                other.take_back_sums()
         step.in_backward |= phase == "backward"
         if training and not step.in_micro_batch and not step.micro_batch:
             self.meet_groups()
@@ -334,11 +354,17 @@ class Engine:
             step.delivered.add(id(parameter))
             step.used.add(id(parameter))
 
+    def comes_by_itself(self, parameter: Tensor) -> bool:
+        """Whether ``gradient`` need not be called for a trained parameter."""
+        return self._unit_of[id(parameter)].comes_by_itself(parameter)
+
     def backward_end(self) -> None:
         """A micro-batch is over."""
         step = self.step_state
         if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
             self._end_turn()
+            for trained in self._trainable:
+                self._complete(trained)
         else:
             if step.scheduled:
                 self._call_outside(training=True)
@@ -552,6 +578,9 @@ class Engine:
         for name in self._released_at.get(position, ()):
             if name in self._saved:
                 self._saved[name].release()
+        for name in self._offered_at.get(position % len(self.schedule.uses), ()):
+            self._begin_gradients(name)
+            self.units[name].offer_sums()
         self.step_state.position, self.step_state.in_turn = position, True
         self.step_state.followed = True
 
@@ -575,10 +604,20 @@ class Engine:
 
     def _complete(self, name: str) -> None:
         """Nothing more comes: the gradients of a unit that are not in its buckets yet go there."""
-        step = self.step_state
+        step, unit = self.step_state, self.units[name]
         if name not in step.complete:
-            step.used |= self.units[name].take_rest(step.delivered, accumulate=step.micro_batch > 0)
+            self._begin_gradients(name)
+            step.used |= unit.take_rest(step.delivered, accumulate=step.micro_batch > 0)
             step.complete.add(name)
+            if step.micro_batch == self.schedule.accumulation - 1:
+                unit.end_gradients(step.used)
+
+    def _begin_gradients(self, name: str) -> None:
+        """Once in a step; what a unit's last update reads of gradients it has read when compute reads the
+        unit."""
+        if name not in self.step_state.begun:
+            self.step_state.begun.add(name)
+            self.units[name].begin_gradients()
 
     # Unscheduled: everything on the compute thread, in program order, which is the same on every rank.
 

@@ -32,6 +32,8 @@ class StepState:
     """Ids of the parameters whose gradient of this micro-batch is in its unit's gradient buffer."""
     used: set[int] = field(default_factory=set)
     """Ids of the parameters that had a gradient in any micro-batch of the step, on this rank."""
+    begun: set[str] = field(default_factory=set)
+    """Units whose gradients of the step before were forgotten."""
     complete: set[str] = field(default_factory=set)
     """Units all of whose gradients of this micro-batch are in their gradient buffers."""
     reduced: set[str] = field(default_factory=set)

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hzplan.models.local import take_gradient
-from hzplan.runtime.bucket import Bucket
+from hzplan.runtime.bucket import CHUNK_ELEMENTS, Bucket
 
 ABSENT = -0.0
 """Every element of a gradient that there is none of. It changes no sum, and a sum is −0.0 only of nothing
 else: gradients that there are have their zeros delivered as +0.0. So the reduced gradient says whether any
 rank had one, without a message of its own (IEEE 754, §6.3)."""
-
-CHUNK_ELEMENTS = 1 << 16
-"""Elements of a gradient that are cast at once, for a cast allocates: few enough to stay in a cache."""
 
 
 class UnitState:
@@ -37,6 +34,7 @@ class UnitState:
             for bucket in self.trainable_buckets
             for index, parameter in enumerate(bucket.parameters)
         }
+        self._offered: dict[int, tuple[nn.Parameter, Tensor, int]] = {}  # and the version that it then had
 
     @property
     def unshard_bytes(self) -> int:
@@ -77,6 +75,23 @@ class UnitState:
 
     # Gradients of one micro-batch. ``delivered``: ids of the parameters whose gradient has been taken.
 
+    def begin_gradients(self) -> None:
+        """A step begins: of gradients that are added up where they are kept there is none yet."""
+        for bucket in self.trainable_buckets:
+            if bucket.keeps_sums:
+                bucket.gradient_buffer.fill_(ABSENT)
+
+    def offer_sums(self) -> None:
+        """Let autograd add a micro-batch's gradients to their sums.
+
+        Otherwise it leaves new tensors: a model has many small ones, and each costs calls of Python.
+        """
+        for bucket in self.trainable_buckets:
+            for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
+                if total is not None and parameter.grad is None:
+                    parameter.grad = total
+                    self._offered[id(parameter)] = parameter, total, total._version
+
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool, again: bool = False) -> None:
         """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means.
         ``again``: another part of it came in this micro-batch."""
@@ -86,6 +101,8 @@ class UnitState:
         gradient = take_gradient(parameter)
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
+        if bucket.keeps_sums:
+            return deliver(gradient, bucket.grad_views[index], 1.0, accumulate=True)
         accumulate = again or (accumulate and not bucket.grad_sharded)
         return deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
 
@@ -98,29 +115,70 @@ class UnitState:
         if torch.is_grad_enabled():  # see ``take_gradient``
             with torch.no_grad():
                 return self.take_rest(delivered, accumulate=accumulate)
-        taken: set[int] = set()
+        taken = self.take_back_sums()
         for bucket in self.trainable_buckets:
-            adds = accumulate and not bucket.grad_sharded
+            adds = bucket.keeps_sums or (accumulate and not bucket.grad_sharded)
             gradients: list[Tensor] = []
             targets: list[Tensor] = []
             for parameter, target in zip(bucket.parameters, bucket.grad_views, strict=True):
-                if id(parameter) in delivered:
+                if id(parameter) in delivered or (adds and parameter.grad is None):
                     continue
                 gradient = take_gradient(parameter)
                 if gradient is not None:
                     taken.add(id(parameter))
                     gradients.append(gradient)
                     targets.append(target)
-                elif not adds:
+                else:
                     target.fill_(ABSENT)
-            deliver_all(gradients, targets, self._scale, accumulate=adds)
+            deliver_all(gradients, targets, 1.0 if bucket.keeps_sums else self._scale, accumulate=adds)
         return taken
+
+    def take_back_sums(self) -> set[int]:
+        """What was offered is so no more; the ids of the parameters that autograd had a gradient of."""
+        taken: set[int] = set()
+        for number, (parameter, total, version) in self._offered.items():
+            if parameter.grad is total:  # else someone has taken it away, as model.zero_grad() does
+                parameter.grad = None
+            if total._version != version:
+                taken.add(number)
+        self._offered.clear()
+        return taken
+
+    @torch.no_grad()
+    def end_gradients(self, used: Set[int]) -> None:
+        """A step's last micro-batch is over: sums become means, as ``deliver`` makes them at once elsewhere.
+
+        ``used``: ids of the parameters that had a gradient.
+        """
+        for bucket in self.trainable_buckets:
+            if bucket.keeps_sums:
+                total = bucket.gradient_buffer
+                torch.add(zero_like(total), total, alpha=self._scale, out=total)
+                for parameter, place in zip(bucket.parameters, bucket.grad_views, strict=True):
+                    if id(parameter) not in used:
+                        place.fill_(ABSENT)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether autograd adds up any of its gradients."""
+        return any(total is not None for bucket in self.trainable_buckets for total in bucket.sums)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether autograd adds up all of its gradients, so that it needs no turn for them."""
+        return all(total is not None for bucket in self.trainable_buckets for total in bucket.sums)
+
+    def comes_by_itself(self, parameter: Tensor) -> bool:
+        """Whether a gradient of a unit's is where it belongs without ``take_gradient``."""
+        found = self._place_of.get(id(parameter))
+        return found is not None and found[0].sums[found[1]] is not None
 
     def drop_gradients(self) -> None:
         """Forget gradients that backward has left in ``parameter.grad``."""
         for bucket in self.trainable_buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
+        self._offered.clear()
 
     def unfrozen(self) -> str | None:
         """The name of a tensor with a gradient that there is no bucket for; None: there is none."""

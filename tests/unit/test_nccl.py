@@ -197,7 +197,7 @@ def test_a_profile_keeps_no_communicator_and_says_what_they_take(monkeypatch: py
     progress = Progress(lambda text, fraction: None, 1.0)
     mesh = Mesh.parse("2,2|2,2")
     measured = measuring._measure_links(
-        *(ranks, mesh, ("node", "network"), "float32", 1024, lambda: None, progress, 2**30)
+        *(ranks, mesh, ("node", "network"), "float32", 1024, 1024, lambda: None, progress, 2**30)
     )
     assert (measured.cluster.context_bytes, measured.cluster.communicator_bytes) == (900 - 300 - 200, 200)
     assert measured.cluster.compute_processor_share is None

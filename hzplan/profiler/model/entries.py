@@ -42,6 +42,11 @@ def largest_elements(units: Sequence[UnitEntry]) -> int:
     return max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
 
 
+def total_elements(units: Iterable[UnitEntry]) -> int:
+    """Elements of all parameters."""
+    return sum(tensor.spec.numel for unit in units for tensor in unit.tensors)
+
+
 def matrix_shapes(units: Iterable[UnitEntry]) -> list[tuple[int, int]]:
     """The different shapes of matrices to a matrix optimizer, those with the least work first."""
     shapes = (Shape.of(tensor.shape) for unit in units for tensor in unit.tensors if tensor.matrix)

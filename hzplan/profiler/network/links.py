@@ -68,13 +68,15 @@ def measure_links(
     mesh: Mesh,
     dtype: torch.dtype,
     largest_bytes: int,
+    joined_bytes: int,
     progress: Callable[[float], None],
     processors: Processors | None = None,
 ) -> tuple[CollectiveCurve, ...]:
     """A curve for every operation and stage, the same on every rank.
 
     Sizes are those of the coarser slice, from 4 KiB to the first at or above ``largest_bytes`` (of a whole
-    buffer; at most 64 MiB), fewer where a link is so slow that the next would take more than the budget.
+    buffer; at most 64 MiB), of all-reduces to ``joined_bytes``, for gradients of several units are summed as
+    one; fewer where a link is so slow that the next would take more than the budget.
     A sample is the slowest rank's time of a call, and a point their median. Curves rise: points where noise
     says otherwise share their mean. ``processors``: those that ranks share, and whose time counts.
     """
@@ -84,7 +86,7 @@ def measure_links(
     timed = [
         each
         for stage, operations in stages.items()
-        for each in _timed_collectives(ranks, mesh, stage, operations, dtype, largest_bytes)
+        for each in _timed_collectives(ranks, mesh, stage, operations, dtype, largest_bytes, joined_bytes)
     ]
     results = rounds(
         ranks,
@@ -131,12 +133,22 @@ def _timed_collectives(
     operations: Sequence[Operation],
     dtype: torch.dtype,
     largest_bytes: int,
+    joined_bytes: int,
 ) -> Iterator[TimedCollective]:
     """The collectives to time for a stage, each warmed up by a call; every rank decides alike."""
     size = mesh.group_size(stage)
-    last = min(largest_bytes, LAST_BYTES) // mesh.shards[stage.low]
-    wanted = sizes(FIRST_BYTES, last, FACTOR, size * dtype.itemsize)
-    whole = torch.empty(wanted[-1] // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
+    wanted = {
+        operation: sizes(
+            FIRST_BYTES,
+            min(joined_bytes if operation == "all_reduce" else largest_bytes, LAST_BYTES)
+            // mesh.shards[stage.low],
+            *(FACTOR, size * dtype.itemsize),
+        )
+        for operation in operations
+    }
+    whole = torch.empty(
+        max(many[-1] for many in wanted.values()) // dtype.itemsize, dtype=dtype, device=ranks.device
+    ).zero_()
     # As much as the runtime gives a reduction.
     scratch = torch.zeros(
         scratch_bytes(whole.nbytes // size) // MAX_IN_FLIGHT // dtype.itemsize,
@@ -147,7 +159,7 @@ def _timed_collectives(
     group = ProcessWorld().new_group(mesh, kind, stage, ranks.device)
     for operation in operations:
         issue = partial(collective, operation, group, scratch=scratch)
-        for index, nbytes in enumerate(wanted):
+        for index, nbytes in enumerate(wanted[operation]):
             run = issue(whole[: nbytes // dtype.itemsize])
             run()
             once = max(ranks.gather(_sample(ranks, run, 1).seconds))
