@@ -73,8 +73,11 @@ def test_four_ranks_measure_one_profile(tmp_path: Path) -> None:
         for stage in profile.mesh.stages()
     } | {("all_reduce", 0, 2)}
     largest = max(sum(tensor.spec.nbytes for tensor in unit.tensors) for unit in profile.units)
-    for (_, low, _), curve in curves.items():
+    everything = sum(tensor.spec.nbytes for unit in profile.units for tensor in unit.tensors)
+    for (operation, low, _), curve in curves.items():
         assert curve.points[-1].bytes >= largest // profile.mesh.shards[low] or len(curve.points) >= 2
+        if operation == "all_reduce":  # plans join messages
+            assert curve.points[-1].bytes >= everything // 2 // profile.mesh.shards[low]
         seconds = [point.seconds for point in curve.points]
         assert seconds == sorted(seconds) and seconds[0] > 1e-6
     assert all(use.costs[0].seconds > 0 for use in profile.uses)

@@ -61,6 +61,40 @@ def test_a_gradient_that_comes_in_parts(place: Place, clip: bool, accumulation: 
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_gradients_that_a_loop_takes_away_before_backward(place: Place, to_none: bool, width: int) -> None:
+    """Of this step there are none yet; later in it, too, ``model.zero_grad()`` takes no sum away."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            for number in range(3):
+                loss = model(batch(10 * step + number)).square().mean()
+                if number == 0 or (to_none and isinstance(optimizer, ShardedOptimizer)):
+                    model.zero_grad(set_to_none=to_none)
+                loss.backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=3), width)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_a_backward_that_is_to_be_differentiated(place: Place, width: int) -> None:
+    """It adds up in new tensors, with what is there already."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            for number in range(3):
+                loss = model(batch(10 * step + number)).square().mean()
+                loss.backward(create_graph=(step + number) % 2 == 0)
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=3), width)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_unit_without_gradients_in_the_middle_follows_the_schedule(place: Place) -> None:
     """As a frozen tower is called under ``no_grad``."""
     choice = choice_of(*place, clip=True, accumulation=1)
