@@ -174,7 +174,7 @@ class Bucket:
             parameter.grad = None  # of an earlier backward, which is not of this training
         for parameter, total in zip(self.parameters, self.sums, strict=False):
             if total is not None and total.dtype != parameter.dtype:
-                parameter.grad_dtype = total.dtype
+                parameter.grad_dtype = None  # any: it is cast where it is added, not in the graph before
         self.to_sharded()
 
     @property
