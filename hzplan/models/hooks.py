@@ -33,7 +33,8 @@ class Listener(Protocol):
     def gradient(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete, in ``parameter.grad``.
 
-        Not called for small ones, which a listener finds there when a call ends.
+        Not called for small ones, which a listener finds there when a call ends, and for silent ones
+        (``attach``).
         """
 
     def backward_end(self) -> None:

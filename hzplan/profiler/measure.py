@@ -36,7 +36,7 @@ from hzplan.profiler.model.entries import (
     largest_elements,
     matrix_shapes,
     model_entry,
-    total_elements,
+    trained_elements,
 )
 from hzplan.profiler.model.matrices import for_optimizer, measure_matrices
 from hzplan.profiler.model.optimizer import LAST_ELEMENTS, OPTIMIZERS, measure_optimizer
@@ -295,7 +295,7 @@ def _measure_model(
         assert shapes is not None
         model = model.reading(shapes.outside)
         uses, stragglers = reusable.use_entries(shapes, reused), ()
-    largest, elements = largest_elements(model.entries), total_elements(model.entries)
+    largest, elements = largest_elements(model.entries), trained_elements(model.entries)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     parts.part(f"{optimizer} steps", OPTIMIZER_S)
     steps = reusable.optimizer(optimizer, min(largest, LAST_ELEMENTS)) or measure_optimizer(

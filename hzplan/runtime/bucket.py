@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +50,12 @@ class Bucket:
     that the optimizer updates, allocated where the layout keeps one (in the host's memory where the plan
     offloads the unit), else a view of ``param``; ``grad``: reduced gradients, the level-ℓg slice, allocated
     for good, None when frozen; ``gradient_buffer``: unsharded gradients of one micro-batch, a view of the
-    unit's gradient buffer (or ``grad`` itself). Gradients have the master weights' dtype. Slices nest, with
-    the same bounds in every dtype, so every other level is a view of one of these.
+    unit's gradient buffer (or ``grad`` itself, with those of all micro-batches). Gradients have the master
+    weights' dtype. Slices nest, with the same bounds in every dtype, so every other level is a view of one
+    of these.
 
     ``sums``: by tensor, the place of its gradient where autograd adds it up (``adds_up``), with a version of
-    its own, else None.
+    its own, else None; ``sum_runs``: those places, neighbours as one.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Bucket:
         self.param_views = self.views(self.unsharded)
         self.grad_views = self.views(self.gradient_buffer) if self.layout.trainable else []
         self.sums = [view.data if self.adds_up(index) else None for index, view in enumerate(self.grad_views)]
+        self.sum_runs = [*self._runs()] if any(total is not None for total in self.sums) else []
         # What a sharded parameter reads as outside its turn: its shape, and NaN for whoever computes with it.
         self.placeholders = [
             torch.full((), float("nan"), dtype=self.param.dtype, device=self.param.device).expand(
@@ -177,19 +180,27 @@ class Bucket:
                 parameter.grad_dtype = None  # any: it is cast where it is added, not in the graph before
         self.to_sharded()
 
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether gradients are added up where they are kept: whole ones of a device that queues nothing."""
-        return self.layout.trainable and not self.grad_sharded and not self.param.is_cuda
-
     def adds_up(self, index: int) -> bool:
-        """Whether autograd itself adds a tensor's gradients to their sum. To cast one it allocates: so what
-        is to be cast and is large comes otherwise."""
+        """Whether autograd itself adds a tensor's gradients to their sum.
+
+        Whole ones, on a CPU, that are so small that calls cost more than bytes: to begin with nothing, and to
+        make a mean of it, a sum is gone over twice more.
+        """
         return (
-            self.keeps_sums
+            not self.grad_sharded
+            and self.param.device.type == "cpu"
             and not is_distributed(self.parameters[index])
-            and (self.param.dtype == self.master.dtype or self.grad_views[index].numel() <= CHUNK_ELEMENTS)
+            and self.grad_views[index].numel() <= CHUNK_ELEMENTS
         )
+
+    def _runs(self) -> Iterator[Tensor]:
+        """The parts of the gradients' buffer that are sums, neighbours as one."""
+        offsets, tensors = self.layout.offsets, self.layout.tensors
+        for is_sum, group in groupby(range(len(tensors)), key=lambda index: self.sums[index] is not None):
+            if is_sum:
+                indices = [*group]
+                end = offsets[indices[-1]] + tensors[indices[-1]].numel
+                yield self.gradient_buffer[offsets[indices[0]] : end]
 
     def to_unsharded(self) -> None:
         """Make parameters views of the unsharded values, which are there."""

@@ -117,9 +117,11 @@ class Engine:
             for micro_batch in range(schedule.accumulation)
             for use, units in schedule.completed_at.items()
         }
-        self._offered_at = self._first_reads()
+        backwards = (number for number, use in enumerate(schedule.uses) if use.phase == "backward")
+        self._first_backward = next(backwards, -1)  # of a micro-batch: all units it reads have been read
         self._released_at, self._allocated_after = _copies(schedule)
         self._trainable = tuple(u for units in schedule.completed_at.values() for u in units)
+        self._with_sums = [name for name in self._trainable if self.units[name].has_sums]
         self._new_step()
         self._calls_outside = 0  # of modules, since the schedule was left; of those that take collectives
         self._is_sharded = any(bucket.sharded for unit in units for bucket in unit.buckets)
@@ -140,17 +142,6 @@ class Engine:
             return ""
         tiers = sorted({self.mesh.tier_between(self.world.rank, rank) for rank in ranks})
         return f" (over {' and '.join(self._tier_names[tier] for tier in tiers)})" if self._tier_names else ""
-
-    def _first_reads(self) -> dict[int, list[str]]:
-        """By position in a micro-batch the units with sums of gradients that are read there first."""
-        found: dict[int, list[str]] = {}
-        seen = {name for name, unit in self.units.items() if not unit.has_sums}
-        for position, use in enumerate(self.schedule.uses):
-            first = [name for name in self.schedule.reads(use) if name not in seen]
-            if first:
-                found[position] = first
-                seen.update(first)
-        return found
 
     def _new_executor(self, schedule: Schedule) -> Executor | Launcher:
         if self._queues is not None:
@@ -318,9 +309,6 @@ class Engine:
             self._all_before_step = False
         if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
-        if phase == "backward" and not step.in_backward and torch.is_grad_enabled():
-            for other in self.units.values():  # a backward that is to be differentiated adds up elsewhere
-                other.take_back_sums()
         step.in_backward |= phase == "backward"
         if training and not step.in_micro_batch and not step.micro_batch:
             self.meet_groups()
@@ -363,13 +351,13 @@ class Engine:
         step = self.step_state
         if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
             self._end_turn()
-            for trained in self._trainable:
-                self._complete(trained)
         else:
             if step.scheduled:
                 self._call_outside(training=True)
             self._leave_schedule()
             self._reduce_unscheduled()
+        for trained in self._trainable:
+            self._complete(trained)
         for unit in self.units.values():
             if unit.left_over():
                 self._require_expected(unit)
@@ -521,6 +509,11 @@ class Engine:
             raise RuntimeError("the last backward pass did not end; call optimizer.zero_grad() first")
         if not step.micro_batch:
             raise RuntimeError(f"step() without a backward pass; the plan accumulates {wanted}")
+        if any(unit.left_over() for unit in self.units.values()):
+            raise RuntimeError(
+                "a backward brought gradients that came through no output of the model, as a penalty on "
+                "its parameters brings them: add it to the loss, before one backward()"
+            )
         if step.micro_batch < wanted and not self._warned:
             self._warned = True
             warnings.warn(
@@ -578,9 +571,10 @@ class Engine:
         for name in self._released_at.get(position, ()):
             if name in self._saved:
                 self._saved[name].release()
-        for name in self._offered_at.get(position % len(self.schedule.uses), ()):
-            self._begin_gradients(name)
-            self.units[name].offer_sums()
+        if position % len(self.schedule.uses) == self._first_backward and not torch.is_grad_enabled():
+            for name in self._with_sums:  # a backward that is to be differentiated adds up elsewhere
+                self._begin_gradients(name)
+                self.units[name].offer_sums()
         self.step_state.position, self.step_state.in_turn = position, True
         self.step_state.followed = True
 
@@ -613,8 +607,7 @@ class Engine:
                 unit.end_gradients(step.used)
 
     def _begin_gradients(self, name: str) -> None:
-        """Once in a step; what a unit's last update reads of gradients it has read when compute reads the
-        unit."""
+        """Once in a step; whoever read gradients of the step before has, once compute has read the unit."""
         if name not in self.step_state.begun:
             self.step_state.begun.add(name)
             self.units[name].begin_gradients()

@@ -35,7 +35,7 @@ class StepState:
     begun: set[str] = field(default_factory=set)
     """Units whose gradients of the step before were forgotten."""
     complete: set[str] = field(default_factory=set)
-    """Units all of whose gradients of this micro-batch are in their gradient buffers."""
+    """Units all of whose gradients of this micro-batch are in their gradient buffers, and nowhere else."""
     reduced: set[str] = field(default_factory=set)
     """Those whose reduction of this micro-batch was launched."""
 

@@ -78,8 +78,8 @@ class UnitState:
     def begin_gradients(self) -> None:
         """A step begins: of gradients that are added up where they are kept there is none yet."""
         for bucket in self.trainable_buckets:
-            if bucket.keeps_sums:
-                bucket.gradient_buffer.fill_(ABSENT)
+            for run in bucket.sum_runs:
+                run.fill_(ABSENT)
 
     def offer_sums(self) -> None:
         """Let autograd add a micro-batch's gradients to their sums.
@@ -94,15 +94,15 @@ class UnitState:
 
     def take_gradient(self, parameter: nn.Parameter, *, accumulate: bool, again: bool = False) -> None:
         """Move ``parameter.grad`` into the bucket, divided by the world: sums over ranks become means.
-        ``again``: another part of it came in this micro-batch."""
+
+        ``again``: another part of it came in this micro-batch. Not for those that come by themselves.
+        """
         if torch.is_grad_enabled():  # inside of a backward that is to be differentiated; a guard takes longer
             with torch.no_grad():
                 return self.take_gradient(parameter, accumulate=accumulate, again=again)
         gradient = take_gradient(parameter)
         assert gradient is not None
         bucket, index = self._place_of[id(parameter)]
-        if bucket.keeps_sums:
-            return deliver(gradient, bucket.grad_views[index], 1.0, accumulate=True)
         accumulate = again or (accumulate and not bucket.grad_sharded)
         return deliver(gradient, bucket.grad_views[index], self._scale, accumulate=accumulate)
 
@@ -117,20 +117,25 @@ class UnitState:
                 return self.take_rest(delivered, accumulate=accumulate)
         taken = self.take_back_sums()
         for bucket in self.trainable_buckets:
-            adds = bucket.keeps_sums or (accumulate and not bucket.grad_sharded)
+            adds = accumulate and not bucket.grad_sharded
             gradients: list[Tensor] = []
             targets: list[Tensor] = []
-            for parameter, target in zip(bucket.parameters, bucket.grad_views, strict=True):
-                if id(parameter) in delivered or (adds and parameter.grad is None):
+            for parameter, target, total in zip(
+                bucket.parameters, bucket.grad_views, bucket.sums, strict=True
+            ):
+                if id(parameter) in delivered or (parameter.grad is None and (adds or total is not None)):
                     continue
                 gradient = take_gradient(parameter)
-                if gradient is not None:
-                    taken.add(id(parameter))
+                if gradient is None:
+                    target.fill_(ABSENT)
+                    continue
+                taken.add(id(parameter))
+                if total is not None:
+                    deliver(gradient, total, 1.0, accumulate=True)
+                else:
                     gradients.append(gradient)
                     targets.append(target)
-                else:
-                    target.fill_(ABSENT)
-            deliver_all(gradients, targets, 1.0 if bucket.keeps_sums else self._scale, accumulate=adds)
+            deliver_all(gradients, targets, self._scale, accumulate=adds)
         return taken
 
     def take_back_sums(self) -> set[int]:
@@ -151,12 +156,11 @@ class UnitState:
         ``used``: ids of the parameters that had a gradient.
         """
         for bucket in self.trainable_buckets:
-            if bucket.keeps_sums:
-                total = bucket.gradient_buffer
-                torch.add(zero_like(total), total, alpha=self._scale, out=total)
-                for parameter, place in zip(bucket.parameters, bucket.grad_views, strict=True):
-                    if id(parameter) not in used:
-                        place.fill_(ABSENT)
+            for run in bucket.sum_runs:
+                torch.add(zero_like(run), run, alpha=self._scale, out=run)
+            for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
+                if total is not None and id(parameter) not in used:
+                    total.fill_(ABSENT)
 
     @property
     def has_sums(self) -> bool:

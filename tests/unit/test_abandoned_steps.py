@@ -20,11 +20,12 @@ from hzplan.errors import UserError
 from hzplan.models.hooks import SMALL_ELEMENTS
 from hzplan.runtime.apply import Choice, apply, full_parameters
 from hzplan.runtime.backends.threads import Post, ThreadWorld
+from hzplan.runtime.bucket import CHUNK_ELEMENTS
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 BLOCKS = 4
-SMALL, LARGE = 6, 130
-assert SMALL**2 < SMALL_ELEMENTS <= LARGE**2
+SMALL, LARGE, LARGEST = 6, 130, 260
+assert SMALL**2 < SMALL_ELEMENTS <= LARGE**2 <= CHUNK_ELEMENTS < LARGEST**2
 PLACES = [("1", (0, 0, 0)), ("2", (0, 0, 0)), ("2", (0, 0, 1)), ("2", (0, 1, 1)), ("2", (1, 1, 1))]
 """Mesh and levels: gradients that are sharded, and that are not; on one rank and on two."""
 

@@ -23,6 +23,7 @@ from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.plans import make_plan
 from tests.unit.test_abandoned_steps import (
     LARGE,
+    LARGEST,
     PLACES,
     SMALL,
     Block,
@@ -45,7 +46,7 @@ def _in_parts(block: Block, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
 def test_a_gradient_that_comes_in_parts(place: Place, clip: bool, accumulation: int, width: int) -> None:
     """A backward inside of the backward, of each reentrant checkpoint, adds to the same weights' gradient."""
 
@@ -62,7 +63,7 @@ def test_a_gradient_that_comes_in_parts(place: Place, clip: bool, accumulation: 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
 def test_gradients_that_a_loop_takes_away_before_backward(place: Place, to_none: bool, width: int) -> None:
     """Of this step there are none yet; later in it, too, ``model.zero_grad()`` takes no sum away."""
 
@@ -80,7 +81,7 @@ def test_gradients_that_a_loop_takes_away_before_backward(place: Place, to_none:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
 def test_a_backward_that_is_to_be_differentiated(place: Place, width: int) -> None:
     """It adds up in new tensors, with what is there already."""
 
@@ -92,6 +93,20 @@ def test_a_backward_that_is_to_be_differentiated(place: Place, width: int) -> No
             end_step(optimizer)
 
     on_ranks(loop, choice_of(*place, clip=True, accumulation=3), width)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_backward_of_parameters_alone_is_refused(place: Place) -> None:
+    """Its gradients would wait for the next step."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        model(batch(0)).square().mean().backward()
+        if isinstance(optimizer, ShardedOptimizer):
+            model.blocks[0].first.bias.square().sum().backward()
+            with pytest.raises(RuntimeError, match="through no output of the model"):
+                end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=1), SMALL)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

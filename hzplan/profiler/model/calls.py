@@ -72,7 +72,10 @@ class RecordedCalls:
 
     @torch.no_grad()
     def gradient(self, parameter: nn.Parameter) -> None:
-        """The runtime's one copy: scaled, into a buffer that is there already."""
+        """The runtime's one copy: scaled, into a buffer that is there already.
+
+        (Of small whole ones autograd adds up there itself, which costs about as much.)
+        """
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         self._probe.gradient(gradient)

@@ -42,9 +42,9 @@ def largest_elements(units: Sequence[UnitEntry]) -> int:
     return max(sum(tensor.spec.numel for tensor in unit.tensors) for unit in units)
 
 
-def total_elements(units: Iterable[UnitEntry]) -> int:
-    """Elements of all parameters."""
-    return sum(tensor.spec.numel for unit in units for tensor in unit.tensors)
+def trained_elements(units: Iterable[UnitEntry]) -> int:
+    """Elements of all gradients."""
+    return sum(tensor.spec.numel for unit in units for tensor in unit.tensors if tensor.spec.trainable)
 
 
 def matrix_shapes(units: Iterable[UnitEntry]) -> list[tuple[int, int]]:
