@@ -162,18 +162,8 @@ def measure(
         "links",
         Links,
         lambda: _measure_links(
-            *(
-                ranks,
-                mesh,
-                tier_names,
-                dtype,
-                result.largest_bytes,
-                result.joined_bytes,
-                model.run_smallest,
-                parts,
-                memory,
-            ),
-            effort,
+            *(ranks, mesh, tier_names, dtype, result.largest_bytes, result.joined_bytes),
+            *(model.run_smallest, parts, memory, effort),
         ),
     )
     parts.finish("measured")
@@ -310,7 +300,7 @@ def _measure_model(
         uses=uses,
         optimizer=steps,
         largest_bytes=largest * master_dtype_of(torch_dtype).itemsize,
-        # A plan that joins messages sends two of them at least, or they would not hide behind compute.
+        # Plans join units to about a third of all gradients at most (``solver.search.MESSAGES``).
         joined_bytes=max(largest, elements // 2) * master_dtype_of(torch_dtype).itemsize,
         stragglers=stragglers,
         ranks_per_host=local_ranks(ranks),

@@ -74,7 +74,7 @@ class RecordedCalls:
     def gradient(self, parameter: nn.Parameter) -> None:
         """The runtime's one copy: scaled, into a buffer that is there already.
 
-        (Of small whole ones autograd adds up there itself, which costs about as much.)
+        (Small whole ones autograd adds up itself, on a CPU: what that costs instead is not measured.)
         """
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None

@@ -92,6 +92,10 @@ def measure_interference(
     return tuple(entries)
 
 
+MOST_SLOWDOWN = 1000.0
+"""What a profile may say; a rank that a busy machine did not let run at all measures more."""
+
+
 def _narrow(entry: InterferenceEntry) -> NarrowInterference:
     return NarrowInterference(
         compute_loss=entry.compute_loss, communication_slowdown=entry.communication_slowdown
@@ -109,7 +113,7 @@ def _entry(rounds: Sequence[Sequence[_Sample]]) -> InterferenceEntry:
     slowdown = mean(lambda s: s.communication_together) / mean(lambda s: s.communication)
     return InterferenceEntry(
         compute_loss=round(min(1.0, max(0.0, loss)), 4),
-        communication_slowdown=round(max(1.0, slowdown), 4),
+        communication_slowdown=round(min(MOST_SLOWDOWN, max(1.0, slowdown)), 4),
         contention=round(
             max(1.0, statistics.median(max(s.contention for s in by_rank) for by_rank in rounds)), 4
         ),
