@@ -24,10 +24,13 @@ SMALL_ELEMENTS = 1 << 14
 call of Python each."""
 
 
+Phase = Literal["forward", "backward"]
+
+
 class Listener(Protocol):
     """Follows a model's forward and backward, on the thread that computes."""
 
-    def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
+    def enter(self, unit: str, phase: Phase) -> None:
         """A unit's call begins; its parameters must be unsharded when this returns."""
 
     def gradient(self, parameter: nn.Parameter) -> None:
@@ -42,16 +45,22 @@ class Listener(Protocol):
 
 
 def attach(
-    units: Sequence[Unit], listener: Listener, *, silent: Callable[[Tensor], bool] = lambda parameter: False
+    units: Sequence[Unit],
+    listener: Listener,
+    *,
+    silent: Callable[[Tensor], bool] = lambda parameter: False,
+    passed_over: Callable[[str, Phase], bool] = lambda unit, phase: False,
 ) -> Callable[[], None]:
     """Register the hooks; the function returned removes them.
 
-    ``silent``: says of a parameter that the listener need not be told of its gradient.
+    ``silent``: says of a parameter that the listener need not be told of its gradient. ``passed_over``: says
+    of a unit's call that it need not be told of that, of one in backward when its forward ends. Hooks of
+    outputs cost more than small layers compute.
 
     Where a unit's parameters are bfloat16, floating tensors passed to its forward are cast to it too, inside
     its call, as FSDP2 does: earlier modules may compute in float32.
     """
-    hooks = _Hooks(listener)
+    hooks = _Hooks(listener, passed_over)
     handles: list[RemovableHandle] = []
     outside = _outside_of_graphs()
     for unit in units:
@@ -103,13 +112,15 @@ def _cast_inputs(
 
 
 class _Hooks:
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
+    def __init__(self, listener: Listener, passed_over: Callable[[str, Phase], bool]) -> None:
+        self.listener, self.passed_over = listener, passed_over
         self.graph_task = -1  # autograd's number of the outermost backward under way
         self.of_leaves: list[tuple[Tensor, RemovableHandle]] = []
 
     def before_forward(self, unit: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: object) -> None:
+            if self.passed_over(unit, "forward"):
+                return
             if not backward_is_running():
                 self.graph_task = -1  # of a backward that raised
             self.listener.enter(unit, "forward")
@@ -123,7 +134,7 @@ class _Hooks:
         """
 
         def hook(module: nn.Module, arguments: object, output: object) -> None:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or self.passed_over(unit, "backward"):
                 return
             begun_in = -1
 

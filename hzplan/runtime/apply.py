@@ -332,7 +332,7 @@ def apply(
         updated = {unit for task in schedule.tasks if task.kind is Kind.UPDATE for unit in task.units}
         trained = [state for state in states if state.name in updated]
         updates.relaxed = _relaxed(choice.relaxed, among, model, trained, world)
-    undo = [attach(units, engine, silent=engine.comes_by_itself)]
+    undo = [attach(units, engine, silent=engine.comes_by_itself, passed_over=engine.passes_over)]
     undo += [
         recompute(
             module,

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from hzplan.core.order import LINK_STREAM
 from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Schedule, Task, Use
 from hzplan.core.stages import Collective, communicators
 from hzplan.errors import UserError
-from hzplan.models.hooks import backward_is_running
+from hzplan.models.hooks import Phase, backward_is_running
 from hzplan.models.saved import Saved
 from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.groups import job_timeout
@@ -40,6 +40,7 @@ from hzplan.runtime.messages import Messages
 from hzplan.runtime.relaxed.sync import GroupSync
 from hzplan.runtime.rounding import MOST_ERROR, RoundingGuard
 from hzplan.runtime.step_state import StepState
+from hzplan.runtime.turns import Called, Turns, turns
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import MAX, SUM, World
@@ -107,19 +108,12 @@ class Engine:
         self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
         reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
         self._reduced_at = {task.position: task.units for task in reductions}
-        self._completed_at = {
-            micro_batch * len(schedule.uses) + use: tuple(
-                unit
-                for unit in units
-                # What grows by itself is looked after when its micro-batch has ended, but in the last one.
-                if micro_batch == schedule.accumulation - 1 or not self.units[unit].adds_up
-            )
-            for micro_batch in range(schedule.accumulation)
-            for use, units in schedule.completed_at.items()
-        }
+        self._completed_at = self._completions()
         backwards = (number for number, use in enumerate(schedule.uses) if use.phase == "backward")
         self._first_backward = next(backwards, -1)  # of a micro-batch: all units it reads have been read
         self._released_at, self._allocated_after = _copies(schedule)
+        self._turns = self._new_turns()
+        self._passed_over: frozenset[Called] = frozenset()
         self._trainable = tuple(u for units in schedule.completed_at.values() for u in units)
         self._with_sums = [name for name in self._trainable if self.units[name].has_sums]
         self._new_step()
@@ -152,6 +146,47 @@ class Engine:
             *(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names),
             begin=self._messages.begin,
         )
+
+    def _completions(self) -> dict[int, list[str]]:
+        """By position the units whose gradients are completed at its end.
+
+        What autograd adds up is looked after in the last micro-batch only, before something is launched that
+        may take it, and at the end of each.
+        """
+        schedule, found = self.schedule, dict[int, list[str]]()
+        end = len(schedule.uses) * schedule.accumulation
+        for position in range(end):
+            for unit in schedule.completed_at.get(position % len(schedule.uses), ()):
+                at = position
+                if self.units[unit].adds_up:
+                    if position // len(schedule.uses) < schedule.accumulation - 1:
+                        continue
+                    while at < end - 1 and not self.executor.launches(schedule.compute[at]):
+                        at += 1
+                found.setdefault(at, []).append(unit)
+        return found
+
+    def _new_turns(self, *, all_of_them: bool = False) -> Turns:
+        """The turns at whose begin or end there is something to do."""
+        schedule = self.schedule
+        begins = {*self._released_at}
+        ends = {*self._completed_at, *self._allocated_after}
+        for task in schedule.compute:
+            sharded = (self.units[unit].is_sharded for unit in self._needs[task.position])
+            if self.executor.waits(task) or task.index == schedule.options_read or any(sharded):
+                begins.add(task.position)
+            if self.executor.launches(task) or any(sharded):
+                ends.add(task.position)
+        return turns(schedule.uses, schedule.accumulation, begins, ends, all_of_them=all_of_them)
+
+    def follow_every_use(self) -> None:
+        """Look at all uses from the next step on, for who wants to see them; between steps."""
+        if any(self._turns.passed_over):
+            self._turns = self._new_turns(all_of_them=True)
+
+    def passes_over(self, unit: str, phase: Phase) -> bool:
+        """Whether nothing follows from a unit's call in this micro-batch."""
+        return (unit, phase) in self._passed_over
 
     def _hang_watch(self) -> HangWatch | None:
         """A watch over the device's tasks, where the job has a timeout."""
@@ -235,10 +270,20 @@ class Engine:
 
     @property
     def turn(self) -> Use | None:
-        """The recorded use whose turn it is; None outside of the schedule."""
+        """The recorded use whose turn it is, or was before others that have none; None outside of the
+        schedule."""
         if not self.step_state.in_turn:
             return None
         return self.schedule.use(self.schedule.compute[self.step_state.position])
+
+    @property
+    def turn_after(self) -> Use | None:
+        """The use with the next turn, where uses between have none."""
+        position = self.step_state.position
+        following = self._turns.following[position]
+        if following == position + 1 or following == len(self.schedule.compute):
+            return None
+        return self.schedule.use(self.schedule.compute[following])
 
     # What tasks do, on their streams' threads.
 
@@ -293,7 +338,7 @@ class Engine:
 
     # What the hooks report.
 
-    def enter(self, unit: str, phase: Literal["forward", "backward"]) -> None:
+    def enter(self, unit: str, phase: Phase) -> None:
         """A unit's turn begins: end the turn before, wait until the unit is unsharded."""
         if phase == "forward" and self.step_state.in_backward and not backward_is_running():
             warnings.warn("a backward pass did not end: the gradients of this step are dropped", stacklevel=2)
@@ -312,7 +357,7 @@ class Engine:
         step.in_backward |= phase == "backward"
         if training and not step.in_micro_batch and not step.micro_batch:
             self.meet_groups()
-        following = step.position + 1
+        following = self._turns.following[step.position]
         if training and not step.in_micro_batch:
             step.in_micro_batch = True
             following = step.micro_batch * len(self.schedule.uses)
@@ -322,6 +367,9 @@ class Engine:
         if (training or step.in_micro_batch) and step.scheduled and self._expected(following, unit, phase):
             self._end_turn()
             self._begin_turn(following)
+        elif self._backward_was_unseen:
+            self.backward_end()
+            self.enter(unit, phase)
         else:
             self._enter_unscheduled(unit, training=training)
 
@@ -349,7 +397,8 @@ class Engine:
     def backward_end(self) -> None:
         """A micro-batch is over."""
         step = self.step_state
-        if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
+        self._passed_over = frozenset()
+        if step.scheduled and step.position == self._turns.last[step.micro_batch]:
             self._end_turn()
         else:
             if step.scheduled:
@@ -480,7 +529,7 @@ class Engine:
         self._new_step()
 
     def _new_step(self) -> None:
-        self.step_state = StepState()
+        self.step_state, self._passed_over = StepState(), frozenset()
         self.updates.used_here = self.step_state.used
 
     def _require_clip(self, what: str) -> None:
@@ -505,6 +554,8 @@ class Engine:
     def _require_complete(self) -> None:
         """All gradients of this step are sent; fewer micro-batches than planned will do."""
         wanted, step = self.schedule.accumulation, self.step_state
+        if self._backward_was_unseen:
+            self.backward_end()
         if step.in_backward:
             raise RuntimeError("the last backward pass did not end; call optimizer.zero_grad() first")
         if not step.micro_batch:
@@ -524,6 +575,17 @@ class Engine:
         if step.micro_batch < wanted:
             step.micro_batch = wanted - 1
             self.backward_end()  # as of one more that brings nothing
+
+    @property
+    def _backward_was_unseen(self) -> bool:
+        """Whether a backward is over that began at none of the outputs which are looked at, as one of a loss
+        inside of the model does in a micro-batch in which most units are passed over."""
+        step = self.step_state
+        return (
+            (step.in_micro_batch and not step.in_backward)
+            and not backward_is_running()
+            and any(unit.left_over() for unit in self.units.values())
+        )
 
     # Scheduled micro-batches.
 
@@ -571,7 +633,10 @@ class Engine:
         for name in self._released_at.get(position, ()):
             if name in self._saved:
                 self._saved[name].release()
-        if position % len(self.schedule.uses) == self._first_backward and not torch.is_grad_enabled():
+        micro_batch, use = divmod(position, len(self.schedule.uses))
+        if use == 0:
+            self._passed_over = self._turns.passed_over[micro_batch]
+        if use == self._first_backward and not torch.is_grad_enabled():
             for name in self._with_sums:  # a backward that is to be differentiated adds up elsewhere
                 self._begin_gradients(name)
                 self.units[name].offer_sums()
@@ -618,6 +683,7 @@ class Engine:
         """Run the rest of this micro-batch, or until the next one begins, unscheduled."""
         self.executor.synchronize()
         self._gather_old_parameters()
+        self._passed_over = frozenset()
         self.step_state.scheduled = self.step_state.in_turn = False
 
     def _gather_old_parameters(self) -> None:

@@ -21,7 +21,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -152,6 +152,7 @@ class Executor:
                     self._followers[one].append((index, ahead))
         self._bookings = [booking(task) for task in self.tasks]
         self._here = self._of_compute_thread(left_out)
+        self._waits = first_waits(schedule, self._needs, self._needs_previous, self._here)
         self._own = deque[_Begun]()  # of these, what has begun
         self._lock = threading.Lock()
         self._done = [-1] * len(self.tasks)  # the last step in which a task ended
@@ -263,6 +264,14 @@ class Executor:
             with torch.no_grad():
                 while self._own:
                     self._work_here(self._own.popleft())
+
+    def waits(self, task: Task) -> bool:
+        """Whether a compute task may have to wait."""
+        return task.index in self._waits
+
+    def launches(self, task: Task) -> bool:
+        """Whether anything is launched at a compute task's end."""
+        return bool(self._next[task.index])
 
     def time_every_step(self) -> None:
         """See ``Launcher``; here all are timed anyway."""
@@ -466,6 +475,22 @@ def needs(schedule: Schedule, left_out: Set[int]) -> tuple[list[set[int]], list[
     # Else a task would wait for what happened two steps before.
     assert not any(previous[b] for task in schedule.tasks for b in left_out & set(task.needs_previous))
     return own, previous
+
+
+def first_waits(
+    schedule: Schedule, own: Sequence[Set[int]], previous: Sequence[Set[int]], here: Set[int] = frozenset()
+) -> set[int]:
+    """The compute tasks that need what none before them has waited for, and is not done on their thread
+    (``here``). ``own`` and ``previous``: what tasks wait for."""
+    compute = [task.index for task in schedule.streams[COMPUTE_STREAM]]
+    waited = {task for index in compute for task in own[index]} | here  # of the step before
+    found, now = set[int](), set[int](here)
+    for index in compute:
+        if own[index] - now or previous[index] - waited:
+            found.add(index)
+        now |= own[index]
+        waited |= previous[index]
+    return found
 
 
 def booking(task: Task) -> str:

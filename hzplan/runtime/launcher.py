@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from hzplan.core.schedule import COMPUTE_STREAM, Schedule, Task
-from hzplan.runtime.executor import StepRecord, Streams, booking, launches, needs, span
+from hzplan.runtime.executor import StepRecord, Streams, booking, first_waits, launches, needs, span
 from hzplan.runtime.faults import named
 from hzplan.runtime.hang_watch import HangWatch
 
@@ -120,6 +120,7 @@ class Launcher:
         }
         now, previous = needs(schedule, left_out)
         self._before = [sorted(a | b) for a, b in zip(now, previous, strict=True)]
+        self._waits = first_waits(schedule, now, previous)
         self._queues: dict[str, Queue] = {}
         if streams is not Streams.NONE:
             names = [task.stream for task in self.tasks if task.stream != COMPUTE_STREAM]
@@ -136,6 +137,14 @@ class Launcher:
         self.record = StepRecord(timed=False)
         self._step = _Launched(self.record)
         self._before_last: _Launched | None = None
+
+    def waits(self, task: Task) -> bool:
+        """See ``Executor``."""
+        return task.index in self._waits
+
+    def launches(self, task: Task) -> bool:
+        """See ``Executor``."""
+        return bool(self._next[task.index])
 
     def time_every_step(self) -> None:
         """Time all steps from the next but one on, for who asks for each one's waits or traces them."""

@@ -37,7 +37,10 @@ def _where(error: Exception, engine: Engine | None) -> tuple[str, str]:
     turn = engine.turn
     if turn is None:
         return "the step, outside every unit", "activations"
-    return f"the {turn.phase} of unit {turn.unit}", "activations"
+    where, following = f"the {turn.phase} of unit {turn.unit}", engine.turn_after
+    if following is not None:  # uses between the two have no turns
+        where += f", or what follows it before the {following.phase} of unit {following.unit}"
+    return where, "activations"
 
 
 def _explained(plan: Plan, error: Exception, where: str, category: str) -> OutOfMemory:

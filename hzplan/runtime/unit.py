@@ -163,6 +163,11 @@ class UnitState:
                     total.fill_(ABSENT)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether its parameters have to be gathered for a use."""
+        return any(bucket.sharded for bucket in self.buckets)
+
+    @property
     def has_sums(self) -> bool:
         """Whether autograd adds up any of its gradients."""
         return any(total is not None for bucket in self.trainable_buckets for total in bucket.sums)

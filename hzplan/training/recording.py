@@ -31,6 +31,7 @@ class Recording:
         """So many steps are left, before the next one: of the last ones every one is timed."""
         if self._records.maxlen and left <= self._records.maxlen + LEAD:
             self._engine.executor.time_every_step()
+            self._engine.follow_every_use()
 
     def gather(self) -> dict[str, list[Span]]:
         """Every rank's spans, by "rank r"; on all ranks, which call it together, after everything is done.

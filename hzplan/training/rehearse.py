@@ -123,6 +123,7 @@ def rehearse(
         ended = time.perf_counter()
         for step in range(steps):
             progress(f"step {step + 1} of {steps}", (step + 1) / (steps + 1))
+            recording.begin(steps - step)
             train(WARM_UP_STEPS + 2 + step)
             now = time.perf_counter()
             seconds.append(now - ended)

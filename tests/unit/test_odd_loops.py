@@ -95,6 +95,25 @@ def test_a_backward_that_is_to_be_differentiated(place: Place, width: int) -> No
     on_ranks(loop, choice_of(*place, clip=True, accumulation=3), width)
 
 
+@pytest.mark.filterwarnings("ignore:step.. after 2 backward passes")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_a_loss_inside_of_the_model(place: Place, odd: int, micro_batches: int, width: int) -> None:
+    """Of one micro-batch, whose backward reaches no output that anybody looks at."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            for number in range(micro_batches):
+                x = batch(10 * step + number)
+                outputs = [x := block(x) for block in model.blocks]
+                outputs[1 if number == odd else -1].square().mean().backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=3), width)
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_backward_of_parameters_alone_is_refused(place: Place) -> None:
     """Its gradients would wait for the next step."""
