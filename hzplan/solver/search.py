@@ -44,6 +44,9 @@ MATRIX_GROUPS = (2, 4, 8, 16)
 MESSAGES = (3, 6)
 """About how many messages of gradients a step has where units are reduced together."""
 LEAST_WAITS = 0.01
+LEAST_GAIN = 0.02
+"""Share of replicas' step by which sums tier by tier have to be faster than those over all tiers at once: three
+messages for one ask more of processors, beside compute, than profiles of messages alone say."""
 FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_POSITIONS = 2048  # uses with nodes of their own; what a longer step leaves out costs tightness, not truth
 ROUNDS = 8  # of column and row generation in one node before another search has its turn
@@ -88,13 +91,15 @@ def cost_model(profile: Profile, request: Request) -> CostModel:
     """The costs of a question's plans; with whole tensors' gradients summed as replicas are faster by.
 
     That is decided once, by replicas' predicted step, like what travels in which format: a plan whose sums
-    are of both kinds has more messages, and nothing that either of them lacks.
+    are of both kinds has more messages, and nothing that either of them lacks. At once is one message for
+    three, so going by tier has to be faster by ``LEAST_GAIN``.
     """
     by_tier = CostModel(profile, request.reduce_dtype, request.narrow_sums, request.wire)
     if request.target is not None or not by_tier.knows_flat_sums:
         return by_tier
     at_once = replace(by_tier, flat_sums=True)
-    return min(by_tier, at_once, key=lambda model: _replicas_ns(model, request))
+    gains = _replicas_ns(by_tier, request) < (1 - LEAST_GAIN) * _replicas_ns(at_once, request)
+    return by_tier if gains else at_once
 
 
 def _replicas_ns(model: CostModel, request: Request) -> float:

@@ -18,6 +18,7 @@ from hzplan.formats.plan import Plan
 from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Profile
 from hzplan.formats.source import profile_of
 from hzplan.runtime.backends.groups import _members
+from hzplan.solver import search
 from hzplan.solver.baseline import Baseline
 from hzplan.solver.difference import choices
 from hzplan.solver.emit import emit
@@ -74,6 +75,15 @@ def test_it_is_chosen_where_replicas_are_faster_by_it(seconds: float, taken: boo
             replay(plan, without, tmp_path / "p.json")
         by_tier = plan.model_copy(update={"flat_sums": None})
         assert "flat sums" in {one.unit for one in choices(by_tier, plan)}
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(-0.01, True), (0.019, True), (0.021, False)])
+def test_sums_by_tier_have_to_be_worth_their_messages(
+    gain: float, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = with_flat(profile_of_tiers(), 1.0)
+    monkeypatch.setattr(search, "_replicas_ns", lambda model, _: 1e6 if model.flat_sums else 1e6 * (1 - gain))
+    assert cost_model(profile, question(profile)).flat_sums is taken
 
 
 def test_other_runtimes_and_other_dtypes_are_not_told() -> None:
