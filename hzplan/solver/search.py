@@ -45,8 +45,8 @@ MESSAGES = (3, 6)
 """About how many messages of gradients a step has where units are reduced together."""
 LEAST_WAITS = 0.01
 LEAST_GAIN = 0.02
-"""Share of replicas' step by which sums tier by tier have to be faster than those over all tiers at once: three
-messages for one ask more of processors, beside compute, than profiles of messages alone say."""
+"""Share of replicas' step by which sums tier by tier have to be faster than those over all tiers at once:
+three messages for one ask more of processors beside compute than profiles of messages alone say."""
 FIRST_OFFER = 24  # patterns per unit in the first ILP
 MAX_POSITIONS = 2048  # uses with nodes of their own; what a longer step leaves out costs tightness, not truth
 ROUNDS = 8  # of column and row generation in one node before another search has its turn
