@@ -41,7 +41,7 @@ class Hzplan(Trainer):
         self._sharded[1].clip_grad_norm_(self.setting.clip_norm)
 
     def on_host(self) -> Sequence[Tensor]:
-        return self._sharded[1].engine.on_host
+        return self._sharded[1].engine.tasks.on_host
 
     def finish(self) -> None:
         self._sharded[1].engine.executor.synchronize()

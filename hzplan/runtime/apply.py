@@ -587,7 +587,7 @@ def full_parameters(
     for name in optimizer.engine.units:
         with optimizer.engine.unsharded(name) as unit:
             for bucket in unit.buckets:
-                values = bucket.gathered(optimizer.engine.groups)
+                values = bucket.gathered(optimizer.engine.tasks.groups)
                 if rank0_only and bucket.rank != 0:
                     continue
                 for tensor, value in zip(bucket.layout.tensors, values, strict=True):

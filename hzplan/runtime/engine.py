@@ -11,36 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hzplan.core.buffers import (
-    MATRIX_SLOTS,
-    MAX_IN_FLIGHT,
-    matrix_slots,
-    rounding_bytes,
-    scratch_bytes,
-    slot_sizes,
-)
-from hzplan.core.hierarchy import Mesh, Stage
-from hzplan.core.order import LINK_STREAM
-from hzplan.core.schedule import EXCHANGE_STREAM, Kind, Schedule, Task, Use
-from hzplan.core.stages import Collective, communicators
+from hzplan.core.hierarchy import Mesh
+from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import Phase, backward_is_running
 from hzplan.models.saved import Saved
-from hzplan.runtime.backends.base import Group
 from hzplan.runtime.backends.groups import job_timeout
-from hzplan.runtime.backends.nccl import registered
-from hzplan.runtime.bucket import Bucket, Forms
+from hzplan.runtime.bucket import Forms
 from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
 from hzplan.runtime.hang_watch import SHARE, HangWatch, end_process
 from hzplan.runtime.launcher import Device, Launcher
-from hzplan.runtime.matrices import MatrixExchange
-from hzplan.runtime.messages import Messages
 from hzplan.runtime.relaxed.sync import GroupSync
 from hzplan.runtime.rounding import MOST_ERROR, RoundingGuard
 from hzplan.runtime.step_state import StepState
-from hzplan.runtime.turns import Called, Turns, turns
+from hzplan.runtime.tasks import Tasks
+from hzplan.runtime.turns import Called, Turns, completions, copies, turns
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import MAX, SUM, World
@@ -84,21 +71,10 @@ class Engine:
         self._streams, self._saved = streams, dict(saved or {})
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
-        made: dict[tuple[str, Stage], Group] = {}
-        self.groups: dict[tuple[str, Stage], Group] = {}
-        layouts = (bucket.layout for unit in units for bucket in unit.buckets)
-        for kind, stage in sorted(communicators(layouts, mesh)):  # in one order on all ranks
-            name = kind if schedule.order is None or kind == EXCHANGE_STREAM else LINK_STREAM
-            if (name, stage) not in made:
-                made[name, stage] = world.new_group(mesh, name, stage, device)
-            self.groups[kind, stage] = made[name, stage]
-        self.buffer_bytes = self._allocate(unshard_buffers, gradient_buffers, device)
-        self._exchanges = self._matrix_exchanges(device)
-        if any(bucket.layout.narrow for unit in units for bucket in unit.buckets):
-            wire, on_device = forms.wire if forms is not None else None, device.type != "cpu"
-            tiers = range(len(mesh.tiers))
-            self.buffer_bytes["scratch"] += sum(rounding_bytes(wire, t, on_device=on_device) for t in tiers)
-        self._messages = Messages(self.units, self.groups, self._scratch, len(schedule.uses))
+        self.tasks = Tasks(
+            *(self.units, updates, schedule, unshard_buffers, gradient_buffers),
+            *(mesh, device, world, self._saved, forms or Forms()),
+        )
         self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)
         self._evaluation: Evaluation | None = None  # made for the first forward without gradients
@@ -108,10 +84,11 @@ class Engine:
         self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
         reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
         self._reduced_at = {task.position: task.units for task in reductions}
-        self._completed_at = self._completions()
+        adds_up = {name for name, unit in self.units.items() if unit.adds_up}
+        self._completed_at = completions(schedule, adds_up, self.executor.launches)
         backwards = (number for number, use in enumerate(schedule.uses) if use.phase == "backward")
         self._first_backward = next(backwards, -1)  # of a micro-batch: all units it reads have been read
-        self._released_at, self._allocated_after = _copies(schedule)
+        self._released_at, self._allocated_after = copies(schedule)
         self._turns = self._new_turns()
         self._passed_over: frozenset[Called] = frozenset()
         self._trainable = tuple(u for units in schedule.completed_at.values() for u in units)
@@ -125,7 +102,9 @@ class Engine:
         self._unfollowed = 0  # steps in a row
         self._all_before_step = False  # whether all forwards that may go back are from before a step
         self._warned = False  # of a step with fewer micro-batches than planned
-        gathers = [task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER and not self.idle(task)]
+        gathers = [
+            task for task in schedule.tasks if task.kind is Kind.PARAM_GATHER and not self.tasks.idle(task)
+        ]
         # Where the next step gathers what this one updates, until then parameters are partly old.
         self._last_param_gather = gathers[-1] if schedule.order is not None and gathers else None
         self._parameters_are_old = False
@@ -140,31 +119,14 @@ class Engine:
     def _new_executor(self, schedule: Schedule) -> Executor | Launcher:
         if self._queues is not None:
             return Launcher(
-                *(schedule, self.run, self.idle, self._queues, self._streams, self._tier_names, self._watch)
+                *(schedule, self.tasks.run, self.tasks.idle, self._queues, self._streams),
+                *(self._tier_names, self._watch),
             )
+        depth = self.tasks.most_in_flight if self._streams is Streams.TIERS else 1
         return Executor(
-            *(schedule, self.run, self.idle, self._streams, self._depth, self._tier_names),
-            begin=self._messages.begin,
+            *(schedule, self.tasks.run, self.tasks.idle, self._streams, depth, self._tier_names),
+            begin=self.tasks.messages.begin,
         )
-
-    def _completions(self) -> dict[int, list[str]]:
-        """By position the units whose gradients are completed at its end.
-
-        What autograd adds up is looked after in the last micro-batch only, before something is launched that
-        may take it, and at the end of each.
-        """
-        schedule, found = self.schedule, dict[int, list[str]]()
-        end = len(schedule.uses) * schedule.accumulation
-        for position in range(end):
-            for unit in schedule.completed_at.get(position % len(schedule.uses), ()):
-                at = position
-                if self.units[unit].adds_up:
-                    if position // len(schedule.uses) < schedule.accumulation - 1:
-                        continue
-                    while at < end - 1 and not self.executor.launches(schedule.compute[at]):
-                        at += 1
-                found.setdefault(at, []).append(unit)
-        return found
 
     def _new_turns(self, *, all_of_them: bool = False) -> Turns:
         """The turns at whose begin or end there is something to do."""
@@ -202,68 +164,6 @@ class Engine:
         with named(f"{purpose}: all-reduce", self.route_to):
             self.world.all_reduce(values, operation)
 
-    def _allocate(
-        self, unshard_of: Mapping[str, int], gradient_of: Mapping[str, int], device: torch.device
-    ) -> dict[str, int]:
-        """Allocate the communication buffers; returns bytes by category. ``*_of``: a unit's buffer number."""
-
-        def buffers(assigned: Mapping[str, int], sizes: Mapping[str, int]) -> list[Tensor]:
-            return [
-                torch.zeros(size, dtype=torch.uint8, device=device)
-                for size in slot_sizes(assigned, {unit: sizes[unit] for unit in assigned})
-            ]
-
-        with registered(self.groups.values(), device) as self._pool:
-            unshard = buffers(unshard_of, {name: unit.unshard_bytes for name, unit in self.units.items()})
-            gradients = buffers(
-                gradient_of, {name: unit.gradient_buffer_bytes for name, unit in self.units.items()}
-            )
-        for name, unit in self.units.items():
-            unit.assign_buffers(
-                unshard[unshard_of[name]] if name in unshard_of else None,
-                gradients[gradient_of[name]] if name in gradient_of else None,
-            )
-        apart = any(group.needs_scratch for group in self.groups.values())
-        concurrent = any(group.concurrent for group in self.groups.values())
-        self._depth = MAX_IN_FLIGHT if concurrent and self._streams is Streams.TIERS else 1
-        sizes = [
-            _received_bytes(self.units.values(), tier) if apart else 0 for tier in range(len(self.mesh.tiers))
-        ]
-        self._scratch = [
-            [
-                torch.zeros(scratch_bytes(size) // MAX_IN_FLIGHT, dtype=torch.uint8, device=device)
-                for _ in range(MAX_IN_FLIGHT)
-            ]
-            for size in sizes
-        ]
-        return {
-            "unshard_buffers": sum(buffer.numel() for buffer in unshard),
-            "gradient_buffers": sum(buffer.numel() for buffer in gradients),
-            "scratch": sum(scratch.numel() for of_tier in self._scratch for scratch in of_tier),
-        }
-
-    def _matrix_exchanges(self, device: torch.device) -> dict[tuple[str, ...], MatrixExchange]:
-        """By group of units what brings their matrices together; groups have the two buffers in turn."""
-        found = {
-            task.units: MatrixExchange(
-                [bucket for name in task.units for bucket in self.units[name].trainable_buckets],
-                *(self.updates, self.groups),
-            )
-            for task in self.schedule.tasks
-            if task.kind is Kind.ORTHOGONALIZE
-        }
-        slots = matrix_slots([one.nbytes for one in found.values()])
-        self._matrix_buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slots]
-        for number, one in enumerate(found.values()):
-            one.bind(self._matrix_buffers[number % MATRIX_SLOTS])
-        self.buffer_bytes["scratch"] += sum(slots)
-        return found
-
-    @property
-    def on_host(self) -> list[Tensor]:
-        """The buffers in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
-        return [*self.updates.on_host, *(one.host for one in self._saved.values() if one.host is not None)]
-
     def copies_in_time(self, unit: str) -> bool:
         """Whether tasks copy the activations of a unit's forward that is under way."""
         return (turn := self.turn) is not None and turn.unit == unit
@@ -284,57 +184,6 @@ class Engine:
         if following == position + 1 or following == len(self.schedule.compute):
             return None
         return self.schedule.use(self.schedule.compute[following])
-
-    # What tasks do, on their streams' threads.
-
-    def idle(self, task: Task) -> bool:
-        """Whether a task has nothing to do under this plan; the same on every rank."""
-        if task.kind is Kind.UPDATE:
-            return all(self.updates.is_with_another(unit) for unit in task.units)
-        if task.kind in (Kind.ORTHOGONALIZE, Kind.APPLY):
-            return not self._exchanges[task.units].buckets
-        if task.kind in (Kind.FETCH, Kind.STORE):
-            return not any(self.units[unit].offload for unit in task.units)
-        if task.kind in (Kind.SAVE, Kind.LOAD):
-            return not any(unit in self._saved for unit in task.units)
-        return not self.collectives(task)
-
-    def collectives(self, task: Task) -> list[tuple[Bucket, Collective]]:
-        """The collectives of a communication task, in order."""
-        buckets = (bucket for name in task.units for bucket in self.units[name].buckets)
-        return [(bucket, one) for bucket in buckets for one in bucket.collectives(task.kind, task.tier)]
-
-    def nbytes(self, task: Task) -> int:
-        """Bytes of a communication task's buffers in the form they travel in, counting the coarser slice."""
-        if task.kind in (Kind.ASSEMBLE, Kind.RETURN):
-            return self._exchanges[task.units].sent_bytes(task.kind, task.tier)
-        return sum(
-            bucket.sent_nbytes(task.kind, task.tier, one.stage) for bucket, one in self.collectives(task)
-        )
-
-    def run(self, task: Task, scratch: int = 0) -> None:
-        """Do a task's work for all its units, called where autograd does not record. ``scratch``: number of
-        the tier's buffer to receive into."""
-        if task.kind is Kind.UPDATE:
-            for name in task.units:
-                self.updates.update(name)
-            return
-        if task.kind is Kind.APPLY:
-            for name in task.units:
-                self.updates.apply(name)
-            return
-        if task.kind in (Kind.ASSEMBLE, Kind.ORTHOGONALIZE, Kind.RETURN):
-            self._exchanges[task.units].run(task.kind, task.tier, task.index + 1)
-            return
-        if task.kind in (Kind.FETCH, Kind.STORE):
-            for name in task.units:
-                self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
-            return
-        if task.kind in (Kind.SAVE, Kind.LOAD):
-            for name in task.units:
-                self._saved[name].save() if task.kind is Kind.SAVE else self._saved[name].load()
-            return
-        self._messages.run(task, scratch)
 
     # What the hooks report.
 
@@ -367,10 +216,9 @@ class Engine:
         if (training or step.in_micro_batch) and step.scheduled and self._expected(following, unit, phase):
             self._end_turn()
             self._begin_turn(following)
-        elif self._backward_was_unseen:
-            self.backward_end()
-            self.enter(unit, phase)
         else:
+            if training:
+                self._require_seen()
             self._enter_unscheduled(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
@@ -398,7 +246,7 @@ class Engine:
         """A micro-batch is over."""
         step = self.step_state
         self._passed_over = frozenset()
-        if step.scheduled and step.position == self._turns.last[step.micro_batch]:
+        if step.scheduled and step.position == (step.micro_batch + 1) * len(self.schedule.uses) - 1:
             self._end_turn()
         else:
             if step.scheduled:
@@ -422,7 +270,7 @@ class Engine:
         Every rank calls it, or none. Units that were updated in backward cannot be taken back: UserError.
         """
         step = self.step_state
-        if not (step.micro_batch or step.in_backward):
+        if not (step.micro_batch or step.in_backward or self._backward_was_unseen):
             return  # loops call zero_grad() at any place before backward
         if self._updated_in_backward():
             raise UserError(
@@ -499,7 +347,7 @@ class Engine:
         self.executor.synchronize()
         if not self.rounding.look(self.device, partial(self.all_reduce, purpose=ROUNDING, operation=MAX)):
             return
-        self._messages.forget()
+        self.tasks.messages.forget()
         assert self.rounding.given_up is not None
         tier, error = self.rounding.given_up
         if self.world.rank == 0:
@@ -554,8 +402,7 @@ class Engine:
     def _require_complete(self) -> None:
         """All gradients of this step are sent; fewer micro-batches than planned will do."""
         wanted, step = self.schedule.accumulation, self.step_state
-        if self._backward_was_unseen:
-            self.backward_end()
+        self._require_seen()
         if step.in_backward:
             raise RuntimeError("the last backward pass did not end; call optimizer.zero_grad() first")
         if not step.micro_batch:
@@ -578,14 +425,23 @@ class Engine:
 
     @property
     def _backward_was_unseen(self) -> bool:
-        """Whether a backward is over that began at none of the outputs which are looked at, as one of a loss
-        inside of the model does in a micro-batch in which most units are passed over."""
+        """Whether a backward of this micro-batch is over that told nothing: it raised, or went through a part
+        of the model in which uses have no turns."""
         step = self.step_state
         return (
             (step.in_micro_batch and not step.in_backward)
             and not backward_is_running()
             and any(unit.left_over() for unit in self.units.values())
         )
+
+    def _require_seen(self) -> None:
+        """What a backward left that nobody knows the end of is no micro-batch's gradient."""
+        if self._backward_was_unseen:
+            raise RuntimeError(
+                "gradients are left of a backward that raised, or that went through a part of the model "
+                "alone: call optimizer.zero_grad() after the first, and bring the loss of a part into the "
+                "one backward() of its micro-batch"
+            )
 
     # Scheduled micro-batches.
 
@@ -781,8 +637,8 @@ class Engine:
     def _update_unscheduled(self) -> None:
         self._unshard_only(())  # an evaluation may have left old values unsharded
         for task in self._updating_tasks:
-            if not self.executor.ran(task) and not self.idle(task):
-                self.run(task)
+            if not self.executor.ran(task) and not self.tasks.idle(task):
+                self.tasks.run(task)
         for name in self._trainable:
             self._run_on_tiers(Kind.PARAM_GATHER, name)
         self.executor.skip_step()
@@ -793,7 +649,7 @@ class Engine:
         """Reductions go from the first tier to the last, gathers back."""
         tiers = range(len(self.mesh.tiers))
         for tier in tiers if kind in (Kind.REDUCE, Kind.FINAL_REDUCE) else reversed(tiers):
-            self.run(Task(-1, kind, "", (name,), tier, position))
+            self.tasks.run(Task(-1, kind, "", (name,), tier, position))
 
     def synchronize(self) -> None:
         """Return when everything that the last step launched is done; RuntimeError inside of a step."""
@@ -846,31 +702,3 @@ class Engine:
         self._unshard_only([unit])
         yield self.units[unit]
         self._unshard_only(())
-
-
-def _copies(schedule: Schedule) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """Of activations on the host the units whose copies on the device are let go at a position's begin, and
-    those that room is made for at its end."""
-    released: dict[int, list[str]] = {}
-    allocated: dict[int, list[str]] = {}
-    for compute in schedule.compute:
-        for needed in (schedule.tasks[index] for index in compute.needs):
-            if needed.kind is Kind.SAVE:
-                released.setdefault(compute.position, []).extend(needed.units)
-            elif needed.kind is Kind.LOAD:
-                launched = next(one for i in needed.needs if (one := schedule.tasks[i]).kind is Kind.COMPUTE)
-                allocated.setdefault(launched.position, []).extend(needed.units)
-    return released, allocated
-
-
-def _received_bytes(units: Iterable[UnitState], tier: int) -> int:
-    """Most bytes that a reduction on a tier receives at once: a rank's slice."""
-    return max(
-        (
-            bucket.layout.master_nbytes // bucket.mesh.shards[stage.high]
-            for unit in units
-            for bucket in unit.buckets
-            for _, stage in bucket.collectives(Kind.FINAL_REDUCE, tier)
-        ),
-        default=0,
-    )

@@ -315,7 +315,8 @@ class Executor:
     def _admit(self, index: int) -> bool:
         """Note a task as launched; True when nothing before it is still open. Lock held."""
         step, done = self.step, self._done
-        assert done[index] == self._launched[index] or done[index] == step - 1, (
+        background = index in self._window_of  # compute's tasks come one after the other, and may be left out
+        assert not background or done[index] == self._launched[index] or done[index] == step - 1, (
             f"{self.tasks[index]} is launched while it runs for the step before: the schedule lacks an edge"
         )
         self._launched[index] = step

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 
-from hzplan.core.schedule import Use
+from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.models.hooks import Phase
 
 Called = tuple[str, Phase]
@@ -16,12 +16,10 @@ class Turns:
     """The turns of a step. A turn lasts until the next one begins, so it may cover uses that have none.
 
     ``following``: by position the first one after it with a turn; the number of positions where there is
-    none. ``last``: by micro-batch the last position with a turn. ``passed_over``: by micro-batch the calls
-    that have no turn in it, and so need not be told.
+    none. ``passed_over``: by micro-batch the calls that have no turn in it, and so need not be told.
     """
 
     following: tuple[int, ...]
-    last: tuple[int, ...]
     passed_over: tuple[frozenset[Called], ...]
 
 
@@ -37,11 +35,13 @@ def turns(
 
     ``begins`` and ``ends``: the positions at whose begin, or end, something is done. An end is seen when
     the next turn begins. The first forward and the first backward of a micro-batch have one, which tell that
-    these begin; and all calls of a unit in one phase of a micro-batch have one or none, for who is called
-    cannot tell them apart. ``all_of_them``: every use has one.
+    these begin, and so has its last use, which a backward of any loss comes to. All calls of a unit in one
+    phase of a micro-batch have one or none, for who is called cannot tell them apart. ``all_of_them``: every
+    use has one.
     """
     count = len(uses)
-    firsts = {0, next((number for number, use in enumerate(uses) if use.phase == "backward"), 0)}
+    backward = next((number for number, use in enumerate(uses) if use.phase == "backward"), 0)
+    always = {0, backward, count - 1}
 
     def calls(position: int) -> tuple[int, Called]:
         micro_batch, number = divmod(position, count)
@@ -52,7 +52,7 @@ def turns(
         calls(position)
         for position in positions
         if all_of_them
-        or position % count in firsts
+        or position % count in always
         or position in begins
         or position in ends
         or position - 1 in ends
@@ -69,6 +69,44 @@ def turns(
             passed_over[micro_batch].add(call)
     return Turns(
         tuple(following),
-        tuple(max(p for p in having if p // count == micro_batch) for micro_batch in range(accumulation)),
         tuple(frozenset(calls) for calls in passed_over),
     )
+
+
+def completions(
+    schedule: Schedule, adds_up: Container[str], launches: Callable[[Task], bool]
+) -> dict[int, list[str]]:
+    """By position the units whose gradients are completed at its end.
+
+    ``adds_up``: units whose gradients autograd adds up. Those are looked after in the last micro-batch only,
+    before something is launched that may take them, and at the end of each. ``launches``: whether anything is
+    launched at a compute task's end.
+    """
+    count = len(schedule.uses)
+    end = count * schedule.accumulation
+    found: dict[int, list[str]] = {}
+    for position in range(end):
+        for unit in schedule.completed_at.get(position % count, ()):
+            at = position
+            if unit in adds_up:
+                if position < end - count:
+                    continue
+                while at < end - 1 and not launches(schedule.compute[at]):
+                    at += 1
+            found.setdefault(at, []).append(unit)
+    return found
+
+
+def copies(schedule: Schedule) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """Of activations on the host the units whose copies on the device are let go at a position's begin, and
+    those that room is made for at its end."""
+    released: dict[int, list[str]] = {}
+    allocated: dict[int, list[str]] = {}
+    for compute in schedule.compute:
+        for needed in (schedule.tasks[index] for index in compute.needs):
+            if needed.kind is Kind.SAVE:
+                released.setdefault(compute.position, []).extend(needed.units)
+            elif needed.kind is Kind.LOAD:
+                launched = next(one for i in needed.needs if (one := schedule.tasks[i]).kind is Kind.COMPUTE)
+                allocated.setdefault(launched.position, []).extend(needed.units)
+    return released, allocated

@@ -249,7 +249,7 @@ class _Trainer:
         losses: list[Tensor] = []
         self.optimizer.engine.executor.synchronize()  # so that the first update has made its state
         ignore = [] if self.corpus is None else [self.corpus.train, self.corpus.heldout]
-        ignore += self.optimizer.engine.on_host
+        ignore += self.optimizer.engine.tasks.on_host
         peak = peak_memory_bytes(lambda: losses.append(self.step(step)), self.device, ignore=ignore)
         self.peak_memory_bytes = int(self.over_ranks([peak], dist.ReduceOp.MAX)[0])
         return losses[0]

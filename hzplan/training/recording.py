@@ -72,7 +72,7 @@ class Recording:
     def _spans(self, record: StepRecord) -> list[Span]:
         engine = self._engine
         done = [
-            span_of(task, record.start_s[task.index], record.end_s[task.index], engine.nbytes(task))
+            span_of(task, record.start_s[task.index], record.end_s[task.index], engine.tasks.nbytes(task))
             for task in engine.schedule.tasks
             if task.index in record.start_s and task.index in record.end_s
         ]

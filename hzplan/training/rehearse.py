@@ -115,7 +115,7 @@ def rehearse(
             train(step)
         optimizer.engine.executor.synchronize()
         traced = partial(train, WARM_UP_STEPS)
-        peak = peak_memory_bytes(traced, device, ignore=optimizer.engine.on_host)
+        peak = peak_memory_bytes(traced, device, ignore=optimizer.engine.tasks.on_host)
         train(WARM_UP_STEPS + 1)  # after the tracing, which takes time
         recording = Recording(optimizer.engine, TRACED_STEPS)
         names = dict(enumerate(plan.cluster.tier_names))
@@ -123,14 +123,16 @@ def rehearse(
         ended = time.perf_counter()
         for step in range(steps):
             progress(f"step {step + 1} of {steps}", (step + 1) / (steps + 1))
-            recording.begin(steps - step)
             train(WARM_UP_STEPS + 2 + step)
             now = time.perf_counter()
             seconds.append(now - ended)
             exposed = optimizer.engine.executor.record.exposed_s
             waits.append({_named(cause, names): waited for cause, waited in exposed.items()})
-            recording.note()
             ended = now
+        optimizer.engine.follow_every_use()  # to see them takes a little longer
+        for step in range(TRACED_STEPS):
+            train(WARM_UP_STEPS + 2 + steps + step)
+            recording.note()
         spans = recording.spans()
     optimizer.engine.close()
     progress("rehearsed", 1.0)

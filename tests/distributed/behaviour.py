@@ -20,6 +20,7 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Kind, MessageOrder, Schedule, Task, Use
 from hzplan.runtime.apply import Choice, apply, full_parameters, schedule_of
 from hzplan.runtime.engine import Engine
+from hzplan.runtime.tasks import Tasks
 from tests.distributed.oracle import Case, batch, loss_of, reference, sharded, train, worst
 
 SHARDED = Case("2|2", (2, 2, 2), accumulation=2, prefetch=1, steps=4)
@@ -60,14 +61,14 @@ def launch_order(_: Any) -> dict[str, Any]:
             "scheduled": [
                 task.index
                 for task in schedule.tasks
-                if task.stream != "compute" and not optimizer.engine.idle(task)
+                if task.stream != "compute" and not optimizer.engine.tasks.idle(task)
             ],
             "launched": launches,
             "scheduled_by_stream": {
                 stream: busy
                 for stream, tasks in schedule.streams.items()
                 if stream != "compute"
-                and (busy := [task.index for task in tasks if not optimizer.engine.idle(task)])
+                and (busy := [task.index for task in tasks if not optimizer.engine.tasks.idle(task)])
             },
             "ran_by_stream": record.begun,
         }
@@ -138,9 +139,9 @@ def allocations(_: Any) -> dict[str, dict[str, Any]]:
     """Per case: bytes that communication tasks allocate after the second step, operations, buffers moved."""
     found = {}
     for case in (SHARDED, MIXED, FREE, SYNCED, replace(MIXED, dtype="bfloat16")):
-        run, counts = Engine.run, {"nbytes": 0, "operations": 0}
+        run, counts = Tasks.run, {"nbytes": 0, "operations": 0}
 
-        def counted(self: Engine, task: Task, scratch: int = 0, run: Any = run, counts: Any = counts) -> None:
+        def counted(self: Tasks, task: Task, scratch: int = 0, run: Any = run, counts: Any = counts) -> None:
             if task.kind is Kind.UPDATE:
                 run(self, task, scratch)
                 return
@@ -154,8 +155,8 @@ def allocations(_: Any) -> dict[str, dict[str, Any]]:
         train(replace(case, steps=2), model, optimizer)
         engine.executor.synchronize()
         before = _addresses(engine)
-        with patch.object(Engine, "run", counted):
-            engine.executor._run = engine.run
+        with patch.object(Tasks, "run", counted):
+            engine.executor._run = engine.tasks.run
             train(case, model, optimizer)
             engine.executor.synchronize()
         found[case.name] = counts | {"moved": before != _addresses(engine)}
@@ -167,7 +168,10 @@ def _addresses(engine: Engine) -> list[int]:
     """Where every buffer of the runtime lies."""
     buckets = [bucket for unit in engine.units.values() for bucket in unit.buckets]
     kept = [t for b in buckets for t in (b.param, b.unsharded, b.master, b.grad) if t is not None]
-    return [tensor.data_ptr() for tensor in [*kept, *(s for of_tier in engine._scratch for s in of_tier)]]
+    return [
+        tensor.data_ptr()
+        for tensor in [*kept, *(s for of_tier in engine.tasks.buffers.scratch for s in of_tier)]
+    ]
 
 
 # ---- mutations -----------------------------------------------------------------------------------------

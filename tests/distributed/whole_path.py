@@ -90,7 +90,7 @@ def _count_and_close(engine: Engine) -> None:
     buckets = [bucket for unit in engine.units.values() for bucket in unit.buckets]
     states = [state for inner in engine.updates._inner.values() for state in inner.state.values()]
     _counted.clear()
-    _counted.update(engine.buffer_bytes)
+    _counted.update(engine.tasks.buffer_bytes)
     _counted["parameters"] = sum(bucket.param.nbytes for bucket in buckets)
     _counted["master"] = sum(
         bucket.master.untyped_storage().nbytes()

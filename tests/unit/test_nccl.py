@@ -20,8 +20,7 @@ from hzplan.formats.profile import CollectiveCurve, CollectivePoint, Interferenc
 from hzplan.profiler.session.progress import Progress
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.runtime.backends import groups, nccl
-from hzplan.runtime.engine import Engine
-from hzplan.runtime.executor import Streams
+from hzplan.runtime.buffers import CommunicationBuffers
 
 measuring = importlib.import_module("hzplan.profiler.measure")  # its package has a function of that name
 
@@ -128,24 +127,23 @@ def test_buffers_are_registered_with_every_communicator_where_asked(
 
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    made = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda size, **how: (did.append("buffer"), made(size, **how))[1])
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda size, **how: (did.append("buffer"), zeros(size, **how))[1])
     first, second = group(1), group(2)
-    engine = object.__new__(Engine)
-    engine.mesh, engine._streams = Mesh.parse("2"), Streams.TIERS
-    engine.groups = {
+    groups = {
         (kind, Stage(0, 1)): one for kind, one in (("unshard", first), ("reduce", second), ("gather", first))
     }
-    unit = SimpleNamespace(unshard_bytes=64, gradient_buffer_bytes=128, assign_buffers=lambda *buffers: None)
-    engine.units = {"a": unit}  # type: ignore[dict-item]
-    engine._allocate({"a": 0}, {"a": 0}, torch.device("cpu"))
+    unit: Any = SimpleNamespace(
+        unshard_bytes=64, gradient_buffer_bytes=128, buckets=(), assign_buffers=lambda *buffers: None
+    )
+    made = CommunicationBuffers({"a": unit}, groups, 1, {"a": 0}, {"a": 0}, torch.device("cpu"))
     scratch = ["buffer"] * MAX_IN_FLIGHT
     if asked == "0":
         assert did == ["buffer", "buffer", *scratch]
     else:
         pool = "pool of NCCL's 1"
         assert did == ["begin", "buffer", "buffer", "end", (1, pool), (2, pool), *scratch]
-        assert engine._pool == pool
+        assert made._pool == pool
 
 
 def test_groups_that_were_split_from_the_jobs_are_released(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,13 @@ from tests.unit.test_abandoned_steps import (
     Net,
     choice_of,
     end_step,
+    failing,
     fresh,
     on_ranks,
 )
 
 Place = tuple[str, tuple[int, int, int]]
+WHOLE = [place for place in PLACES if place[1] == (0, 0, 0)]
 
 
 def _in_parts(block: Block, x: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ def test_a_backward_that_is_to_be_differentiated(place: Place, width: int) -> No
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 def test_a_loss_inside_of_the_model(place: Place, odd: int, micro_batches: int, width: int) -> None:
-    """Of one micro-batch, whose backward reaches no output that anybody looks at."""
+    """Of one micro-batch, whose backward begins at no output that anybody looks at."""
 
     def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
         for step in range(3):
@@ -112,6 +114,84 @@ def test_a_loss_inside_of_the_model(place: Place, odd: int, micro_batches: int, 
             end_step(optimizer)
 
     on_ranks(loop, choice_of(*place, clip=True, accumulation=3), width)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("then", ["forward", "step", "zero_grad"])
+@pytest.mark.parametrize("place", WHOLE, ids=str)
+def test_what_a_backward_left_that_nobody_saw(place: Place, then: str, number: int) -> None:
+    """It raised between uses that have turns: no part of it is in a gradient."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            for earlier in range(number if step == 1 else 0):
+                model(batch(100 + earlier)).square().mean().backward()
+            if step == 1:
+                x = batch(200)
+                outputs = [x := block(x) for block in model.blocks]
+                with failing(model.blocks[1]):
+                    outputs[2].square().mean().backward()
+                if isinstance(optimizer, ShardedOptimizer) and then == "forward":
+                    with pytest.raises(RuntimeError, match="left of a backward that raised"):
+                        model(batch(201))
+                if isinstance(optimizer, ShardedOptimizer) and then == "step":
+                    with pytest.raises(RuntimeError, match="left of a backward that raised"):
+                        optimizer.step()
+                optimizer.zero_grad()
+            for later in range(3):
+                model(batch(10 * step + later)).square().mean().backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=3), SMALL)
+
+
+@pytest.mark.filterwarnings("ignore:step.. after 2 backward passes")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_two_backwards_of_one_forward(place: Place) -> None:
+    """The second, of an inner output, is one more micro-batch."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(3):
+            x = batch(step)
+            outputs = [x := block(x) for block in model.blocks]
+            x.square().mean().backward(retain_graph=True)
+            outputs[1].square().mean().backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=3), SMALL)
+
+
+@pytest.mark.parametrize("place", WHOLE, ids=str)
+def test_an_inner_output_of_a_forward_before_the_step_is_refused(place: Place) -> None:
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        x = batch(0)
+        outputs = [x := block(x) for block in model.blocks]
+        x.square().mean().backward(retain_graph=True)
+        end_step(optimizer)
+        if isinstance(optimizer, ShardedOptimizer):
+            with pytest.raises(RuntimeError, match=r"a forward from before optimizer.step\(\)"):
+                outputs[1].square().mean().backward()
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=1), SMALL)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_all_uses_are_followed_after_a_step_outside_of_the_schedule(place: Place, accumulation: int) -> None:
+    """As a trace begins near the end of a run."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
+        for step in range(6):
+            if isinstance(optimizer, ShardedOptimizer) and step == 4:
+                optimizer.engine.follow_every_use()
+            for number in range(accumulation):
+                x = batch(10 * step + number)
+                for block in reversed(model.blocks) if step == 1 else model.blocks:
+                    x = block(x)
+                x.square().mean().backward()
+            end_step(optimizer)
+
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=accumulation), SMALL)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

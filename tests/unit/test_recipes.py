@@ -33,7 +33,11 @@ def test_adapters_of_peft_are_all_that_is_reduced_and_updated(monkeypatch: pytes
     def rank(_: int, model: nn.Module, optimizer: ShardedOptimizer) -> tuple[int, int, int]:
         engine = optimizer.engine
         first, second = (
-            sum(engine.nbytes(task) for task in engine.schedule.tasks if task.kind is kind and task.tier == 0)
+            sum(
+                engine.tasks.nbytes(task)
+                for task in engine.schedule.tasks
+                if task.kind is kind and task.tier == 0
+            )
             for kind in (Kind.FINAL_REDUCE, Kind.UNSHARD)
         )
         return first, second, sum(piece.high - piece.low for piece in optimizer.updates.pieces)

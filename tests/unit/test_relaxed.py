@@ -123,7 +123,7 @@ class Run:
         def one(group: int, number: int, post: Post) -> None:
             optimizer = self.rank(initial, group, number, post)
             values = full_parameters(optimizer)
-            self.on_host[group, number] = sum(tensor.nbytes for tensor in optimizer.engine.on_host)
+            self.on_host[group, number] = sum(tensor.nbytes for tensor in optimizer.engine.tasks.on_host)
             relaxed = optimizer.engine.relaxed
             assert relaxed is not None
             if group == 0:

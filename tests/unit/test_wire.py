@@ -216,7 +216,7 @@ def test_what_is_rounded_too_coarsely_is_given_up_on_all_ranks_at_once(
             sharded.step()
             said.append(guard.said)
             reduces = [task for task in sharded.engine.schedule.tasks if task.kind is Kind.FINAL_REDUCE]
-            sent.append(sum(map(sharded.engine.nbytes, reduces)))
+            sent.append(sum(map(sharded.engine.tasks.nbytes, reduces)))
         assert guard.given_up is not None and guard.given_up[0] == 0
         return [said, sent[0] < sent[1] == sent[2], guard.given_up]
 
