@@ -82,13 +82,13 @@ def launch_order(_: Any) -> dict[str, Any]:
 @contextmanager
 def delays(choose: Callable[[Task], float]) -> Iterator[None]:
     """Every background task first sleeps for the seconds that ``choose`` gives it."""
-    run = Engine.run
+    run = Tasks.run
 
-    def late(self: Engine, task: Task, scratch: int = 0) -> None:
+    def late(self: Tasks, task: Task, scratch: int = 0) -> None:
         time.sleep(choose(task))
         run(self, task, scratch)
 
-    with patch.object(Engine, "run", late):
+    with patch.object(Tasks, "run", late):
         yield
 
 

@@ -19,8 +19,8 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Task, Use
 from hzplan.errors import UserError
 from hzplan.runtime.apply import Choice, apply, full_parameters
-from hzplan.runtime.engine import Engine
 from hzplan.runtime.optimizer import ShardedOptimizer
+from hzplan.runtime.tasks import Tasks
 from tests.distributed.lean import lean
 
 STEPS, ACCUMULATION, WIDTH = 4, 3, 6
@@ -218,13 +218,13 @@ def error(optimizer: ShardedOptimizer, expected: dict[str, Tensor]) -> float:
 @contextmanager
 def dawdling() -> Iterator[None]:
     """Every background task begins late, at random."""
-    rng, run = random.Random(0), Engine.run
+    rng, run = random.Random(0), Tasks.run
 
-    def late(self: Engine, task: Task, scratch: int = 0) -> None:
+    def late(self: Tasks, task: Task, scratch: int = 0) -> None:
         time.sleep(rng.uniform(0, 0.003))
         run(self, task, scratch)
 
-    with patch.object(Engine, "run", late):
+    with patch.object(Tasks, "run", late):
         yield
 
 

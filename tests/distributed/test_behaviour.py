@@ -12,7 +12,7 @@ from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.schedule import Kind, Task, Use
 from hzplan.errors import StreamError
 from hzplan.runtime.apply import Choice, apply
-from hzplan.runtime.engine import Engine
+from hzplan.runtime.tasks import Tasks
 from tests.distributed.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -77,14 +77,14 @@ def test_an_error_on_a_stream_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     uses = (Use("0", "forward"), Use("1", "forward"), Use("1", "backward"), Use("0", "backward"))
     levels = {name: Levels(0, 0, 0) for name, _ in model.named_parameters()}
-    run = Engine.run
+    run = Tasks.run
 
-    def broken(self: Engine, task: Task, scratch: int = 0) -> None:
+    def broken(self: Tasks, task: Task, scratch: int = 0) -> None:
         if task.kind is Kind.UPDATE:
             raise ValueError("no more room")
         run(self, task, scratch)
 
-    monkeypatch.setattr(Engine, "run", broken)
+    monkeypatch.setattr(Tasks, "run", broken)
     model, optimizer = apply(
         model, Choice(Mesh.parse("1"), levels, uses, 1, 1, False), torch.optim.SGD, lr=0.1
     )
