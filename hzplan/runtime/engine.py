@@ -84,8 +84,8 @@ class Engine:
         self._needs = [schedule.reads(schedule.use(task)) for task in schedule.compute]  # by position
         reductions = (task for task in schedule.tasks if task.kind in (Kind.REDUCE, Kind.FINAL_REDUCE))
         self._reduced_at = {task.position: task.units for task in reductions}
-        adds_up = {name for name, unit in self.units.items() if unit.adds_up}
-        self._completed_at = completions(schedule, adds_up, self.executor.launches)
+        self._keep_whole = {name for name, unit in self.units.items() if not unit.grad_sharded}
+        self._completed_at = completions(schedule, self._keep_whole, self.executor.launches)
         backwards = (number for number, use in enumerate(schedule.uses) if use.phase == "backward")
         self._first_backward = next(backwards, -1)  # of a micro-batch: all units it reads have been read
         self._released_at, self._allocated_after = copies(schedule)
@@ -222,16 +222,18 @@ class Engine:
             self._enter_unscheduled(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete: it goes to its bucket in the turn after which all of its unit's are.
+        """A gradient is complete: it goes to its bucket, where that is its unit's own for now.
 
-        Before that turn the gradient buffer may be another unit's: an early gradient stays in
-        ``parameter.grad``.
+        A buffer that units share may be another one's before the turn after which all of a unit's gradients
+        are there: an early gradient stays in ``parameter.grad``.
         """
         unit, step = self._unit_of[id(parameter)], self.step_state
         step.in_backward = True
         if unit.name in step.complete or unit.name not in self._trainable:
             self._require_expected(unit)
-        if step.scheduled and unit.name in self._completed_at.get(step.position, ()):
+        in_backward = step.position % len(self.schedule.uses) >= self._first_backward
+        is_own = unit.name in self._keep_whole and in_backward  # who read the last step's has, by then
+        if step.scheduled and (is_own or unit.name in self._completed_at.get(step.position, ())):
             # A backward inside of the backward, as a checkpoint's, brings a part of the gradient by itself.
             again = id(parameter) in step.delivered
             unit.take_gradient(parameter, accumulate=step.micro_batch > 0, again=again)

@@ -74,13 +74,13 @@ def turns(
 
 
 def completions(
-    schedule: Schedule, adds_up: Container[str], launches: Callable[[Task], bool]
+    schedule: Schedule, keep_whole: Container[str], launches: Callable[[Task], bool]
 ) -> dict[int, list[str]]:
     """By position the units whose gradients are completed at its end.
 
-    ``adds_up``: units whose gradients autograd adds up. Those are looked after in the last micro-batch only,
-    before something is launched that may take them, and at the end of each. ``launches``: whether anything is
-    launched at a compute task's end.
+    ``keep_whole``: units that keep whole gradients, each in a place of its own. They are looked after in the
+    last micro-batch only, before something is launched that may take them, and at the end of each.
+    ``launches``: whether anything is launched at a compute task's end.
     """
     count = len(schedule.uses)
     end = count * schedule.accumulation
@@ -88,7 +88,7 @@ def completions(
     for position in range(end):
         for unit in schedule.completed_at.get(position % count, ()):
             at = position
-            if unit in adds_up:
+            if unit in keep_whole:
                 if position < end - count:
                     continue
                 while at < end - 1 and not launches(schedule.compute[at]):

@@ -173,9 +173,9 @@ class UnitState:
         return any(total is not None for bucket in self.trainable_buckets for total in bucket.sums)
 
     @property
-    def adds_up(self) -> bool:
-        """Whether autograd adds up all of its gradients, so that it needs no turn for them."""
-        return all(total is not None for bucket in self.trainable_buckets for total in bucket.sums)
+    def grad_sharded(self) -> bool:
+        """Whether any gradients come into a buffer that other units have, too."""
+        return any(bucket.grad_sharded for bucket in self.trainable_buckets)
 
     def comes_by_itself(self, parameter: Tensor) -> bool:
         """Whether a gradient of a unit's is where it belongs without ``take_gradient``."""
