@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hzplan.runtime.apply import apply
 from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.turns import turns
-from tests.unit.test_abandoned_steps import SMALL, Net, choice_of, end_step, fresh, on_ranks
+from tests.unit.test_abandoned_steps import LARGE, LARGEST, SMALL, Net, choice_of, end_step, fresh, on_ranks
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 USES = st.builds(
@@ -61,7 +62,9 @@ def test_all_uses_may_have_one() -> None:
     assert not any(found.passed_over)
 
 
-def _told(accumulation: int, place: tuple[str, tuple[int, int, int]], *, all_uses: bool = False) -> list[int]:
+def _told(
+    accumulation: int, place: tuple[str, tuple[int, int, int]], *, all_uses: bool = False, width: int = SMALL
+) -> list[int]:
     """By micro-batch of a second step the calls that the engine was told of, of eight."""
     told: list[int] = []
 
@@ -86,17 +89,18 @@ def _told(accumulation: int, place: tuple[str, tuple[int, int, int]], *, all_use
                 model(batch(10 * step + number)).square().mean().backward()
             end_step(optimizer)  # type: ignore[arg-type]
 
-    on_ranks(loop, choice_of(*place, clip=True, accumulation=accumulation), SMALL)
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=accumulation), width)
     return told
 
 
-def test_replicas_are_told_of_what_they_send_alone() -> None:
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
+def test_replicas_are_told_of_what_they_send_alone(width: int) -> None:
     """Of a micro-batch that is not the last one where it begins, and where backward does and ends; of the
     last one of each message, and of the use after it."""
     whole = ("2", (0, 0, 0))
-    assert _told(1, ("1", (0, 0, 0))) == [3]
-    assert _told(3, whole)[:2] == [3, 3]
-    assert _told(3, whole)[2] < 8
+    assert _told(1, ("1", (0, 0, 0)), width=width) == [3]
+    *others, last = _told(3, whole, width=width)
+    assert others == [3, 3] and last < 8
     assert _told(3, whole, all_uses=True) == [8, 8, 8]
     assert _told(3, ("2", (1, 1, 1))) == [8, 8, 8]
 
