@@ -183,7 +183,7 @@ def _least(profile: Profile, request: Request) -> str:
 def _fsdp2_on_host(profile: Profile) -> str:
     """What is left on the device, and what the link to the host takes: both at least."""
     model, size = CostModel(profile), profile.micro_batches[0]
-    activations = model.activation_peak_bytes(size, Recomputed.of(model.recomputable))
+    activations = model.activations.peak_bytes(size, Recomputed.of(model.recomputable))
     units = sorted(sum(t.nbytes for t in specs) for specs in model.tensors.values())
     gradients = max(map(gradient_bytes, model.tensors.values()))
     held = activations + sum(units[-2:]) + gradients

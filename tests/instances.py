@@ -289,8 +289,8 @@ def try_everything(
         late = model.late_ns(schedule, size)
         graph = model.event_graph(schedule, size)
         for again in _agains(model, request):
-            peak = model.activation_peak_bytes(size, again, schedule)
-            on_host = model.host_activation_bytes(size, schedule, again)
+            peak = model.activations.peak_bytes(size, again, schedule)
+            on_host = model.activations.host_bytes(size, schedule, again)
             costs = [
                 [replace(cost, recompute=again.get(name)) for cost in choices]
                 for name, choices in zip(names, options, strict=True)

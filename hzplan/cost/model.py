@@ -23,17 +23,19 @@ from hzplan.core.layout import (
     marked,
 )
 from hzplan.core.order import in_order
-from hzplan.core.recompute import HOST, NOTHING, WAYS, Recomputed, Way
-from hzplan.core.schedule import HOST_LINK, Interval, Kind, MessageOrder, Schedule, Task, build
+from hzplan.core.recompute import HOST, WAYS, Way
+from hzplan.core.schedule import HOST_LINK, Kind, MessageOrder, Schedule, Task, build
 from hzplan.core.stages import PARAMETERS, Collective, Operation, collectives_of, format_of
 from hzplan.core.wire import Format, Wire, packed_bytes
+from hzplan.cost.activations import Activations
 from hzplan.cost.curves import Curve, interpolate, latency
 from hzplan.cost.events import EventGraph, event_graph
 from hzplan.cost.interference import MAX_COMPUTE_LOSS, Interference
 from hzplan.cost.lateness import Late
 from hzplan.cost.matrices import ORTHOGONALIZED_BYTES, MatrixCosts, orthogonalize_ns
+from hzplan.cost.norm import Norm
 from hzplan.cost.unit import GATHERS, MESSAGES, BucketCost, UnitCost, processor_at, summed
-from hzplan.formats.profile import InterferenceEntry, Profile, RecomputeCost, UseCost
+from hzplan.formats.profile import InterferenceEntry, Profile, UseCost
 
 COPIES = frozenset(itertools.chain(*HOST_LINK))
 """The streams of copies between a device and the host's memory."""
@@ -290,6 +292,16 @@ class CostModel:
         return self._use_costs(micro_batch)[use_index]
 
     @cached_property
+    def norm(self) -> Norm:
+        """What clipping waits for."""
+        return Norm.of(self.profile)
+
+    @cached_property
+    def activations(self) -> Activations:
+        """Their bytes."""
+        return Activations(self.profile.uses, self._use_costs)
+
+    @cached_property
     def tensors(self) -> dict[str, tuple[TensorSpec, ...]]:
         """The tensors of every unit."""
         return tensors_of(self.profile, self.wire)
@@ -332,24 +344,6 @@ class CostModel:
             for unit, tensors in self.tensors.items()
         }
 
-    def saved_bytes(self, unit: str, micro_batch: int) -> int:
-        """Bytes of activations that a unit in way ``host`` copies to the host's memory: what it keeps less
-        than one that keeps everything."""
-        return self._saved_bytes(micro_batch).get(unit, 0)
-
-    def _saved_bytes(self, micro_batch: int) -> dict[str, int]:
-        if micro_batch not in self._saved:
-            self._saved[micro_batch] = {
-                use.unit: max(0, cost.retained_bytes - cost.again[HOST].retained_bytes)
-                for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True)
-                if use.phase == "forward" and HOST in cost.again
-            }
-        return self._saved[micro_batch]
-
-    @cached_property
-    def _saved(self) -> dict[int, dict[str, int]]:
-        return {}
-
     @cached_property
     def _savable(self) -> tuple[str, ...]:
         return tuple(unit for unit, ways in self.ways.items() if HOST in ways)
@@ -363,58 +357,15 @@ class CostModel:
         """
         size = self.profile.micro_batches[-1]
         forward = {use.unit: at for at, use in enumerate(self.profile.uses) if use.phase == "forward"}
-        largest = max(self._savable, key=lambda unit: self.saved_bytes(unit, size), default=None)
+        largest = max(self._savable, key=lambda unit: self.activations.saved_bytes(unit, size), default=None)
         if largest is None:
             return 1
         return 1 - -self.save_ns(largest, size) // max(1, self.compute_ns(forward[largest], size))
 
     def save_ns(self, unit: str, micro_batch: int) -> int:
         """Nanoseconds of a copy of a unit's activations, in either direction."""
-        nbytes = self.saved_bytes(unit, micro_batch)
+        nbytes = self.activations.saved_bytes(unit, micro_batch)
         return round(interpolate(self._host_curve, nbytes) * 1e9) if nbytes and self._host_curve else 0
-
-    def host_activation_bytes(self, micro_batch: int, schedule: Schedule, recompute: Recomputed) -> int:
-        """Bytes of activations in the host's memory."""
-        return sum(
-            self.saved_bytes(unit, micro_batch) for unit in schedule.saved if recompute.get(unit) == HOST
-        )
-
-    def activation_bytes(
-        self, micro_batch: int, recompute: Recomputed = NOTHING, saved: Mapping[str, Interval] | None = None
-    ) -> list[int]:
-        """Peak bytes of activations and temporaries at every use of a forward and backward.
-
-        The bytes are a sum of one term per use, and of one per unit whose activations are in the host's
-        memory in between (``saved``, see ``Schedule``), so linear in the choice of ``recompute``.
-        """
-        level, found = 0, []
-        for use, cost in zip(self.profile.uses, self._use_costs(micro_batch), strict=True):
-            own: UseCost | RecomputeCost = cost
-            if (way := recompute.get(use.unit)) is not None and way != HOST:
-                own = cost.again.get(way, cost)
-            found.append(level + own.peak_bytes)
-            level += own.retained_bytes
-        for unit, (first, last) in (saved or {}).items():
-            if recompute.get(unit) == HOST:
-                away = self.saved_bytes(unit, micro_batch)
-                found[first : last + 1] = [nbytes - away for nbytes in found[first : last + 1]]
-        return found
-
-    def activation_peak_bytes(
-        self, micro_batch: int, recompute: Recomputed = NOTHING, schedule: Schedule | None = None
-    ) -> int:
-        """Peak bytes of activations and temporaries over all uses; of a ``schedule`` whose activations may
-        lie in the host's memory with those taken off that do."""
-        on_host = schedule is not None and schedule.saved and HOST in recompute.values()
-        key = micro_batch, recompute, schedule.copy_uses if schedule is not None and on_host else 0
-        if key not in self._peaks:
-            saved = schedule.saved if schedule is not None and on_host else None
-            self._peaks[key] = max(0, *self.activation_bytes(micro_batch, recompute, saved))
-        return self._peaks[key]
-
-    @cached_property
-    def _peaks(self) -> dict[tuple[int, Recomputed, int], int]:
-        return {}
 
     def flops(self, micro_batch: int) -> int:
         """Floating-point operations of one forward and backward."""
@@ -562,7 +513,7 @@ class CostModel:
             scratch_bytes=tuple(self._scratch_bytes(bucket, tier) for tier in tiers),
             update_temporary_bytes=_largest_piece(bucket, optim_numel, optimizer.temporary_per_element),
             replicated=replicated,
-            norm_ns=0 if replicated else self._norm_share_ns(bucket),
+            norm_ns=0 if replicated else self.norm.share_ns(sum(one.numel for one in bucket.tensors)),
             reduce_waits_ns=once(self.latency_ns),
             processor_ns=self._messages_processor_ns(bucket),
             reduce_processor_ns=parameters.reduce_processor_ns and once(self.latency_processor_ns),
@@ -785,48 +736,14 @@ class CostModel:
                 known[place] = of(distinct[place], duration_ns)
         return [known[place] for place in places]
 
-    def step_ns(self, schedule: Schedule, *, replicated: bool) -> int:
-        """Nanoseconds that compute waits for the global gradient norm before the updates; 0 without clipping.
-
-        Each rank sums the squares of its gradient slices, then all ranks add up one number. Where gradients
-        are ``replicated`` each rank may sum them all by itself instead, and does where that is shorter. Only
-        a whole choice has that property, and bounds are of sums over units: they count ``norm_ns`` of each
-        unit that is not replicated, together at most the difference.
-        """
-        sliced, whole = self._norm_ns
-        return (min(sliced, whole) if replicated else sliced) if schedule.clip else 0
-
-    def _norm_share_ns(self, bucket: BucketLayout) -> int:
-        """A bucket's share of the difference, by its elements."""
-        sliced, whole = self._norm_ns
-        elements = sum(tensor.numel for tensor in bucket.tensors)
-        return max(0, sliced - whole) * elements // self._trained
-
     def has_local_norm(self, schedule: Schedule, units: Mapping[str, UnitCost]) -> bool:
         """Whether each rank takes the norm of all gradients by itself: all have them, and it is shorter."""
-        sliced, whole = self._norm_ns
-        return schedule.clip and whole < sliced and _replicated(units)
-
-    @cached_property
-    def _trained(self) -> int:
-        """Elements of all trained tensors."""
-        return sum(t.spec.numel for unit in self.profile.units for t in unit.tensors if t.trainable)
-
-    @cached_property
-    def _norm_ns(self) -> tuple[int, int]:
-        """Nanoseconds of a norm from all ranks' slices, and from the whole gradients of one."""
-        curve = [(point.elements, point.seconds) for point in self.profile.optimizer.norm or ()]
-        summed_s = self.profile.cluster.norm_seconds or 0.0
-        trained = self._trained
-        if not curve:
-            return round(summed_s * 1e9), round(summed_s * 1e9)
-        alone_s = interpolate(curve, trained / self.mesh.world)
-        return round((alone_s + summed_s) * 1e9), round(interpolate(curve, trained) * 1e9)
+        return self.norm.is_local(schedule, replicated=_replicated(units))
 
     def task_ns(self, schedule: Schedule, task: Task, units: Mapping[str, UnitCost], micro_batch: int) -> int:
         """Nanoseconds of one task."""
         if task.kind is Kind.STEP:
-            return self.step_ns(schedule, replicated=_replicated(units))
+            return self.norm.step_ns(schedule, replicated=_replicated(units))
         if task.kind is Kind.COMPUTE:
             index = task.position % len(schedule.uses)
             recompute = units[schedule.uses[index].unit].recompute

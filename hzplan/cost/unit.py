@@ -36,7 +36,7 @@ class UnitCost:
     bytes lie in the host's memory instead of ``master`` and ``optim``, and in a device slot during the
     update; ``copy_ns``: of one copy, in either direction. ``replicated``: whether every rank has all of its
     reduced gradients; ``norm_ns``: its share of what a norm over ranks takes longer than each rank's own,
-    where they do not (``CostModel.step_ns``). ``reduce_waits_ns`` and ``gather_waits_ns``: of
+    where they do not (``Norm.step_ns``). ``reduce_waits_ns`` and ``gather_waits_ns``: of
     ``final_reduce_ns`` and ``grad_gather_ns`` what units that are reduced together pay once. Of matrices that
     are brought together for their updates: ``assemble_ns`` and ``return_ns`` by tier, without the
     ``matrix_waits_ns`` that a group of units pays once; ``repeated_ns``: Newton–Schulz of those that every

@@ -41,6 +41,10 @@ UPDATING = (
 MOST_UNFOLLOWED = 3
 """Steps in a row that follow nothing of the schedule, until that is said."""
 ROUNDING = "comparing what rounding costs"
+THROUGH_NO_OUTPUT = (
+    "a backward brought gradients that came through no output of the model, as a penalty on its parameters "
+    "brings them: add it to the loss, before one backward()"
+)
 BETWEEN_STEPS = "parameters can be read between steps only: after step(), before the next forward"
 
 
@@ -201,6 +205,8 @@ class Engine:
             )
         if training:
             self._all_before_step = False
+            if phase == "forward":
+                self._require_seen()
         if training and step.micro_batch >= self.schedule.accumulation:
             raise RuntimeError(f"call optimizer.step() after {self.schedule.accumulation} backward passes")
         step.in_backward |= phase == "backward"
@@ -217,8 +223,6 @@ class Engine:
             self._end_turn()
             self._begin_turn(following)
         else:
-            if training:
-                self._require_seen()
             self._enter_unscheduled(unit, training=training)
 
     def gradient(self, parameter: nn.Parameter) -> None:
@@ -229,6 +233,8 @@ class Engine:
         """
         unit, step = self._unit_of[id(parameter)], self.step_state
         step.in_backward = True
+        if step.micro_batch >= self.schedule.accumulation:  # what is being sent must not change
+            raise RuntimeError(THROUGH_NO_OUTPUT)
         if unit.name in step.complete or unit.name not in self._trainable:
             self._require_expected(unit)
         in_backward = step.position % len(self.schedule.uses) >= self._first_backward
@@ -410,10 +416,7 @@ class Engine:
         if not step.micro_batch:
             raise RuntimeError(f"step() without a backward pass; the plan accumulates {wanted}")
         if any(unit.left_over() for unit in self.units.values()):
-            raise RuntimeError(
-                "a backward brought gradients that came through no output of the model, as a penalty on "
-                "its parameters brings them: add it to the loss, before one backward()"
-            )
+            raise RuntimeError(THROUGH_NO_OUTPUT)
         if step.micro_batch < wanted and not self._warned:
             self._warned = True
             warnings.warn(

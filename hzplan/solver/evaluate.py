@@ -171,8 +171,8 @@ def evaluate(
         units,
         memory(
             *(units, slots, schedule),
-            model.activation_peak_bytes(micro_batch, modes.recompute, schedule),
-            model.host_activation_bytes(micro_batch, schedule, modes.recompute),
+            model.activations.peak_bytes(micro_batch, modes.recompute, schedule),
+            model.activations.host_bytes(micro_batch, schedule, modes.recompute),
         ),
         modes,
     )

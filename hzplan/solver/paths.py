@@ -137,7 +137,7 @@ class Network:
                 if binary is not None:
                     terms += self._of_recomputation(self.rows[binary], index, times)
             elif task.kind is Kind.STEP:
-                constant += times * self.model.step_ns(self.whole, replicated=True) * MS
+                constant += times * self.model.norm.step_ns(self.whole, replicated=True) * MS
                 terms += self._of_units(task.kind, self.rows, times) if self.whole.clip else []
             elif task.kind in (Kind.SAVE, Kind.LOAD):
                 terms += self._of_copy(task.units[0], times)

@@ -7,7 +7,8 @@ free, never filled for nothing.
 
 A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
 plan would gain is less than the model can tell. Any other plan has to be ahead of every row by more than the
-tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order).
+tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order). Where compute keeps the
+processors that ranks share busy it has to be ahead by ``NEAR``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ TIE = 0.005
 says less. A ratio of two predictions from one profile is no more exact."""
 
 
+NEAR = 0.03
+"""What another plan has to gain over the fastest row where compute keeps the processors busy: predictions of
+one profile's random plans err by 2 to 13 % against each other there (standard deviation within a regime, 5 in
+the median; benchmarks/results/2026-11-29-accuracy.json), and the fastest of many is one that they flatter."""
+BUSY = 0.5
+"""The least share of the processors that compute then takes by itself."""
+
+
 def tie_of(gap: float, tie: float | None) -> float:
     """The tie that a question asks for: its own, else the gap's, at most ``TIE``."""
     return min(gap, TIE) if tie is None else tie
@@ -36,6 +45,15 @@ def ceiling_ns(fastest: Evaluation, rows: Sequence[Row], tie: float) -> float:
     limit = fastest.predicted.period_ns * (1 + tie)
     ahead = (row.found.predicted.period_ns / (1 + tie) for row in rows if row.fits)
     return max(fastest.predicted.period_ns, min([limit, *ahead]))
+
+
+def to_beat_ns(fastest: Evaluation, rows: Sequence[Row], tie: float, *, asked: bool) -> float:
+    """The step within the tie of which a row is the plan, nanoseconds: the fastest plan's, or that of the
+    fastest row where it is near enough. ``asked``: whether the tie is a user's own."""
+    step = fastest.predicted.period_ns
+    best = min((_step(row.found) for row in rows), default=step)
+    busy = (fastest.model.compute_processor_share or 0.0) > BUSY
+    return max(step, best) if busy and tie and not asked and best <= step * (1 + NEAR) else step
 
 
 def within_tie(step_ns: float, rows: Sequence[Row], tie: float) -> list[Row]:

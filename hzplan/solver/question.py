@@ -110,12 +110,12 @@ class Question:
         return known[key]
 
     def _events(self) -> Events:
-        base = np.array(self.model.activation_bytes(self.micro_batch), dtype=float)
+        base = np.array(self.model.activations.bytes_by_use(self.micro_batch), dtype=float)
         added = {}
         for unit, binary in self.binaries.items():
             ways = self.pools[binary].ways
             each = [
-                self.model.activation_bytes(self.micro_batch, only(unit, way), self.schedule.saved)
+                self.model.activations.bytes_by_use(self.micro_batch, only(unit, way), self.schedule.saved)
                 for way in ways
             ]
             added[binary] = np.array(each, dtype=float) - base
@@ -207,7 +207,7 @@ class Question:
         shared.append(Buffer("activations", larger, events))
         host = {unit: pool.host * MIB for unit, pool in pools.items() if pool.host.any()}
         for unit in self.schedule.saved.keys() & self.binaries.keys():
-            nbytes = self.model.saved_bytes(unit, self.micro_batch) * MIB
+            nbytes = self.model.activations.saved_bytes(unit, self.micro_batch) * MIB
             ways = self.pools[self.binaries[unit]].ways
             host[self.binaries[unit]] = np.array([nbytes * (way == HOST) for way in ways])
         return MemoryUse(resident, shared, host)

@@ -316,7 +316,9 @@ def _stage(task: Task, schedule: Schedule) -> str:
 
 def _occupancy(found: Evaluation, budget_bytes: int) -> Occupancy:
     update = max((cost.update_temporary_bytes for cost in found.units.values()), default=0)
-    by_use = found.model.activation_bytes(found.micro_batch, found.modes.recompute, found.schedule.saved)
+    by_use = found.model.activations.bytes_by_use(
+        found.micro_batch, found.modes.recompute, found.schedule.saved
+    )
     times, bytes_ = activations(found.schedule, found.predicted, by_use, update)
     static = [
         (name.replace("_", " "), nbytes)
@@ -340,6 +342,6 @@ def _spike(found: Evaluation, by_use: Sequence[int], floor: int) -> Spike | None
     in_chunks = None
     if "chunks" in model.ways.get(unit, ()) and recompute.get(unit) != "chunks":
         chunked = recompute.with_([unit], "chunks")
-        lower = model.activation_peak_bytes(found.micro_batch, chunked, found.schedule)
+        lower = model.activations.peak_bytes(found.micro_batch, chunked, found.schedule)
         in_chunks = max(by_use) - max(lower, floor)
     return Spike(unit, nbytes, in_chunks)

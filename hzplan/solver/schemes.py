@@ -186,7 +186,7 @@ class Settings:
         nothing, everything = NOTHING, Recomputed.of(self.recompute_options.all)
         choices = {"none": [nothing], "all": [everything]}
         activations = min(
-            self.model.activation_peak_bytes(smallest, recompute)
+            self.model.activations.peak_bytes(smallest, recompute)
             for recompute in choices.get(self.request.recompute, [nothing, everything])
         )
         return any(
@@ -313,7 +313,7 @@ class Settings:
         while low < high:
             middle = (low + high) // 2
             recompute = self._first(middle)
-            peak = self.model.activation_peak_bytes(question.micro_batch, recompute, question.schedule)
+            peak = self.model.activations.peak_bytes(question.micro_batch, recompute, question.schedule)
             if without.with_activations(peak, question.schedule).peak <= self.request.memory_bytes:
                 high = middle
             else:

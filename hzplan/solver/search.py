@@ -530,7 +530,7 @@ class Search:
         found = []
         for recompute in recompute_choices:
             peak = none.with_activations(
-                q.model.activation_peak_bytes(q.micro_batch, recompute, q.schedule), q.schedule
+                q.model.activations.peak_bytes(q.micro_batch, recompute, q.schedule), q.schedule
             )
             more = [sum(added.get(one, 0.0) for one in recompute.items()) for added in self._recompute_ns]
             floor = max(*loads, *map(add, energies, more))

@@ -130,7 +130,7 @@ def rehearse(
             waits.append({_named(cause, names): waited for cause, waited in exposed.items()})
             ended = now
         optimizer.engine.follow_every_use()  # to see them takes a little longer
-        for step in range(TRACED_STEPS):
+        for step in range(TRACED_STEPS + 2):  # a device's record is of the last step but one
             train(WARM_UP_STEPS + 2 + steps + step)
             recording.note()
         spans = recording.spans()

@@ -101,7 +101,7 @@ def test_a_backward_that_is_to_be_differentiated(place: Place, width: int) -> No
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("micro_batches", [2, 3])
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
 def test_a_loss_inside_of_the_model(place: Place, odd: int, micro_batches: int, width: int) -> None:
     """Of one micro-batch, whose backward begins at no output that anybody looks at."""
 
@@ -195,17 +195,19 @@ def test_all_uses_are_followed_after_a_step_outside_of_the_schedule(place: Place
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_backward_of_parameters_alone_is_refused(place: Place) -> None:
-    """Its gradients would wait for the next step."""
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
+def test_a_backward_of_parameters_alone_is_refused(place: Place, name: str, width: int) -> None:
+    """Its gradients would wait for the next step, or be in what is being sent."""
 
     def loop(model: Net, optimizer: torch.optim.Optimizer, batch: Callable[[int], Tensor]) -> None:
         model(batch(0)).square().mean().backward()
         if isinstance(optimizer, ShardedOptimizer):
-            model.blocks[0].first.bias.square().sum().backward()
             with pytest.raises(RuntimeError, match="through no output of the model"):
+                model.blocks[0].first.get_parameter(name).square().sum().backward()
                 end_step(optimizer)
 
-    on_ranks(loop, choice_of(*place, clip=True, accumulation=1), SMALL)
+    on_ranks(loop, choice_of(*place, clip=True, accumulation=1), width)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

@@ -102,7 +102,7 @@ def test_the_first_stage_keeps_activations_of_as_many_micro_batches_as_there_are
         use.costs[0].retained_bytes for use in one.uses if use.phase == "forward" and use.unit in names
     )
     assert kept == 4 * single
-    peak = CostModel(four).activation_peak_bytes(1)
+    peak = CostModel(four).activations.peak_bytes(1)
     assert kept <= peak <= kept + max(use.costs[0].peak_bytes for use in one.uses)
     assert sum(use.costs[0].retained_bytes for use in four.uses) == pytest.approx(0, abs=kept * 0.01)
 

@@ -207,7 +207,7 @@ def test_a_profile_of_one_process(tmp_path: Path) -> None:
     costs = CostModel(profile)
     assert costs.flops(2) == 3 * closed_form_forward_flops(PRESETS["nano"], 2)
     saved = sum(use.costs[0].retained_bytes for use in profile.uses if use.phase == "forward")
-    assert saved <= costs.activation_peak_bytes(2) < 2 * saved
+    assert saved <= costs.activations.peak_bytes(2) < 2 * saved
 
 
 @pytest.mark.long

@@ -78,8 +78,8 @@ def test_memory_of_every_choice_is_as_predicted(profile: Profile) -> None:
     mixtures = [again.with_(["head"], "chunks" if rng.random() < 0.5 else None) for again in mixtures]
     assert len({way for again in mixtures for way in again.values()}) >= 3
     for again in [*map(Recomputed.of, sets), *mixtures]:
-        assert model.activation_peak_bytes(2, again) == pytest.approx(_peak(again), rel=0.01)
-    assert model.activation_peak_bytes(2, Recomputed.of(layers)) < 0.6 * model.activation_peak_bytes(2)
+        assert model.activations.peak_bytes(2, again) == pytest.approx(_peak(again), rel=0.01)
+    assert model.activations.peak_bytes(2, Recomputed.of(layers)) < 0.6 * model.activations.peak_bytes(2)
 
 
 def _peak(again: Recomputed) -> int:
@@ -117,8 +117,8 @@ def test_modelled_like_measured(profile: Profile) -> None:
     assert {*modelled.recomputable} <= {*measured.recomputable}
     for way in WAYS:
         again = Recomputed.of((unit for unit, ways in modelled.ways.items() if way in ways), way)
-        theirs = measured.activation_bytes(2, again)
-        assert modelled.activation_bytes(2, again) == pytest.approx(theirs, rel=0.05, abs=2**16)
+        theirs = measured.activations.bytes_by_use(2, again)
+        assert modelled.activations.bytes_by_use(2, again) == pytest.approx(theirs, rel=0.05, abs=2**16)
 
 
 class Dropping(nn.Module):

@@ -247,7 +247,7 @@ def test_memory_on_the_device_is_as_predicted(profile: Profile, prefetch: int, u
     """What is saved of the peak, to 1% of it."""
     model, on_host = CostModel(profile), Recomputed.of(units, "host")
     schedule = model.schedule(prefetch=prefetch, accumulation=1, clip=True, offload=True)
-    predicted = {which: model.activation_peak_bytes(SIZE, which, schedule) for which in (NOTHING, on_host)}
+    predicted = {which: model.activations.peak_bytes(SIZE, which, schedule) for which in (NOTHING, on_host)}
     runs = {which: peak(choice(profile, which, prefetch=prefetch)) for which in predicted}
     assert runs[NOTHING] - runs[on_host] == pytest.approx(
         predicted[NOTHING] - predicted[on_host], abs=0.01 * predicted[NOTHING]
@@ -261,7 +261,7 @@ def test_mixed_with_ways_to_compute_again(profile: Profile) -> None:
     schedule = model.schedule(prefetch=1, accumulation=1, clip=True, offload=True)
     some = Recomputed({"layers.0": "host", "layers.1": "host", "layers.2": "full", "head": "chunks"})
     lost = [
-        model.activation_peak_bytes(SIZE, which, schedule) - peak(choice(profile, which, prefetch=1))
+        model.activations.peak_bytes(SIZE, which, schedule) - peak(choice(profile, which, prefetch=1))
         for which in (NOTHING, some)
     ]
-    assert lost[0] == pytest.approx(lost[1], abs=0.01 * model.activation_peak_bytes(SIZE))
+    assert lost[0] == pytest.approx(lost[1], abs=0.01 * model.activations.peak_bytes(SIZE))

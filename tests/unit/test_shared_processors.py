@@ -24,6 +24,9 @@ from hzplan.profiler.session.processors import Processors, Shared, compute_share
 from hzplan.profiler.session.ranks import Ranks
 from hzplan.solver.evaluate import evaluate, uniform, unit_costs
 from hzplan.solver.paths import Network
+from hzplan.solver.prefer import BUSY, NEAR, TIE
+from hzplan.solver.search import Request
+from hzplan.solver.solve import Solved, solve
 from tests.instances import random_profile, with_processors
 
 
@@ -48,6 +51,22 @@ def test_who_only_waits_keeps_no_processor_busy() -> None:
             pass
 
     assert compute_share(ranks, one, work) > compute_share(ranks, one, lambda: time.sleep(0.05))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_plan_of_its_own_is_worth_it_where_processors_are_busy(seed: int, share: float) -> None:
+    """Else the fastest scheme is the plan; elsewhere it has to be ahead by the tie."""
+    rng = random.Random(seed)
+    profile = with_processors(random_profile(rng, micro_batches=(1,)), rng)
+    cluster = profile.cluster.model_copy(update={"compute_processor_share": share})
+    profile = profile.replaced(cluster=cluster)
+    outcome = solve(profile, Request(2**40, 2 * profile.mesh.world))
+    assert isinstance(outcome, Solved)
+    scheme = min(row.found.predicted.period_ns for row in outcome.rows if row.fits)
+    step, wanted = outcome.best.predicted.period_ns, NEAR if share > BUSY else TIE
+    is_scheme = any(row.found.levels == outcome.best.levels for row in outcome.rows)
+    assert step * (1 + wanted) < scheme * (1 + 1e-9) or (is_scheme and step <= scheme * (1 + TIE))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -102,7 +102,7 @@ def _equals_trying_everything(seed: int, *, tight: bool, matrices: bool = False,
         return
     assert isinstance(outcome, Solved)
     # What replicas save of the norm is shared out among units: a bound may count a part of it too much.
-    step = [outcome.best.model.step_ns(outcome.best.schedule, replicated=of) for of in (False, True)]
+    step = [outcome.best.model.norm.step_ns(outcome.best.schedule, replicated=of) for of in (False, True)]
     assert outcome.bound_ns <= truth.objective_ns * (1 + 1e-6)
     if tight:
         assert outcome.bound_ns >= (truth.objective_ns - (step[0] - step[1])) * (1 - 1e-6)

@@ -19,7 +19,7 @@ from hzplan.runtime.backends.threads import Post, ThreadWorld
 from hzplan.runtime.optimizer import ShardedOptimizer
 
 BLOCKS, STEPS = 4, 4
-SMALL, LARGE = 6, 130
+SMALL, LARGE, LARGEST = 6, 130, 260
 Used = Callable[[int, int, int, int], bool]
 """Whether a part is used: (step, micro-batch, rank, block)."""
 
@@ -181,7 +181,7 @@ def test_what_no_rank_used_is_left_alone(
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
 def test_large_gradients_and_messages_in_order(width: int, ordered: bool) -> None:
     compare(on_one_rank_only, "2", (1, 1, 1), 2, width=width, ordered=ordered)
 
@@ -213,7 +213,7 @@ def test_layer_drop(place: tuple[str, tuple[int, int, int]], accumulation: int) 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize("width", [SMALL, LARGE, LARGEST])
 def test_updates_in_backward_leave_it_alone_too(
     place: tuple[str, tuple[int, int, int]], accumulation: int, width: int
 ) -> None:
