@@ -6,9 +6,11 @@ import gc
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 from hzplan.core.hierarchy import Levels, Mesh
 from hzplan.core.recompute import Recomputed, Way
 from hzplan.core.schedule import MessageOrder, Use
+from hzplan.models import hooks
 from hzplan.runtime.apply import Choice, apply, full_parameters
+from hzplan.runtime.bucket import Bucket
 from hzplan.runtime.executor import Streams
 from hzplan.runtime.optimizer import ShardedOptimizer
 from tests.accelerator.program import Program
@@ -157,6 +161,8 @@ CASES = [
     Case("offload", "2|2", ((1, 2, 2),), dtype="bfloat16", offload=True),
     Case("offload, updates in backward", "2|2", ((1, 2, 2),), accumulation=2, clip=False, offload=True),
     Case("units reduced together", "2|2", ((0, 0, 2), (0, 0, 0)), accumulation=2, message_bytes=1 << 30),
+    Case("whole gradients, updates in backward", "2|2", ((0, 0, 0),), accumulation=2, clip=False),
+    Case("whole gradients together", "2|2", ((0, 0, 2),), accumulation=2, clip=False, message_bytes=1 << 30),
     Case("slices reduced together", "2|2", BOTH, gradient_buffers=1, message_bytes=2 * LAYER_BYTES),
     Case("an order of messages", "2|2", ((1, 2, 2),), ahead=2),
     Case("an order of messages, updates in backward", "2|2", BOTH, accumulation=3, clip=False, ahead=3),
@@ -178,6 +184,17 @@ CASES = [
     Case("three tiers, updates in backward", "2|2|2", ((1, 2, 3),), accumulation=2, clip=False, steps=2),
     Case("three tiers, an order of messages", "2|2|2", ((3, 3, 3),), ahead=2, steps=2),
 ]
+
+
+@contextmanager
+def as_on_devices() -> Iterator[None]:
+    """The tensors are a CPU's, where autograd would add small gradients up by itself; and matrices are large
+    enough for a hook, as most are."""
+    with (
+        patch.object(Bucket, "adds_up", lambda self, index: False),
+        patch.object(hooks, "SMALL_ELEMENTS", WIDTH * WIDTH),
+    ):
+        yield
 
 
 def recorded(case: Case) -> list[Program]:
@@ -235,7 +252,7 @@ def recorded(case: Case) -> list[Program]:
     gc.collect()
     gc.disable()  # a thread would free what another rank's cycles hold
     try:
-        with simulated_nccl(), host_copies_seen(), warnings.catch_warnings():
+        with simulated_nccl(), host_copies_seen(), as_on_devices(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
             for thread in threads:
