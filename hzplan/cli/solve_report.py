@@ -24,7 +24,7 @@ from hzplan.solver.evaluate import Evaluation, evaluate
 from hzplan.solver.gain import Gain
 from hzplan.solver.gap import described, parts
 from hzplan.solver.patterns import MAX_BUCKETS
-from hzplan.solver.prefer import tie_of
+from hzplan.solver.prefer import margin_of
 from hzplan.solver.report import narrower
 from hzplan.solver.schemes import RecomputeOptions
 from hzplan.solver.solve import Request, Solved
@@ -240,7 +240,7 @@ class SolveReport:
         gained = self.gained
         if gained is None:
             return "no scheme set by hand fits as asked, so there is none to compare with"
-        tie = tie_of(self.request.gap, self.request.tie)
+        tie = margin_of(self.request.gap, self.request.tie, self.solved.best.model)
         name = gained.over.name
         if gained.same:
             more = f"by more than {tie:.1%}" if tie else "at all"

@@ -8,7 +8,8 @@ free, never filled for nothing.
 A *row* (a scheme as users set it by hand) that is within the tie of the fastest is the plan: what any other
 plan would gain is less than the model can tell. Any other plan has to be ahead of every row by more than the
 tie, so no row is as fast as it and leaner (``solve._decided`` asks in this order). Where compute keeps the
-processors that ranks share busy it has to be ahead by ``NEAR``.
+processors that ranks share busy it has to be ahead by ``NEAR``, and of the rows that are as near the one with
+the fewest messages is the plan.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hzplan.core.hierarchy import Levels
+from hzplan.cost.model import CostModel
 from hzplan.solver.evaluate import Evaluation, fastest_of, within
 from hzplan.solver.schemes import Row, slack_bytes
 
@@ -37,6 +39,27 @@ def tie_of(gap: float, tie: float | None) -> float:
     return min(gap, TIE) if tie is None else tie
 
 
+def margin_of(gap: float, tie: float | None, model: CostModel) -> float:
+    """What a plan of its own has to gain over every row, a share of its step: ``NEAR`` where compute keeps
+    the processors busy and nobody asked for another tie, else the tie."""
+    busy = (model.compute_processor_share or 0.0) > BUSY
+    return NEAR if busy and tie is None and gap else tie_of(gap, tie)
+
+
+def messages(one: Evaluation) -> int:
+    """How many messages a rank has in a step."""
+    tasks = zip(one.schedule.tasks, one.durations_ns, strict=True)
+    return sum(task.tier >= 0 and duration_ns > 0 for task, duration_ns in tasks)
+
+
+def plain_enough(rows: Sequence[Row], step_ns: float, margin: float) -> Row | None:
+    """Of the rows that fit and whose steps are within the margin of ``step_ns`` the one with the fewest
+    messages, of these the fastest: what a step on busy processors takes beyond its prediction grows with
+    them. None where no row is."""
+    near = within_tie(step_ns, rows, margin)
+    return min(near, key=lambda row: (messages(row.found), _step(row.found)), default=None)
+
+
 def ceiling_ns(fastest: Evaluation, rows: Sequence[Row], tie: float) -> float:
     """The longest step that a plan which is no row may have, nanoseconds.
 
@@ -45,15 +68,6 @@ def ceiling_ns(fastest: Evaluation, rows: Sequence[Row], tie: float) -> float:
     limit = fastest.predicted.period_ns * (1 + tie)
     ahead = (row.found.predicted.period_ns / (1 + tie) for row in rows if row.fits)
     return max(fastest.predicted.period_ns, min([limit, *ahead]))
-
-
-def to_beat_ns(fastest: Evaluation, rows: Sequence[Row], tie: float, *, asked: bool) -> float:
-    """The step within the tie of which a row is the plan, nanoseconds: the fastest plan's, or that of the
-    fastest row where it is near enough. ``asked``: whether the tie is a user's own."""
-    step = fastest.predicted.period_ns
-    best = min((_step(row.found) for row in rows), default=step)
-    busy = (fastest.model.compute_processor_share or 0.0) > BUSY
-    return max(step, best) if busy and tie and not asked and best <= step * (1 + NEAR) else step
 
 
 def within_tie(step_ns: float, rows: Sequence[Row], tie: float) -> list[Row]:

@@ -34,7 +34,7 @@ from hzplan.solver.emit import predict
 from hzplan.solver.evaluate import Evaluation, sent_bytes, task_bytes
 from hzplan.solver.explain import DOING, longest_chain
 from hzplan.solver.gain import gain
-from hzplan.solver.prefer import distance, tie_of
+from hzplan.solver.prefer import distance, margin_of
 from hzplan.solver.schemes import RecomputeOptions, Row
 from hzplan.solver.search import Request
 
@@ -114,7 +114,7 @@ def worth(found: Evaluation, rows: Sequence[Row], request: Request) -> Worth | N
     gained = gain(found, own, request)
     if gained is None:
         return None
-    over, tie = gained.over, tie_of(request.gap, request.tie)
+    over, tie = gained.over, margin_of(request.gap, request.tie, found.model)
     parts = gained.parts if gained.share > tie else ()
     named = [(_cause(part.freedom, found, over.found), part.share) for part in parts]
     causes = [Cause(what, share) for what, share in named if what is not None]

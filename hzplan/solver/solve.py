@@ -36,7 +36,7 @@ from hzplan.solver.patterns import (
     recompute_names,
     recompute_pool,
 )
-from hzplan.solver.prefer import ceiling_ns, preferred, tie_of, to_beat_ns, within_tie
+from hzplan.solver.prefer import ceiling_ns, margin_of, plain_enough, preferred, tie_of, within_tie
 from hzplan.solver.refine import improved, simplified
 from hzplan.solver.relaxation import TOLERANCE
 from hzplan.solver.rows import INFINITY
@@ -401,9 +401,11 @@ def _decided(
     tie = tie_of(request.gap, request.tie)
     fastest = fastest_of(found.all)
     own = [row for row in rows if row.fits and row.allowed]
-    beat = to_beat_ns(fastest, own, tie, asked=request.tie is not None)
-    limit = beat * (1 + tie)
-    tied = {row.name for row in within_tie(beat, own, tie)}
+    limit = fastest.predicted.period_ns * (1 + tie)
+    tied = {row.name for row in within_tie(fastest.predicted.period_ns, own, tie)}
+    margin = margin_of(request.gap, request.tie, fastest.model)
+    if margin > tie and (row := plain_enough(own, fastest.predicted.period_ns, margin)) is not None:
+        limit, tied = row.found.predicted.period_ns * (1 + tie), {row.name}
     if tie:
         rows = [settings.lean(row, limit) if row.name in tied else settings.as_fast(row) for row in rows]
     if tied:
