@@ -44,8 +44,8 @@ def command(
         typer.Option(
             metavar="SHARE",
             help="Predicted steps that differ by less are equal, as in 0.5%; of equal plans the leanest, "
-            "then the plainest is taken. By default the gap, at most 0.5%; where compute keeps processors busy "
-            "that ranks share, a scheme with few messages is taken up to 3% behind.",
+            "then the plainest is taken. By default the gap, at most 0.5%; where compute keeps processors "
+            "busy that ranks share, a scheme with few messages is taken up to 3% behind.",
         ),
     ] = None,
     baseline: Annotated[
