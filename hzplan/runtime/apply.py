@@ -46,6 +46,8 @@ from hzplan.runtime.muon import by_method
 from hzplan.runtime.optimizer import ShardedOptimizer
 from hzplan.runtime.relaxed.meeting import here
 from hzplan.runtime.relaxed.sync import Groups, GroupSync
+from hzplan.runtime.rounding import RoundingGuard
+from hzplan.runtime.tasks import Tasks
 from hzplan.runtime.unit import UnitState
 from hzplan.runtime.updates import Updates, as_groups, check_elementwise, check_planned, fused_by_default
 from hzplan.runtime.world import ProcessWorld, World
@@ -321,12 +323,15 @@ def apply(
     )
     on_host = [name for name, way in choice.recompute.items() if way == HOST and name in schedule.saved]
     saved = {name: Saved(host_buffer(device)) for name in sorted(on_host)}
+    tasks = Tasks(
+        *({state.name: state for state in states}, updates, schedule, slots.unshard, slots.gradient),
+        *(choice.mesh, device, world, saved, forms),
+    )
+    rounding = RoundingGuard(forms, len(choice.mesh.tiers))
     engine = Engine(
-        *(states, updates, schedule, slots.unshard, slots.gradient, choice.mesh, device, world, streams),
+        *(tasks, choice.mesh, device, world, rounding, streams),
         tier_names=choice.tier_names,
         queues=queues,
-        saved=saved,
-        forms=forms,
     )
     if choice.relaxed is not None and among is not None:
         updated = {unit for task in schedule.tasks if task.kind is Kind.UPDATE for unit in task.units}

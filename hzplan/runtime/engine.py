@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,9 +15,7 @@ from hzplan.core.hierarchy import Mesh
 from hzplan.core.schedule import Kind, Schedule, Task, Use
 from hzplan.errors import UserError
 from hzplan.models.hooks import Phase, backward_is_running
-from hzplan.models.saved import Saved
 from hzplan.runtime.backends.groups import job_timeout
-from hzplan.runtime.bucket import Forms
 from hzplan.runtime.evaluation import Evaluation
 from hzplan.runtime.executor import Executor, Streams
 from hzplan.runtime.faults import named
@@ -29,7 +27,6 @@ from hzplan.runtime.step_state import StepState
 from hzplan.runtime.tasks import Tasks
 from hzplan.runtime.turns import Called, Turns, completions, copies, turns
 from hzplan.runtime.unit import UnitState
-from hzplan.runtime.updates import Updates
 from hzplan.runtime.world import MAX, SUM, World
 
 UPDATING = (
@@ -53,33 +50,23 @@ class Engine:
 
     def __init__(
         self,
-        units: Sequence[UnitState],
-        updates: Updates,
-        schedule: Schedule,
-        unshard_buffers: Mapping[str, int],
-        gradient_buffers: Mapping[str, int],
+        tasks: Tasks,
         mesh: Mesh,
         device: torch.device,
         world: World,
+        rounding: RoundingGuard,
         streams: Streams = Streams.TIERS,
         tier_names: tuple[str, ...] = (),
         queues: Device | None = None,
-        saved: Mapping[str, Saved] | None = None,
-        forms: Forms | None = None,
     ) -> None:
-        """``queues``: the device where it queues work; else background tasks run on threads. ``saved``: by
-        unit whose activations the plan has on the host. ``forms``: what values travel in."""
-        self.rounding = RoundingGuard(forms or Forms(), len(mesh.tiers))
-        self.units = {unit.name: unit for unit in units}
-        self.updates, self.schedule = updates, schedule
-        self._streams, self._saved = streams, dict(saved or {})
+        """``queues``: the device where it queues work; else background tasks run on threads."""
+        self.tasks, self.rounding = tasks, rounding
+        self.units, self.updates, self.schedule = tasks.units, tasks.updates, tasks.schedule
+        units, schedule = tasks.units.values(), tasks.schedule
         self.mesh, self.device, self.world, self._tier_names = mesh, device, world, tier_names
         self.detach: Callable[[], None] = lambda: None
-        self.tasks = Tasks(
-            *(self.units, updates, schedule, unshard_buffers, gradient_buffers),
-            *(mesh, device, world, self._saved, forms or Forms()),
-        )
-        self._queues, self._watch = queues, self._hang_watch() if queues is not None else None
+        self._streams, self._queues = streams, queues
+        self._watch = self._hang_watch() if queues is not None else None
         self.executor = self._new_executor(schedule)
         self._evaluation: Evaluation | None = None  # made for the first forward without gradients
         self._unit_of = {
@@ -212,7 +199,7 @@ class Engine:
         step.in_backward |= phase == "backward"
         if training and not step.in_micro_batch and not step.micro_batch:
             self.meet_groups()
-        following = self._turns.following[step.position]
+        following = self._turns.following[step.position]  # before a micro-batch's first use it says nothing
         if training and not step.in_micro_batch:
             step.in_micro_batch = True
             following = step.micro_batch * len(self.schedule.uses)
@@ -492,8 +479,8 @@ class Engine:
         for name in self._needs[position]:
             self.units[name].to_unsharded()
         for name in self._released_at.get(position, ()):
-            if name in self._saved:
-                self._saved[name].release()
+            if name in self.tasks.saved:
+                self.tasks.saved[name].release()
         micro_batch, use = divmod(position, len(self.schedule.uses))
         if use == 0:
             self._passed_over = self._turns.passed_over[micro_batch]
@@ -518,8 +505,8 @@ class Engine:
             self._complete(name)
         step.reduced.update(self._reduced_at.get(position, ()))
         for name in self._allocated_after.get(position, ()):
-            if name in self._saved:
-                self._saved[name].allocate()
+            if name in self.tasks.saved:
+                self.tasks.saved[name].allocate()
         self.executor.end(self.schedule.compute[position])
 
     def _complete(self, name: str) -> None:

@@ -41,7 +41,7 @@ class Tasks:
     ) -> None:
         """``*_buffers``: by unit the number of its buffer. ``saved``: by unit whose activations the plan has
         on the host. ``forms``: what values travel in."""
-        self._units, self._updates, self._schedule, self._saved = units, updates, schedule, saved
+        self.units, self.updates, self.schedule, self.saved = units, updates, schedule, saved
         made: dict[tuple[str, Stage], Group] = {}
         self.groups: dict[tuple[str, Stage], Group] = {}
         buckets = [bucket for unit in units.values() for bucket in unit.buckets]
@@ -69,10 +69,10 @@ class Tasks:
         """By group of units what brings their matrices together; groups have the two buffers in turn."""
         found = {
             task.units: MatrixExchange(
-                [bucket for name in task.units for bucket in self._units[name].trainable_buckets],
-                *(self._updates, self.groups),
+                [bucket for name in task.units for bucket in self.units[name].trainable_buckets],
+                *(self.updates, self.groups),
             )
-            for task in self._schedule.tasks
+            for task in self.schedule.tasks
             if task.kind is Kind.ORTHOGONALIZE
         }
         slots = matrix_slots([one.nbytes for one in found.values()])
@@ -90,23 +90,23 @@ class Tasks:
     @property
     def on_host(self) -> list[Tensor]:
         """The buffers in the host's memory; on a CPU too, apart from what the plan counts as the device's."""
-        return [*self._updates.on_host, *(one.host for one in self._saved.values() if one.host is not None)]
+        return [*self.updates.on_host, *(one.host for one in self.saved.values() if one.host is not None)]
 
     def idle(self, task: Task) -> bool:
         """Whether a task has nothing to do under this plan; the same on every rank."""
         if task.kind is Kind.UPDATE:
-            return all(self._updates.is_with_another(unit) for unit in task.units)
+            return all(self.updates.is_with_another(unit) for unit in task.units)
         if task.kind in (Kind.ORTHOGONALIZE, Kind.APPLY):
             return not self._exchanges[task.units].buckets
         if task.kind in (Kind.FETCH, Kind.STORE):
-            return not any(self._units[unit].offload for unit in task.units)
+            return not any(self.units[unit].offload for unit in task.units)
         if task.kind in (Kind.SAVE, Kind.LOAD):
-            return not any(unit in self._saved for unit in task.units)
+            return not any(unit in self.saved for unit in task.units)
         return not self.collectives(task)
 
     def collectives(self, task: Task) -> list[tuple[Bucket, Collective]]:
         """The collectives of a communication task, in order."""
-        buckets = (bucket for name in task.units for bucket in self._units[name].buckets)
+        buckets = (bucket for name in task.units for bucket in self.units[name].buckets)
         return [(bucket, one) for bucket in buckets for one in bucket.collectives(task.kind, task.tier)]
 
     def nbytes(self, task: Task) -> int:
@@ -122,21 +122,21 @@ class Tasks:
         the tier's buffer to receive into."""
         if task.kind is Kind.UPDATE:
             for name in task.units:
-                self._updates.update(name)
+                self.updates.update(name)
             return
         if task.kind is Kind.APPLY:
             for name in task.units:
-                self._updates.apply(name)
+                self.updates.apply(name)
             return
         if task.kind in (Kind.ASSEMBLE, Kind.ORTHOGONALIZE, Kind.RETURN):
             self._exchanges[task.units].run(task.kind, task.tier, task.index + 1)
             return
         if task.kind in (Kind.FETCH, Kind.STORE):
             for name in task.units:
-                self._updates.fetch(name) if task.kind is Kind.FETCH else self._updates.store(name)
+                self.updates.fetch(name) if task.kind is Kind.FETCH else self.updates.store(name)
             return
         if task.kind in (Kind.SAVE, Kind.LOAD):
             for name in task.units:
-                self._saved[name].save() if task.kind is Kind.SAVE else self._saved[name].load()
+                self.saved[name].save() if task.kind is Kind.SAVE else self.saved[name].load()
             return
         self.messages.run(task, scratch)
